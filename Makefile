@@ -1,0 +1,36 @@
+# Every target does its own set-up: a virtual environment in .venv, made once and again when the requirements change.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test test-fast test-long lint bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/hotseat demo
+
+test: setup lint
+	$(BIN)/python -m pytest -m "not long and not gpu"
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow and not ray and not long and not gpu"
+
+test-long: setup
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,204 @@
+"""The batch algebra: how prompts become samples, optimizer steps and micro-batches.
+
+For `rl`, with P = rollout.batch_size, n = rollout.samples_per_prompt, B = train.batch_size, m = micro_batch_size,
+E = train.max_epochs, W data-parallel ranks and N prompts in all passes together:
+
+    samples per step            P * n
+    optimizer steps per step    E * P * n / B          B must divide P * n
+    micro-batches per rank      B / (W * m)            W * m must divide B
+    steps                       N // P                 the tail of a pass joins the next; of the last it is dropped
+    schedule length             steps * optimizer steps per step
+
+For `sft`, `rm` and `dpo` a step is one optimizer step on B rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hotseat.config.schema import Config
+from hotseat.errors import BatchError
+
+
+@dataclass(frozen=True)
+class BatchAlgebra:
+    """Every count that follows from the batch sizes. `None`: not known before the data is read, or not fixed."""
+
+    num_ranks: int
+    prompts_per_step: int
+    samples_per_step: int
+    samples_per_optimizer_step: int
+    optimizer_steps_per_step: int
+    train_micro_batches: int | None  # per rank and optimizer step
+    score_micro_batches: int | None  # per rank and step, for log-probs
+    tokens_per_step: int  # at most
+    num_rows: int | None  # in all passes
+    num_steps: int | None
+    num_dropped_rows: int | None  # tail of the last pass
+    schedule_length: int | None
+    warmup_steps: int | None
+
+
+def nearest_multiples(number: int, of: int) -> str:
+    """The multiples around a number, as words: `96 or 128`."""
+    below = number // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def nearest_divisors(number: int, of: int) -> str:
+    """The divisors of `of` around a number, as words."""
+    divisors = [candidate for candidate in range(1, of + 1) if of % candidate == 0]
+    below = [divisor for divisor in divisors if divisor <= number]
+    above = [divisor for divisor in divisors if divisor > number]
+    return " or ".join(str(found) for found in [*below[-1:], *above[:1]])
+
+
+def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -> BatchAlgebra:
+    """Work the counts out, or raise with both numbers and the nearest sizes that fit.
+
+    `num_ranks` is the data-parallel size of the actor. `num_rows` counts the data set; unset takes `data.max_samples`,
+    which bounds it.
+    """
+    train, rollout, is_rl = config.train, config.rollout, config.task == "rl"
+    group = rollout.samples_per_prompt if is_rl else 1
+    prompts = rollout.batch_size if is_rl else train.batch_size
+    samples = prompts * group
+    problems = []
+    if samples % train.batch_size:
+        problems.append(
+            f"train.batch_size {train.batch_size} does not divide the {samples} samples of a step"
+            f" (rollout.batch_size {prompts} x rollout.samples_per_prompt {group}):"
+            f" set it to {nearest_divisors(train.batch_size, samples)}"
+        )
+    train_micro_batches = _micro_batches(config, num_ranks, problems)
+    score_micro_batches = None
+    if is_rl and rollout.max_tokens_per_device is None:
+        # Scoring takes what comes: samples may be dropped, so it need not divide.
+        score_micro_batches = math.ceil(samples / (num_ranks * rollout.micro_batch_size))
+    if problems:
+        raise BatchError("batch sizes do not divide:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+    rows = num_rows if num_rows is not None else config.data.max_samples
+    passes = train.num_episodes if is_rl else train.max_epochs
+    total_rows = rows * passes if rows is not None else None
+    num_steps = total_rows // prompts if total_rows is not None else None
+    if rows is not None and num_rows is not None and total_rows is not None and total_rows < prompts:
+        raise BatchError(
+            f"{rows} rows in {passes} pass(es) are fewer than the {prompts} of one step:"
+            f" lower {'rollout' if is_rl else 'train'}.batch_size to {total_rows} or add data"
+        )
+    optimizer_steps = samples * (train.max_epochs if is_rl else 1) // train.batch_size
+    schedule = num_steps * optimizer_steps if num_steps is not None else None
+    return BatchAlgebra(
+        num_ranks=num_ranks,
+        prompts_per_step=prompts,
+        samples_per_step=samples,
+        samples_per_optimizer_step=train.batch_size,
+        optimizer_steps_per_step=optimizer_steps,
+        train_micro_batches=train_micro_batches,
+        score_micro_batches=score_micro_batches,
+        tokens_per_step=samples * config.data.max_length * (2 if config.task in ("rm", "dpo") else 1),
+        num_rows=total_rows,
+        num_steps=num_steps,
+        num_dropped_rows=total_rows - num_steps * prompts if total_rows is not None and num_steps is not None else None,
+        schedule_length=schedule,
+        warmup_steps=int(schedule * config.actor.optimizer.warmup_ratio) if schedule is not None else None,
+    )
+
+
+def _micro_batches(config: Config, num_ranks: int, problems: list[str]) -> int | None:
+    """Micro-batches per rank and optimizer step; `None` if a token budget decides."""
+    batch, micro = config.train.batch_size, config.train.micro_batch_size
+    if config.train.max_tokens_per_device is not None:
+        if batch % num_ranks:
+            problems.append(
+                f"train.batch_size {batch} does not divide over {num_ranks} ranks:"
+                f" set it to {nearest_multiples(batch, num_ranks)}"
+            )
+        return None
+    if batch % (num_ranks * micro) == 0:
+        return batch // (num_ranks * micro)
+    message = (
+        f"train.batch_size {batch} is not a multiple of {num_ranks} rank(s) x train.micro_batch_size {micro}"
+        f" = {num_ranks * micro}: set it to {nearest_multiples(batch, num_ranks * micro)}"
+    )
+    if batch % num_ranks == 0:
+        message += f", or train.micro_batch_size to {nearest_divisors(micro, batch // num_ranks)}"
+    problems.append(message)
+    return None
+
+
+def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]:
+    """(what, number, how it comes about) of every count, for people."""
+    train, rollout, data = config.train, config.rollout, config.data
+    is_rl = config.task == "rl"
+    rows: list[tuple[str, str, str]] = []
+    group = rollout.samples_per_prompt
+    if is_rl:
+        rows.append(("prompts per step", f"{algebra.prompts_per_step:,}", "rollout.batch_size"))
+        rows.append(
+            ("samples per step", f"{algebra.samples_per_step:,}", f"{algebra.prompts_per_step:,} prompts x {group}")
+        )
+        rows.append(
+            (
+                "optimizer steps per step",
+                f"{algebra.optimizer_steps_per_step:,}",
+                f"{algebra.samples_per_step:,} samples x {train.max_epochs} epoch(s) / {train.batch_size:,}",
+            )
+        )
+    rows.append(("samples an optimizer step sees", f"{algebra.samples_per_optimizer_step:,}", "train.batch_size"))
+    rows.append(
+        _micro_row(
+            "micro-batches per rank", algebra.train_micro_batches, train.batch_size, train.micro_batch_size, algebra
+        )
+        if train.max_tokens_per_device is None
+        else ("micro-batches per rank", "varies", f"at most {train.max_tokens_per_device:,} tokens each")
+    )
+    if is_rl:
+        rows.append(
+            _micro_row(
+                "log-prob micro-batches per rank",
+                algebra.score_micro_batches,
+                algebra.samples_per_step,
+                rollout.micro_batch_size,
+                algebra,
+            )
+            if rollout.max_tokens_per_device is None
+            else ("log-prob micro-batches per rank", "varies", f"at most {rollout.max_tokens_per_device:,} tokens each")
+        )
+    sequences = "sequences" if config.task in ("rl", "sft") else "pairs"
+    each = f"{data.max_length:,}" if sequences == "sequences" else f"2 x {data.max_length:,}"
+    rows.append(
+        (
+            "tokens per step, at most",
+            f"{algebra.tokens_per_step:,}",
+            f"{algebra.samples_per_step:,} {sequences} x {each}",
+        )
+    )
+    if algebra.num_rows is None:
+        rows.append(("steps", "unknown", "set data.max_samples, or give --num-rows, to know"))
+        return rows
+    passes = train.num_episodes if is_rl else train.max_epochs
+    per_pass = algebra.num_rows // passes
+    rows.append(
+        (
+            "steps",
+            f"{algebra.num_steps:,}",
+            f"{per_pass:,} rows x {passes} pass(es) / {algebra.prompts_per_step:,},"
+            f" {algebra.num_dropped_rows:,} left over",
+        )
+    )
+    rows.append(
+        (
+            "learning-rate schedule length",
+            f"{algebra.schedule_length:,}",
+            f"{algebra.num_steps:,} steps x {algebra.optimizer_steps_per_step:,}, the first"
+            f" {algebra.warmup_steps:,} warm up",
+        )
+    )
+    return rows
+
+
+def _micro_row(what: str, count: int | None, whole: int, micro: int, algebra: BatchAlgebra) -> tuple[str, str, str]:
+    return what, f"{count:,}", f"{whole:,} / ({algebra.num_ranks} ranks x {micro})"

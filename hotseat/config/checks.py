@@ -1,0 +1,310 @@
+"""Rules between fields.
+
+`no_effect` finds options that were set and can change nothing. `conflicts` finds values that contradict each other.
+`missing` finds what a run cannot start without; a config may be planned, explained and printed before it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model
+from hotseat.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`keys` (dotted, a section covers all below it) matter only if `matters`; otherwise `because` says why not."""
+
+    keys: tuple[str, ...]
+    matters: Callable[[Config], bool]
+    because: Callable[[Config], str]
+
+    def covers(self, key: str) -> bool:
+        return any(key == rule_key or key.startswith(rule_key + ".") for rule_key in self.keys)
+
+
+def _task(*tasks: str) -> tuple[Callable[[Config], bool], Callable[[Config], str]]:
+    wanted = " or ".join(tasks)
+    return (lambda c: c.task in tasks, lambda c: f"task is {c.task}; this is for {wanted}")
+
+
+def _is_rl(config: Config) -> bool:
+    return config.task == "rl"
+
+
+def _rl_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
+    """True outside rl, where the rule for the whole section speaks already."""
+    return lambda config: not _is_rl(config) or condition(config)
+
+
+def _says(text: str) -> Callable[[Config], str]:
+    return lambda _: text
+
+
+_SAMPLING_KEYS = ("rollout", "agent", "reward", "env", "inference", "overlap", "critic")
+_RL_MATHS = tuple(
+    f"algorithm.{name}"
+    for name in (
+        "estimator",
+        "gamma",
+        "gae_lambda",
+        "std_norm",
+        "policy_loss",
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+        "aggregation",
+        "entropy_coef",
+        "kl",
+        "correction",
+        "filtering",
+    )
+)
+
+RULES: tuple[Rule, ...] = (
+    Rule((*_SAMPLING_KEYS, *_RL_MATHS), *_task("rl")),
+    Rule(("data.label_key", "train.num_episodes"), *_task("rl")),
+    Rule(("data.output_key", "data.multiturn", "data.pretrain_mode"), *_task("sft")),
+    Rule(("data.chosen_key", "data.rejected_key", "data.prompt_key"), *_task("rm", "dpo")),
+    Rule(("data.input_key",), *_task("rl", "sft")),
+    Rule(("algorithm.dpo",), *_task("dpo")),
+    Rule(("algorithm.reward_modelling",), *_task("rm")),
+    Rule(("eval.temperature", "eval.samples_per_prompt"), *_task("rl")),
+    Rule(
+        ("critic", "checkpoint.export_critic"),
+        _rl_but(has_critic),
+        lambda c: f"algorithm.estimator is {c.algorithm.estimator}, which has no critic; only gae has one",
+    ),
+    Rule(
+        ("reference",),
+        lambda c: has_reference(c) or c.task != "rl",
+        _says("algorithm.kl.coef is 0, so there is no reference model"),
+    ),
+    Rule(("reference",), lambda c: c.task not in ("sft", "rm"), lambda c: f"task {c.task} has no reference model"),
+    Rule(
+        ("algorithm.kl.target", "algorithm.kl.horizon", "algorithm.kl.estimator", "algorithm.kl.as_loss"),
+        _rl_but(lambda c: c.algorithm.kl.coef > 0),
+        _says("algorithm.kl.coef is 0"),
+    ),
+    Rule(
+        ("algorithm.kl.horizon",),
+        _rl_but(lambda c: c.algorithm.kl.target is not None),
+        _says("algorithm.kl.target is not set, so the coefficient does not adapt"),
+    ),
+    Rule(
+        ("reward.normalize", "reward.enable_offload", "reward.shape"),
+        _rl_but(has_reward_model),
+        _says("rewards do not come from a model (reward.model is not set)"),
+    ),
+    Rule(
+        ("reward.timeout_s", "reward.retries"),
+        _rl_but(lambda c: c.reward.function is not None or c.reward.url is not None),
+        _says("rewards come neither from reward.function nor from reward.url"),
+    ),
+    Rule(
+        ("algorithm.gamma",),
+        _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce")),
+        lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
+    ),
+    Rule(
+        ("algorithm.gae_lambda",),
+        _rl_but(has_critic),
+        lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not gae",
+    ),
+    Rule(
+        ("algorithm.std_norm",),
+        _rl_but(lambda c: c.algorithm.estimator not in ("rloo", "dr_grpo")),
+        lambda c: f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation",
+    ),
+    Rule(
+        ("algorithm.correction.low", "algorithm.correction.high"),
+        _rl_but(lambda c: c.algorithm.correction.kind != "none"),
+        _says("algorithm.correction.kind is none"),
+    ),
+    Rule(
+        ("algorithm.filtering.low", "algorithm.filtering.high"),
+        _rl_but(lambda c: c.algorithm.filtering.enabled),
+        _says("algorithm.filtering.enabled is false"),
+    ),
+    Rule(
+        ("reward.overlong.penalty_factor",),
+        _rl_but(lambda c: c.reward.overlong.buffer_length > 0),
+        _says("reward.overlong.buffer_length is 0"),
+    ),
+    Rule(
+        ("train.deepspeed",),
+        lambda c: c.train.backend == "deepspeed",
+        _says("train.backend is fsdp"),
+    ),
+    Rule(
+        ("train.lora.alpha", "train.lora.dropout", "train.lora.target_modules", "train.load_in_4bit"),
+        lambda c: c.train.lora.rank > 0,
+        _says("train.lora.rank is 0"),
+    ),
+    Rule(("train.ema.beta",), lambda c: c.train.ema.enabled, _says("train.ema.enabled is false")),
+    Rule(
+        ("train.micro_batch_size",),
+        lambda c: c.train.max_tokens_per_device is None,
+        _says("train.max_tokens_per_device sets the size of micro-batches"),
+    ),
+    Rule(
+        ("rollout.micro_batch_size",),
+        _rl_but(lambda c: c.rollout.max_tokens_per_device is None),
+        _says("rollout.max_tokens_per_device sets the size of micro-batches"),
+    ),
+    Rule(
+        ("train.fp32_master",),
+        lambda c: c.train.dtype != "fp32",
+        _says("train.dtype is fp32, so the weights are their own masters"),
+    ),
+    Rule(
+        ("train.sequence_parallel_head_stride",),
+        lambda c: c.train.sequence_parallel_size > 1,
+        _says("train.sequence_parallel_size is 1"),
+    ),
+    Rule(
+        ("rollout.memory_share", "rollout.prefix_caching", "rollout.enforce_eager", "rollout.tensor_parallel_size"),
+        _rl_but(lambda c: c.rollout.engine == "vllm"),
+        _says("rollout.engine is transformers; this is for vllm"),
+    ),
+    Rule(
+        ("rollout.num_slots",),
+        _rl_but(lambda c: c.rollout.engine == "transformers"),
+        _says("rollout.engine is vllm, which sizes its own batch"),
+    ),
+    Rule(
+        ("agent.max_steps",),
+        _rl_but(lambda c: c.agent.path is not None),
+        _says("agent.path is not set, so an episode has one turn"),
+    ),
+    Rule(
+        ("overlap.partial_rollout",),
+        _rl_but(lambda c: c.overlap.queue > 0 or c.overlap.staleness > 0),
+        _says("overlap.queue and overlap.staleness are 0, so no push meets a running rollout"),
+    ),
+    Rule(
+        ("data.input_template",),
+        lambda c: not c.data.apply_chat_template,
+        _says("data.apply_chat_template renders the prompt instead"),
+    ),
+    Rule(
+        ("data.chat_template",),
+        lambda c: c.data.apply_chat_template,
+        _says("data.apply_chat_template is false"),
+    ),
+    Rule(("data.probs", "data.split"), lambda c: c.data.path is not None, _says("data.path is not set")),
+    Rule(
+        ("data.max_images_per_prompt",),
+        lambda c: c.data.image_key is not None,
+        _says("data.image_key is not set"),
+    ),
+    Rule(
+        ("eval.split", "eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_samples"),
+        lambda c: c.eval.path is not None,
+        _says("eval.path is not set, so nothing is evaluated"),
+    ),
+    Rule(("checkpoint.best_metric",), lambda c: c.eval.path is not None, _says("eval.path is not set")),
+    Rule(
+        ("log.wandb.org", "log.wandb.project", "log.wandb.group", "log.wandb.run_name"),
+        lambda c: c.log.wandb.enabled,
+        _says("log.wandb.enabled is false"),
+    ),
+    Rule(
+        ("env",),
+        _rl_but(lambda c: _is_placed(c, "env")),
+        _says("cluster.component_placement places no env"),
+    ),
+    Rule(
+        ("inference",),
+        _rl_but(lambda c: _is_placed(c, "inference")),
+        _says("cluster.component_placement places no inference; the actor computes log-probs"),
+    ),
+)
+
+
+def _is_placed(config: Config, role: str) -> bool:
+    return any(role in names.replace(" ", "").split(",") for names in config.cluster.component_placement)
+
+
+def no_effect(config: Config, set_keys: Iterable[str]) -> list[tuple[str, str]]:
+    """(key, why) of every option that was set and can change nothing, in the order given."""
+    found = []
+    for key in set_keys:
+        for rule in RULES:
+            if rule.covers(key) and not rule.matters(config):
+                found.append((key, rule.because(config)))
+                break
+    return found
+
+
+def conflicts(config: Config) -> list[tuple[str, str]]:
+    """(key, message) of values that contradict each other."""
+    found: list[tuple[str, str]] = []
+    algorithm, rollout, reward, data = config.algorithm, config.rollout, config.reward, config.data
+    if algorithm.correction.low > algorithm.correction.high:
+        found.append(
+            ("algorithm.correction.low", f"{algorithm.correction.low} is above high, {algorithm.correction.high}")
+        )
+    if algorithm.filtering.low >= algorithm.filtering.high:
+        found.append(
+            ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
+        )
+    if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
+        found.append(("reward.clip", f"{list(reward.clip)}: the first must be below the second"))
+    if data.prompt_max_length is not None and data.prompt_max_length >= data.max_length:
+        found.append(
+            (
+                "data.prompt_max_length",
+                f"{data.prompt_max_length} leaves no token to sample within data.max_length {data.max_length}",
+            )
+        )
+    if data.probs is not None and data.path is not None:
+        num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
+        if num_paths != num_probs:
+            found.append(("data.probs", f"{num_probs} probabilities for {num_paths} data sets in data.path"))
+    if data.input_template is not None and data.input_template.count("{}") != 1:
+        found.append(("data.input_template", f"{data.input_template!r} needs exactly one {{}} for the prompt"))
+    sources = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
+    if len(sources) > 1:
+        found.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source"))
+    if rollout.generate_batch_size is not None and rollout.generate_batch_size < rollout.batch_size:
+        found.append(
+            (
+                "rollout.generate_batch_size",
+                f"{rollout.generate_batch_size} is below rollout.batch_size, {rollout.batch_size}",
+            )
+        )
+    if rollout.max_new_tokens is not None and rollout.max_new_tokens >= data.max_length:
+        found.append(
+            (
+                "rollout.max_new_tokens",
+                f"{rollout.max_new_tokens} leaves no room for a prompt within data.max_length {data.max_length}",
+            )
+        )
+    return found
+
+
+def missing(config: Config) -> list[tuple[str, str]]:
+    """(key, message) of what a run cannot start without."""
+    found: list[tuple[str, str]] = []
+    if config.actor.model is None:
+        found.append(("actor.model", "not set: give a checkpoint directory or a hub name"))
+    if config.data.path is None:
+        found.append(("data.path", "not set: give a file, a saved data set or a hub name"))
+    if config.task == "rl":
+        reward = config.reward
+        if reward.function is None and reward.url is None and reward.model is None and config.agent.path is None:
+            found.append(
+                ("reward.function", "no source of rewards: set reward.function, reward.url, reward.model or agent.path")
+            )
+        if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and config.rollout.samples_per_prompt < 2:
+            found.append(
+                (
+                    "rollout.samples_per_prompt",
+                    f"{config.rollout.samples_per_prompt}: a group of one has no advantage under"
+                    f" {config.algorithm.estimator}; set it to 2 or more, usually 8",
+                )
+            )
+    return found

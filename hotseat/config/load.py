@@ -1,0 +1,252 @@
+"""From a YAML file and `key=value` overrides to a checked `Config`, or to one error that lists every problem."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hotseat.config import checks
+from hotseat.config.schema import Config
+from hotseat.config.yaml_lines import Document, KeyPath, dotted, parse_value, read_yaml
+from hotseat.errors import ConfigError, Problem
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file. Overrides are dotted `key=value`, values written as in the file."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError([Problem("", f"cannot be read: {error.strerror}", file=str(path))]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([Problem("", "is not a text file", file=str(path))]) from None
+    return loads(text, overrides, file=str(path))
+
+
+def loads(text: str, overrides: Sequence[str] = (), file: str | None = None) -> Config:
+    """As `load`, from the text itself."""
+    document = read_yaml(text, file)
+    for override in overrides:
+        _apply_override(document, override)
+    config, problems = check(document)
+    if problems:
+        raise ConfigError(sorted(problems, key=lambda problem: (problem.file != file, problem.line or 0)))
+    return config
+
+
+def check(document: Document) -> tuple[Config, list[Problem]]:
+    """The config with every invalid entry left out, and all that is wrong with it."""
+    config, problems = validate(document)
+    keys = list(set_keys(document.values))
+    bad = {problem.key for problem in problems}
+    for key, because in checks.no_effect(config, (dotted(path) for path in keys)):
+        if key not in bad:
+            problems.append(document.problem(_path_of(key, keys), f"has no effect: {because}; remove it"))
+            bad.add(key)
+    problems += [
+        document.problem(_path_of(key, keys), text) for key, text in checks.conflicts(config) if key not in bad
+    ]
+    return config, problems
+
+
+def validate(document: Document) -> tuple[Config, list[Problem]]:
+    """Types, ranges and unknown keys. What is wrong is left out, so that the rest can still be checked."""
+    values, problems = document.values, list(document.problems)
+    while True:
+        try:
+            return Config.model_validate(values), problems
+        except ValidationError as error:
+            found: dict[KeyPath, str] = {}
+            for detail in error.errors():
+                path = _key_path(values, detail["loc"], is_missing=detail["type"] == "missing")
+                found.setdefault(path, _explain(path, detail))
+            # A value that may be a scalar or a section fails as both: keep what is said of the section's own keys.
+            paths = [path for path in found if not any(other[: len(path)] == path != other for other in found)]
+            problems += [document.problem(path, found[path]) for path in paths]
+            values = _without(values, paths)
+
+
+def to_yaml(config: Config) -> str:
+    """The shortest YAML that loads as this config: only what differs from the defaults."""
+    import yaml
+
+    return yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=110)
+
+
+def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:
+    """Every option that a document sets: leaves, with mappings and lists of free content as one leaf."""
+    known = set(valid_keys())
+
+    def walk(node: Mapping[str, Any], path: KeyPath) -> Iterator[KeyPath]:
+        for key, value in node.items():
+            here = (*path, key)
+            if isinstance(value, Mapping) and dotted(here) not in known:
+                yield from walk(value, here)
+            else:
+                yield here
+
+    return walk(values, ())
+
+
+def valid_keys() -> Iterator[str]:
+    """Every dotted key of the tree, in its order."""
+    for key, _ in fields_of(Config):
+        yield key
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, pydantic field) of every leaf of the tree."""
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from fields_of(section, f"{prefix}{name}.")
+        else:
+            yield prefix + name, info
+
+
+def nearest_key(path: KeyPath) -> str:
+    """`did you mean ...` for an unknown key: a sibling, the same name elsewhere, or what its section has."""
+    leaf = str(path[-1])
+    section = _section_at(path[:-1])
+    siblings = list(section.model_fields) if section else []
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.65)
+    if close:
+        return f"did you mean {dotted((*path[:-1], close[0]))}?"
+    elsewhere = [known for known in valid_keys() if known.rpartition(".")[2] == leaf]
+    close = difflib.get_close_matches(dotted(path), elsewhere, n=1, cutoff=0.0)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"{dotted(path[:-1]) or 'the tree'} has: {', '.join(siblings)}"
+
+
+def _section_at(path: KeyPath) -> type[BaseModel] | None:
+    """The section of the tree that a path leads to, through lists, mappings and unions."""
+    section: type[BaseModel] | None = Config
+    for part in path:
+        if section is not None and part in section.model_fields:
+            found = list(_sections_in(section.model_fields[str(part)].annotation))
+            section = found[0] if found else None
+    return section
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for member in typing.get_args(annotation):
+        yield from _sections_in(member)
+
+
+def _apply_override(document: Document, override: str) -> None:
+    key, equals, text = override.partition("=")
+    origin = f"override {override}"
+    if not equals or not key:
+        document.problems.append(Problem("", f"{override!r} is not key=value", file="command line"))
+        return
+    path: KeyPath = tuple(key.strip().split("."))
+    node = document.values
+    for part in path[:-1]:
+        child = node.get(str(part))
+        if not isinstance(child, dict):
+            child = node[str(part)] = {}
+        node = child
+    node[str(path[-1])] = parse_value(text)
+    document.origins[path] = origin
+
+
+def _path_of(key: str, paths: Iterable[KeyPath]) -> KeyPath:
+    return next((path for path in paths if dotted(path) == key), tuple(key.split(".")))
+
+
+def _key_path(values: Any, loc: Sequence[str | int], is_missing: bool) -> KeyPath:
+    """Pydantic's location without the names of union members, which are no keys of the document."""
+    path: list[str | int] = []
+    node = values
+    for part in loc:
+        is_item = isinstance(node, list) and isinstance(part, int) and part < len(node)
+        if is_item or (isinstance(node, Mapping) and part in node):
+            node = node[part]
+        elif is_missing and isinstance(node, Mapping) and part == loc[-1]:
+            node = None
+        else:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _without(values: Mapping[str, Any], paths: Iterable[KeyPath]) -> dict[str, Any]:
+    """A copy of the values without some entries; of a list, and of what lacks a required key, the whole goes."""
+    tops = set()
+    for path in paths:
+        node: Any = values
+        depth = 0
+        while depth < len(path) and isinstance(node, Mapping) and path[depth] in node:
+            node = node[str(path[depth])]
+            depth += 1
+        tops.add(path[:depth])
+
+    def copy(node: Mapping[str, Any], here: KeyPath) -> dict[str, Any]:
+        return {
+            key: copy(value, (*here, key)) if isinstance(value, Mapping) else value
+            for key, value in node.items()
+            if (*here, key) not in tops
+        }
+
+    return copy(values, ())
+
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a mapping",
+    "model": "a section",
+}
+
+
+def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
+    """One of pydantic's findings in our words: what was given, what would fit."""
+    kind, given, context = str(detail["type"]), detail["input"], detail.get("ctx") or {}
+    shown = f"given {given!r}"
+    if kind == "extra_forbidden":
+        return f"unknown key; {nearest_key(path)}"
+    if kind == "missing":
+        return "must be given"
+    if kind == "literal_error":
+        allowed = _literals_at(path)
+        close = difflib.get_close_matches(str(given), allowed, n=1, cutoff=0.6)
+        return f"{shown}, must be one of {', '.join(allowed)}" + (f"; did you mean {close[0]}?" if close else "")
+    bounds = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least")}
+    bounds |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
+    if kind in bounds:
+        name, word = bounds[kind]
+        return f"{shown}, must be {word} {context[name]}"
+    if kind in ("too_long", "too_short"):
+        return f"{shown}, must have {context.get('max_length', context.get('min_length'))} values"
+    expected = _EXPECTED.get(kind.split("_")[0])
+    return f"{shown}, must be {expected}" if expected else f"{shown}: {detail['msg']}"
+
+
+def _literals_at(path: KeyPath) -> list[str]:
+    """Words that the field at a path takes."""
+    fields = dict(fields_of(Config))
+    info = fields.get(".".join(str(part) for part in path if not isinstance(part, int)))
+    found: list[str] = []
+
+    def collect(annotation: Any) -> None:
+        if typing.get_origin(annotation) is typing.Literal:
+            found.extend(str(value) for value in typing.get_args(annotation))
+        elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            for member in typing.get_args(annotation):
+                collect(member)
+
+    if info is not None:
+        collect(info.annotation)
+    return found

@@ -1,0 +1,39 @@
+"""Which roles a run has: derived from the config, never declared."""
+
+from __future__ import annotations
+
+from hotseat.config.schema import Config
+
+ESTIMATORS_WITH_GROUP = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+
+
+def has_critic(config: Config) -> bool:
+    return config.task == "rl" and config.algorithm.estimator == "gae"
+
+
+def has_reference(config: Config) -> bool:
+    return config.task == "dpo" or (config.task == "rl" and config.algorithm.kl.coef > 0)
+
+
+def has_reward_model(config: Config) -> bool:
+    return config.task == "rl" and config.reward.model is not None
+
+
+def roles_of(config: Config) -> tuple[str, ...]:
+    """The roles that hold models or simulators, in the order in which a step meets them.
+
+    A role that is only placed (`inference`, `env`) is present because the placement names it.
+    """
+    if config.task != "rl":
+        return ("actor", "reference") if config.task == "dpo" else ("actor",)
+    placed = {name.strip() for names in config.cluster.component_placement for name in names.split(",")}
+    present = {
+        "rollout": True,
+        "env": "env" in placed,
+        "reward": has_reward_model(config),
+        "reference": has_reference(config),
+        "inference": "inference" in placed,
+        "critic": has_critic(config),
+        "actor": True,
+    }
+    return tuple(role for role, is_present in present.items() if is_present)

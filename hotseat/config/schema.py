@@ -1,0 +1,582 @@
+"""The config tree: every option of Hotseat, its type, its range, its default and what it does.
+
+Defaults stand here and nowhere else. `None` means "not set": the option is derived, absent, or decided as needed; the
+field's line says which. Which roles a run has is derived from the tree (`roles.py`); rules between fields are in
+`checks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A frozen part of the tree in which an unknown key is an error."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+# --- where things run -------------------------------------------------------------------------------------------------
+
+
+class PoolEnv(Section):
+    node_ranks: str | int = "all"
+    """Nodes these variables are for, counted within the cluster: `0-3`, `all`."""
+    env_vars: list[dict[str, str]] = []
+    """Environment variables of processes on these nodes, one mapping each."""
+
+
+class NodePool(Section):
+    label: str
+    """Name of the pool, used as `label/SELECTION` in a placement."""
+    node_ranks: str | int = "all"
+    """Nodes in the pool: `0-7`, `8`, `all`."""
+    ignore_hardware: bool = False
+    """Treat the pool's nodes as CPU nodes: its ranks are then node ranks."""
+    env_configs: list[PoolEnv] = []
+    """Environment variables of the pool's processes."""
+
+
+class PoolPlacement(Section):
+    node_group: str | list[str]
+    """Pool, or pools whose ranks are counted on."""
+    placement: str | int
+    """Selection within the pool."""
+
+
+class Cluster(Section):
+    runtime: Literal["ray", "local"] = "ray"
+    """`ray` runs each role in processes of its own; `local` runs all of them in this one, for tests and debuggers."""
+    num_nodes: Positive | None = None
+    """Nodes to use; unset takes as many as the placement needs."""
+    inventory: str | None = None
+    """Machines to plan for, such as `4x8xA100-80G`; unset asks the running cluster."""
+    component_placement: dict[str, str | int | PoolPlacement] = {}
+    """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
+    node_groups: list[NodePool] = []
+    """Named pools of nodes with environment variables of their own."""
+    threads_per_process: Positive = 1
+    """CPU threads of each worker process: set, not inherited, because sums depend on it."""
+    call_timeout_s: Seconds = 1800.0
+    """Longest that one call to a worker may take before it becomes an error."""
+
+
+class PhaseSpec(Section):
+    name: str
+    """Name of the phase."""
+    run: list[str] | dict[str, list[str]] = []
+    """Roles that work; as a mapping, with the parts that must be on their devices meanwhile."""
+    train: list[str] = []
+    """Roles whose weights are updated."""
+    push: list[str] = []
+    """Roles that get the actor's weights."""
+    order: Literal["together", "in_turn"] = "together"
+    """Whether roles that share a device work at the same time or one after another."""
+
+
+class Overlap(Section):
+    queue: NotNegative = 0
+    """Rollout batches that may wait for training while the next one is generated."""
+    staleness: NotNegative = 0
+    """Weight versions by which a sample may lag behind the policy that learns from it."""
+    partial_rollout: bool = False
+    """Let a weight push interrupt generation and finish the samples with the new weights."""
+
+
+# --- models and roles -------------------------------------------------------------------------------------------------
+
+
+class Optimizer(Section):
+    kind: Literal["adamw", "muon"] = "adamw"
+    """Which optimizer."""
+    learning_rate: Amount = 1e-6
+    """Peak learning rate."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
+    """Decay of Adam's first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's epsilon."""
+    weight_decay: Amount = 0.0
+    """Decoupled weight decay, on matrices only."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_ratio: Fraction = 0.03
+    """Share of all optimizer steps over which the learning rate rises."""
+    min_learning_rate_ratio: Fraction = 0.1
+    """Learning rate at the end, as a share of its peak (cosine and linear)."""
+    max_grad_norm: Amount = 1.0
+    """Gradients are scaled down to this global norm; 0 does not clip."""
+
+
+class CriticOptimizer(Optimizer):
+    learning_rate: Amount = 9e-6
+    """Peak learning rate."""
+
+
+class Actor(Section):
+    model: str | None = None
+    """Checkpoint directory or hub name of the policy."""
+    shape: dict[str, Any] | None = None
+    """The model's config.json, or the part that sizes it, for planning without the model at hand."""
+    optimizer: Optimizer = Optimizer()
+    """How the policy is optimised."""
+    enable_offload: bool | None = None
+    """Put weights, gradients and optimizer aside between turns: true always, false never, unset as needed."""
+
+
+class Critic(Section):
+    model: str | None = None
+    """Checkpoint of the value model; unset takes the reward model's, then the actor's."""
+    shape: dict[str, Any] | None = None
+    """As `actor.shape`."""
+    optimizer: CriticOptimizer = CriticOptimizer()
+    """How the critic is optimised."""
+    enable_offload: bool | None = None
+    """As `actor.enable_offload`."""
+    value_clip: Amount | None = 0.5
+    """Clip range of the value update; unset does not clip."""
+    warmup_steps: NotNegative = 0
+    """Rollouts at the start in which only the critic learns."""
+    value_head_prefix: str = "score"
+    """Name of the value head's parameters in the checkpoint."""
+
+
+class Reference(Section):
+    model: str | None = None
+    """Checkpoint of the reference policy; unset takes the actor's."""
+    enable_offload: bool | None = None
+    """Keep its weights in host memory between turns: true always, false never, unset as needed."""
+
+
+class Inference(Section):
+    enable_offload: bool | None = None
+    """For log-probs on devices of their own: as `reference.enable_offload`."""
+
+
+class Env(Section):
+    enable_offload: bool | None = None
+    """Put simulators aside between turns: true always, false never, unset as needed."""
+
+
+class Overlong(Section):
+    buffer_length: NotNegative = 0
+    """Sampled tokens before the limit over which the penalty grows; 0 is off."""
+    penalty_factor: Amount = 1.0
+    """Penalty of an answer that reaches the limit."""
+
+
+class Reward(Section):
+    function: str | None = None
+    """Python file with `reward_func(queries, prompts, labels)`."""
+    url: str | list[str] | None = None
+    """HTTP endpoint, or several, that score samples."""
+    model: str | None = None
+    """Checkpoint of a reward model."""
+    shape: dict[str, Any] | None = None
+    """As `actor.shape`, for the reward model."""
+    enable_offload: bool | None = None
+    """Keep the reward model in host memory between turns: true always, false never, unset as needed."""
+    normalize: bool = False
+    """Subtract the mean and divide by the deviation stored with the reward model."""
+    clip: Annotated[tuple[float, float], Field(strict=False)] | None = (-10.0, 10.0)
+    """Rewards are clipped to this range after shaping; unset does not clip."""
+    overlong: Overlong = Overlong()
+    """DAPO's penalty on answers close to the length limit."""
+    truncation_penalty: float = 0.0
+    """Added to the reward of an answer that did not end by itself: at least 0 scales it, below 0 replaces it."""
+    timeout_s: Seconds = 60.0
+    """Longest that scoring one group may take."""
+    retries: NotNegative = 2
+    """Attempts after the first one that failed."""
+    max_failed_fraction: Fraction = 0.1
+    """Share of a step's samples that may stay unscored before the run stops."""
+
+
+class Rollout(Section):
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Which engine samples."""
+    batch_size: Positive = 128
+    """Prompts per step."""
+    samples_per_prompt: Positive = 1
+    """Answers sampled for each prompt: the group."""
+    generate_batch_size: Positive | None = None
+    """Prompts kept in flight, to have enough after filtering; unset is `batch_size`."""
+    micro_batch_size: Positive = 16
+    """Samples per rank in one forward when log-probs are computed."""
+    max_tokens_per_device: Positive | None = None
+    """Token budget of that forward instead of `micro_batch_size`."""
+    temperature: Amount = 1.0
+    """Sampling temperature; every log-prob of the run is taken at it."""
+    top_p: Share = 1.0
+    """Nucleus sampling; below 1 the trainer's own old log-probs are computed."""
+    top_k: NotNegative = 0
+    """Sample among the k likeliest; 0 is all."""
+    max_new_tokens: Positive | None = None
+    """Tokens sampled per turn at most; unset is what `data.max_length` leaves."""
+    num_engines: Positive | None = None
+    """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
+    tensor_parallel_size: Positive = 1
+    """Devices per engine."""
+    memory_share: Share | None = None
+    """Share of a device's memory that a vLLM engine takes; unset is 0.9."""
+    num_slots: Positive = 64
+    """Sequences that one transformers engine decodes at a time."""
+    prefix_caching: bool = False
+    """Reuse the cache of common prompt prefixes (vLLM)."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs."""
+    weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
+    """How weights reach engines on other devices; engines on the actor's devices always share memory."""
+    enable_offload: bool | None = None
+    """Put engine weights and cache aside between turns: true always, false never, unset as needed."""
+
+
+class Agent(Section):
+    path: str | None = None
+    """Python file with an agent; unset answers in one turn."""
+    max_steps: Positive | None = None
+    """Turns of an episode at most; unset leaves it to the agent."""
+    max_concurrent: Positive = 128
+    """Episodes in flight per engine."""
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class Data(Section):
+    path: str | None = None
+    """File, saved data set or hub name; several joined by commas."""
+    probs: str | None = None
+    """Sampling probability of each part of `path`, joined by commas."""
+    split: str = "train"
+    """Split to read."""
+    max_samples: Positive | None = None
+    """Rows used at most."""
+    input_key: str = "input"
+    """Column of the prompt."""
+    label_key: str | None = None
+    """Column handed to the reward as label."""
+    output_key: str | None = None
+    """Column of the answer (sft)."""
+    chosen_key: str = "chosen"
+    """Column of the preferred answer (rm, dpo)."""
+    rejected_key: str = "rejected"
+    """Column of the other answer (rm, dpo)."""
+    prompt_key: str | None = None
+    """Column of the prompt that both answers share (rm, dpo)."""
+    image_key: str | None = None
+    """Column of images."""
+    max_images_per_prompt: NotNegative = 0
+    """Images per prompt at most."""
+    input_template: str | None = None
+    """Format string with one `{}` for the prompt."""
+    apply_chat_template: bool = False
+    """Render messages with the tokenizer's chat template."""
+    chat_template: str | None = None
+    """Chat template to use instead of the tokenizer's."""
+    multiturn: bool = False
+    """Learn from every assistant turn, not from the last one only (sft)."""
+    pretrain_mode: bool = False
+    """Learn from every token (sft)."""
+    prompt_max_length: Positive | None = None
+    """Prompts longer than this are dropped and counted; unset is half of `max_length`."""
+    max_length: Positive = 2048
+    """Tokens of a whole sequence at most."""
+    num_workers: NotNegative = 8
+    """Processes that tokenise."""
+
+
+# --- algorithms -------------------------------------------------------------------------------------------------------
+
+
+class Kl(Section):
+    coef: Amount = 0.0
+    """Weight of the KL to the reference; 0 runs without a reference."""
+    target: Amount | None = None
+    """Adapt the weight towards this KL; unset keeps it fixed."""
+    horizon: Positive = 10000
+    """Samples over which the weight adapts."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL from one sample."""
+    as_loss: bool = False
+    """Put the KL into the loss instead of the reward."""
+
+
+class Correction(Section):
+    kind: Literal["none", "tis", "icepop", "seq-mask-tis"] = "none"
+    """What to do about the gap between engine and trainer log-probs."""
+    low: Amount = 0.5
+    """Lower bound of the ratio."""
+    high: Amount = 5.0
+    """Upper bound of the ratio."""
+
+
+class Filtering(Section):
+    enabled: bool = False
+    """Replace prompts whose mean score is outside the range."""
+    low: float = 0.0
+    """Keep a prompt if its mean score is above this."""
+    high: float = 1.0
+    """Keep a prompt if its mean score is below this."""
+
+
+class Dpo(Section):
+    beta: Amount = 0.1
+    """Strength of the KL in DPO."""
+    ipo: bool = False
+    """IPO's squared loss instead of the logistic one."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of flipped preferences to expect (cDPO)."""
+    nll_coef: Amount = 0.0
+    """Weight of the likelihood of the chosen answer."""
+
+
+class RewardModelling(Section):
+    loss: Literal["sigmoid", "logexp"] = "sigmoid"
+    """Pairwise loss."""
+    margin: bool = False
+    """Use the data's margin column."""
+    fp32_loss: bool = False
+    """Compute the loss in fp32."""
+
+
+class Algorithm(Section):
+    estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] = "group_norm"
+    """Advantage estimator; `gae` is PPO and brings a critic."""
+    gamma: Fraction = 1.0
+    """Discount per sampled token (gae and reinforce)."""
+    gae_lambda: Fraction = 1.0
+    """GAE's lambda."""
+    std_norm: bool = True
+    """Divide advantages by their deviation, where the estimator does."""
+    policy_loss: Literal["ppo", "gspo"] = "ppo"
+    """Ratio per token (ppo) or per sequence (gspo)."""
+    clip_low: Amount = 0.2
+    """The ratio is clipped at 1 minus this."""
+    clip_high: Amount = 0.2
+    """The ratio is clipped at 1 plus this."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound on the loss of negative advantages; unset is none."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How token losses become one number: over all tokens of an optimizer step, per episode, or by a constant."""
+    entropy_coef: Amount | None = None
+    """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
+    aux_loss_coef: Amount = 0.0
+    """Weight of a mixture-of-experts model's balancing loss."""
+    kl: Kl = Kl()
+    """KL to the reference policy."""
+    correction: Correction = Correction()
+    """Off-policy correction."""
+    filtering: Filtering = Filtering()
+    """DAPO's dynamic filtering."""
+    dpo: Dpo = Dpo()
+    """Preference optimisation (task dpo)."""
+    reward_modelling: RewardModelling = RewardModelling()
+    """Reward-model training (task rm)."""
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class DeepSpeed(Section):
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    """What ZeRO shards: nothing, optimizer, gradients, weights."""
+    adam_offload: bool = False
+    """Keep and step the optimizer on the CPU."""
+    zpg: Positive = 1
+    """Ranks of ZeRO++'s secondary weight partition."""
+    overlap_comm: bool = False
+    """Overlap gradient reduction with the backward pass."""
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type in which gradients accumulate; unset is DeepSpeed's choice."""
+    deepcompile: bool = False
+    """Compile the model with DeepSpeed's passes."""
+    tensor_parallel_size: Positive = 1
+    """Devices per model replica (AutoTP)."""
+    universal_checkpoint: bool = False
+    """Load a checkpoint made under another stage or world size."""
+
+
+class Lora(Section):
+    rank: NotNegative = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Positive = 16
+    """Scale of the adapters."""
+    dropout: Fraction = 0.0
+    """Dropout in front of the adapters."""
+    target_modules: list[str] | str = "all-linear"
+    """Modules that get adapters."""
+
+
+class Ema(Section):
+    enabled: bool = False
+    """Keep a moving average of the policy."""
+    beta: Fraction = 0.992
+    """Its decay per optimizer step."""
+
+
+class Train(Section):
+    backend: Literal["fsdp", "deepspeed"] = "fsdp"
+    """Which backend trains."""
+    batch_size: Positive = 128
+    """Samples an optimizer step sees."""
+    micro_batch_size: Positive = 4
+    """Samples per rank in one forward and backward."""
+    max_tokens_per_device: Positive | None = None
+    """Token budget of a micro-batch instead of `micro_batch_size`, balanced over ranks."""
+    num_episodes: Positive = 1
+    """Passes over the prompts (rl)."""
+    max_epochs: Positive = 1
+    """Passes over each rollout (rl) or over the data (sft, rm, dpo)."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Type of the computation."""
+    fp32_master: bool = True
+    """Keep fp32 master weights beside a 16-bit computation."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    packing: bool = True
+    """Pack sequences without padding."""
+    attention: str | None = None
+    """Attention implementation of transformers; unset chooses by device."""
+    liger_kernel: bool = False
+    """Use Liger kernels on a GPU."""
+    load_in_4bit: bool = False
+    """Load frozen weights in 4 bits, for LoRA."""
+    sequence_parallel_size: Positive = 1
+    """Ranks that share one long sequence."""
+    sequence_parallel_head_stride: Positive = 1
+    """Heads each of those ranks exchanges at a time."""
+    max_skipped_steps: Positive = 5
+    """Non-finite updates in a row before the run stops."""
+    deepspeed: DeepSpeed = DeepSpeed()
+    """Options of the DeepSpeed backend."""
+    lora: Lora = Lora()
+    """Low-rank adapters."""
+    ema: Ema = Ema()
+    """Moving average of the weights."""
+    full_determinism: bool = False
+    """Deterministic kernels, at a price in speed."""
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+class Evaluation(Section):
+    path: str | None = None
+    """Evaluation data; unset does not evaluate."""
+    split: str = "test"
+    """Its split."""
+    every: Positive | None = None
+    """Steps between evaluations; unset evaluates before the first and after the last."""
+    temperature: Amount = 0.6
+    """Sampling temperature of evaluations."""
+    samples_per_prompt: Positive = 4
+    """Answers per evaluation prompt."""
+    max_samples: Positive | None = None
+    """Evaluation rows used at most."""
+
+
+class Checkpoint(Section):
+    path: str | None = None
+    """Where checkpoints go; unset is `checkpoints` in the run directory."""
+    every: Positive | None = None
+    """Steps between checkpoints; unset saves at the end only."""
+    keep_last: Positive = 3
+    """Checkpoints kept, besides the best."""
+    max_gib: Annotated[float, Field(gt=0)] | None = None
+    """Disk space all checkpoints may take; unset is no bound."""
+    resume: bool = False
+    """Go on from the newest checkpoint."""
+    best_metric: str | None = None
+    """Evaluation metric whose best checkpoint is kept; unset is the first one."""
+    save_state: bool = True
+    """Save what resuming needs, not the model alone."""
+    export_each: bool = False
+    """Export a Hugging Face model with each checkpoint."""
+    export_path: str | None = None
+    """Where the final Hugging Face model goes; unset is `model` in the run directory."""
+    export_critic: bool = False
+    """Export the critic too."""
+
+
+class Wandb(Section):
+    enabled: bool = False
+    """Report to Weights & Biases; its key comes from WANDB_API_KEY."""
+    org: str | None = None
+    """Entity."""
+    project: str | None = None
+    """Project."""
+    group: str | None = None
+    """Group."""
+    run_name: str | None = None
+    """Name there; unset is the run's."""
+
+
+class Log(Section):
+    every: Positive = 1
+    """Steps between lines."""
+    tensorboard_path: str | None = None
+    """Where TensorBoard's files go; unset is `tensorboard` in the run directory."""
+    wandb: Wandb = Wandb()
+    """Weights & Biases."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    task: Literal["rl", "sft", "rm", "dpo"] = "rl"
+    """What to train: a policy by reinforcement, or a model on examples, pairs or preferences."""
+    name: str = "run"
+    """Name of the run."""
+    run_dir: str = "runs"
+    """Directory under which the run's own directory is made."""
+    seed: NotNegative = 42
+    """Seed of everything random."""
+    trust_remote_code: bool = False
+    """Let model repositories run code of their own."""
+    use_modelscope: bool = False
+    """Take hub names from ModelScope."""
+    cluster: Cluster = Cluster()
+    """Machines and placement."""
+    flow: list[PhaseSpec] | None = None
+    """Phases of a step; unset is the task's usual flow."""
+    overlap: Overlap = Overlap()
+    """How far phases on separate devices may run ahead."""
+    actor: Actor = Actor()
+    """The policy."""
+    critic: Critic = Critic()
+    """The value model (estimator gae)."""
+    reference: Reference = Reference()
+    """The reference policy (KL above 0, dpo)."""
+    inference: Inference = Inference()
+    """Log-probs on devices of their own."""
+    reward: Reward = Reward()
+    """Where rewards come from."""
+    rollout: Rollout = Rollout()
+    """Sampling."""
+    env: Env = Env()
+    """Simulators."""
+    agent: Agent = Agent()
+    """How prompts become episodes."""
+    data: Data = Data()
+    """Prompts, examples or pairs."""
+    algorithm: Algorithm = Algorithm()
+    """The maths."""
+    train: Train = Train()
+    """How models are trained."""
+    eval: Evaluation = Evaluation()
+    """Evaluation."""
+    checkpoint: Checkpoint = Checkpoint()
+    """What is kept."""
+    log: Log = Log()
+    """What is shown."""

@@ -1,0 +1,129 @@
+"""YAML in, plain values and the line of every key out.
+
+The loader departs from PyYAML's YAML 1.1 where that surprises people who write configs: `1:0` stays a string instead of
+becoming 60, `1e-6` is a number instead of a string, `010` is ten instead of eight, and a key given twice is a problem
+instead of the last one winning.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from hotseat.errors import ConfigError, Problem
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's numbers."""
+
+
+_KEPT_TAGS = {"tag:yaml.org,2002:bool", "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT_TAGS]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$")
+_FLOAT = re.compile(
+    r"""^(?: [-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?
+          | [-+]?[0-9]+[eE][-+]?[0-9]+
+          | [-+]?\.(?:inf|Inf|INF) | \.(?:nan|NaN|NAN) )$""",
+    re.X,
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"^(?:{_INT.pattern})$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(rf"^{_FLOAT.pattern}$", re.X), list("-+.0123456789")
+)
+
+
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, 0) if text.lower().startswith(("0x", "0o")) else int(text)
+
+
+def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    return float(str(loader.construct_scalar(node)).lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _float)
+
+KeyPath = tuple[str | int, ...]
+
+
+def dotted(path: KeyPath) -> str:
+    """`("cluster", "node_groups", 0, "label")` as `cluster.node_groups[0].label`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+@dataclass
+class Document:
+    """Values of one config file and where each of them stands."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    file: str | None = None
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    origins: dict[KeyPath, str] = field(default_factory=dict)  # of keys that did not come from the file
+
+    def problem(self, path: KeyPath, message: str) -> Problem:
+        """A problem at a key, with the line of the key or of the nearest section around it."""
+        origin = self.origins.get(path)
+        if origin is not None:
+            return Problem(dotted(path), message, file=origin)
+        at = path
+        while at and at not in self.lines:
+            at = at[:-1]
+        return Problem(dotted(path), message, file=self.file, line=self.lines.get(at))
+
+
+def read_yaml(text: str, file: str | None = None) -> Document:
+    """Parse a config. Syntax errors are raised; keys given twice are collected as problems."""
+    document = Document(file=file)
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = mark.line + 1 if mark else None
+        raise ConfigError([Problem("", f"not YAML: {error.problem}", file=file, line=line)]) from None
+    if node is None:
+        return document
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError([Problem("", "a config is a mapping of keys to values", file=file, line=1)])
+    loader = _Loader("")
+    loader.flatten_mapping(node)
+    document.values = _build(node, (), document, loader)
+    return document
+
+
+def parse_value(text: str) -> Any:
+    """One value as it would stand in a file: `1e-6` is a number, `[1, 2]` a list, `0-7` a string."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def _build(node: yaml.Node, path: KeyPath, document: Document, loader: _Loader) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        loader.flatten_mapping(node)
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(loader.construct_object(key_node, deep=True))
+            here = (*path, key)
+            line = key_node.start_mark.line + 1
+            if key in values:
+                first = document.lines[here]
+                document.problems.append(
+                    Problem(dotted(here), f"given twice, first on line {first}", file=document.file, line=line)
+                )
+            document.lines[here] = line
+            values[key] = _build(value_node, here, document, loader)
+        return values
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            document.lines[(*path, index)] = item.start_mark.line + 1
+        return [_build(item, (*path, index), document, loader) for index, item in enumerate(node.value)]
+    return loader.construct_object(node, deep=True)

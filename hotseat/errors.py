@@ -1,0 +1,98 @@
+"""Every error that Hotseat raises on purpose.
+
+    HotseatError
+    ├── UserError            something the user wrote cannot work; raised before any model loads
+    │   ├── ConfigError      the config file, its overrides or the command line (lists every problem found)
+    │   ├── PlacementError   roles, devices, flow or memory do not fit together
+    │   │   └── TooFewDevicesError   the placement needs more devices than the inventory has
+    │   ├── BatchError       batch sizes that do not divide
+    │   ├── DataError        a data set that cannot be read as asked
+    │   └── NotBuiltError    a documented option whose feature is not part of this version
+    └── RunError             something failed while running
+        ├── DeadlineError    a bounded wait ran out; names who was waited for and what for
+        ├── WorkerError      a process of a group failed; carries its rank and traceback
+        ├── RewardError      too many rewards failed
+        ├── WeightError      an engine does not serve the weights that were pushed
+        └── NonFiniteError   too many updates in a row were not finite
+
+A message says what was given, what would fit, and what to change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class HotseatError(Exception):
+    """Base of all of ours."""
+
+
+class UserError(HotseatError):
+    """Something the user wrote cannot work."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a config: where it stands, what was given, what would fit."""
+
+    key: str
+    message: str
+    file: str | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}: " if self.file and self.line else f"{self.file}: " if self.file else ""
+        return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
+
+
+class ConfigError(UserError):
+    """Everything wrong with a config, in one error."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{count} in the config:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+class PlacementError(UserError):
+    """Roles, devices, flow or memory do not fit together."""
+
+
+class TooFewDevicesError(PlacementError):
+    """The placement needs more devices than the inventory has."""
+
+
+class BatchError(UserError):
+    """Batch sizes that do not divide."""
+
+
+class DataError(UserError):
+    """A data set that cannot be read as asked."""
+
+
+class NotBuiltError(UserError):
+    """A documented option whose feature is not part of this version."""
+
+
+class RunError(HotseatError):
+    """Something failed while running."""
+
+
+class DeadlineError(RunError):
+    """A bounded wait ran out."""
+
+
+class WorkerError(RunError):
+    """A process of a group failed."""
+
+
+class RewardError(RunError):
+    """Too many rewards failed."""
+
+
+class WeightError(RunError):
+    """An engine does not serve the weights that were pushed."""
+
+
+class NonFiniteError(RunError):
+    """Too many updates in a row were not finite."""

@@ -1,0 +1,131 @@
+"""Options that can have no effect, values that contradict each other, and what a run cannot start without."""
+
+import pytest
+
+from hotseat.config import loads, roles_of
+from hotseat.config.checks import RULES, missing
+from hotseat.config.load import valid_keys
+from hotseat.errors import ConfigError
+
+# A config in which the option has no effect, and a word of the reason.
+WITHOUT_EFFECT = {
+    "critic.value_clip": ("critic: {value_clip: 0.1}", "no critic"),
+    "checkpoint.export_critic": ("checkpoint: {export_critic: true}", "no critic"),
+    "reference.model": ("reference: {model: m}", "algorithm.kl.coef is 0"),
+    "algorithm.kl.estimator": ("algorithm: {kl: {estimator: k3}}", "algorithm.kl.coef is 0"),
+    "algorithm.kl.horizon": ("algorithm: {kl: {coef: 0.1, horizon: 5}}", "does not adapt"),
+    "reward.normalize": ("reward: {function: r.py, normalize: true}", "do not come from a model"),
+    "reward.retries": ("reward: {model: m, retries: 1}", "neither from reward.function"),
+    "algorithm.gamma": ("algorithm: {gamma: 0.9}", "does not discount"),
+    "algorithm.gae_lambda": ("algorithm: {gae_lambda: 0.9}", "not gae"),
+    "algorithm.std_norm": ("algorithm: {estimator: rloo, std_norm: false}", "does not divide"),
+    "algorithm.correction.low": ("algorithm: {correction: {low: 0.1}}", "kind is none"),
+    "algorithm.filtering.high": ("algorithm: {filtering: {high: 0.9}}", "enabled is false"),
+    "reward.overlong.penalty_factor": ("reward: {overlong: {penalty_factor: 2}}", "buffer_length is 0"),
+    "train.deepspeed.zpg": ("train: {deepspeed: {zpg: 8}}", "train.backend is fsdp"),
+    "train.lora.alpha": ("train: {lora: {alpha: 8}}", "train.lora.rank is 0"),
+    "train.ema.beta": ("train: {ema: {beta: 0.9}}", "enabled is false"),
+    "train.micro_batch_size": ("train: {micro_batch_size: 2, max_tokens_per_device: 99}", "sets the size"),
+    "rollout.micro_batch_size": ("rollout: {micro_batch_size: 2, max_tokens_per_device: 99}", "sets the size"),
+    "train.fp32_master": ("train: {dtype: fp32, fp32_master: true}", "their own masters"),
+    "train.sequence_parallel_head_stride": ("train: {sequence_parallel_head_stride: 2}", "size is 1"),
+    "rollout.memory_share": ("rollout: {memory_share: 0.5}", "this is for vllm"),
+    "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
+    "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
+    "overlap.partial_rollout": ("overlap: {partial_rollout: true}", "no push meets"),
+    "data.input_template": ("data: {input_template: 'Q {}', apply_chat_template: true}", "renders the prompt"),
+    "data.chat_template": ("data: {chat_template: x}", "apply_chat_template is false"),
+    "data.split": ("data: {split: train}", "data.path is not set"),
+    "data.max_images_per_prompt": ("data: {max_images_per_prompt: 1}", "image_key"),
+    "eval.every": ("eval: {every: 5}", "nothing is evaluated"),
+    "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
+    "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
+    "env.enable_offload": ("env: {enable_offload: true}", "places no env"),
+    "inference.enable_offload": ("inference: {enable_offload: true}", "places no inference"),
+    "rollout.temperature": ("task: sft\nrollout: {temperature: 1}", "this is for rl"),
+    "algorithm.dpo.beta": ("algorithm: {dpo: {beta: 1}}", "this is for dpo"),
+    "algorithm.reward_modelling.loss": ("algorithm: {reward_modelling: {loss: logexp}}", "this is for rm"),
+    "data.output_key": ("data: {output_key: x}", "this is for sft"),
+    "data.chosen_key": ("data: {chosen_key: x}", "this is for rm or dpo"),
+    "data.label_key": ("task: sft\ndata: {label_key: x}", "this is for rl"),
+    "data.input_key": ("task: rm\ndata: {input_key: x}", "this is for rl or sft"),
+    "eval.temperature": ("task: sft\neval: {path: e, temperature: 1}", "this is for rl"),
+    "reference.enable_offload": ("task: sft\nreference: {enable_offload: true}", "task sft has no reference"),
+}
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_an_option_that_can_have_no_effect_is_an_error(key):
+    text, reason = WITHOUT_EFFECT[key]
+    with pytest.raises(ConfigError) as caught:
+        loads(text)
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert reason in caught.value.problems[0].message
+    assert caught.value.problems[0].message.endswith("remove it")
+
+
+def test_every_rule_is_reached_by_a_case_above():
+    for rule in RULES:
+        assert any(rule.covers(key) for key in WITHOUT_EFFECT), rule.keys
+
+
+def test_every_rule_speaks_of_keys_that_exist():
+    keys = set(valid_keys())
+    for rule in RULES:
+        for rule_key in rule.keys:
+            assert any(key == rule_key or key.startswith(rule_key + ".") for key in keys), rule_key
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("algorithm: {correction: {kind: tis, low: 3, high: 2}}", "3.0 is above high, 2.0"),
+        ("algorithm: {filtering: {enabled: true, low: 1, high: 1}}", "1.0 is not below high, 1.0"),
+        ("reward: {clip: [1.0, 0.0]}", "the first must be below the second"),
+        ("data: {prompt_max_length: 64, max_length: 64}", "leaves no token to sample within data.max_length 64"),
+        ("data: {path: 'a,b', probs: '0.1,0.2,0.7'}", "3 probabilities for 2 data sets"),
+        ("data: {input_template: 'Q: '}", "needs exactly one {}"),
+        ("reward: {function: r.py, url: 'http://127.0.0.1'}", "reward.function is set too"),
+        ("rollout: {batch_size: 8, generate_batch_size: 4}", "4 is below rollout.batch_size, 8"),
+        ("rollout: {max_new_tokens: 64}\ndata: {max_length: 64}", "leaves no room for a prompt"),
+    ],
+)
+def test_values_that_contradict_each_other_are_an_error(text, message):
+    with pytest.raises(ConfigError) as caught:
+        loads(text)
+    assert message in str(caught.value)
+
+
+def test_a_run_names_what_it_cannot_start_without():
+    assert [key for key, _ in missing(loads(""))] == [
+        "actor.model",
+        "data.path",
+        "reward.function",
+        "rollout.samples_per_prompt",
+    ]
+    complete = "actor: {model: m}\ndata: {path: d}\nreward: {function: r.py}\nrollout: {samples_per_prompt: 2}"
+    assert missing(loads(complete)) == []
+
+
+def test_a_group_of_one_is_refused_only_where_a_group_is_needed():
+    base = "actor: {model: m}\ndata: {path: d}\nreward: {function: r.py}\n"
+    assert missing(loads(base + "algorithm: {estimator: reinforce}")) == []
+    [(key, message)] = missing(loads(base + "algorithm: {estimator: rloo}"))
+    assert key == "rollout.samples_per_prompt"
+    assert "group of one has no advantage under rloo" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        ("", ("rollout", "actor")),
+        ("algorithm: {kl: {coef: 0.1}}", ("rollout", "reference", "actor")),
+        ("algorithm: {estimator: gae}\nreward: {model: r}", ("rollout", "reward", "critic", "actor")),
+        ("cluster: {component_placement: {'actor,env': all, inference: 0}}", ("rollout", "env", "inference", "actor")),
+        ("task: sft", ("actor",)),
+        ("task: rm", ("actor",)),
+        ("task: dpo", ("actor", "reference")),
+    ],
+)
+def test_roles_follow_from_the_config(text, roles):
+    assert roles_of(loads(text)) == roles

@@ -1,0 +1,196 @@
+"""Reading a config: every problem in one error, each with its place, what was given and what would fit."""
+
+import pytest
+from pydantic import ValidationError
+
+from hotseat.config import Config, load, loads, to_yaml
+from hotseat.config.load import fields_of, valid_keys
+from hotseat.config.yaml_lines import parse_value
+from hotseat.errors import ConfigError
+
+
+def problems_of(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loads(text, overrides, file="run.yaml")
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_an_empty_config_is_the_defaults():
+    assert loads("") == Config()
+
+
+def test_a_config_is_frozen():
+    with pytest.raises(ValidationError):
+        Config().seed = 1
+
+
+def test_every_field_has_a_one_line_docstring():
+    for key, info in fields_of(Config):
+        assert info.description, key
+        assert "\n" not in info.description, key
+
+
+def test_all_problems_come_in_one_error_with_line_key_and_nearest_key():
+    text = """\
+task: rl
+actr: {model: x}
+rollout:
+  temprature: 1
+  top_p: 1.5
+  batch_size: true
+  engine: vlm
+  enforce_eager: true
+critic:
+  optimizer:
+    learning_rate: 1e-5
+"""
+    assert problems_of(text, "rollout.top_k=-1", "train.deepspeed.zero_stage=3") == [
+        "run.yaml:2: actr: unknown key; did you mean actor?",
+        "run.yaml:4: rollout.temprature: unknown key; did you mean rollout.temperature?",
+        "run.yaml:5: rollout.top_p: given 1.5, must be at most 1.0",
+        "run.yaml:6: rollout.batch_size: given True, must be a whole number",
+        "run.yaml:7: rollout.engine: given 'vlm', must be one of transformers, vllm; did you mean vllm?",
+        "run.yaml:8: rollout.enforce_eager: has no effect: rollout.engine is transformers; this is for vllm; remove it",
+        "run.yaml:11: critic.optimizer.learning_rate: has no effect: algorithm.estimator is group_norm, which has no"
+        " critic; only gae has one; remove it",
+        "override rollout.top_k=-1: rollout.top_k: given -1, must be at least 0",
+        "override train.deepspeed.zero_stage=3: train.deepspeed.zero_stage: has no effect: train.backend is fsdp;"
+        " remove it",
+    ]
+
+
+def test_the_message_counts_and_lists():
+    with pytest.raises(ConfigError, match=r"2 problems in the config:\n  run.yaml:1: sed: .*seed.*\n  run.yaml:2: nam"):
+        loads("sed: 1\nnam: x", file="run.yaml")
+
+
+def test_an_unknown_key_that_stands_elsewhere_is_pointed_there():
+    assert problems_of("actor: {learning_rate: 1e-5}") == [
+        "run.yaml:1: actor.learning_rate: unknown key; did you mean actor.optimizer.learning_rate?"
+    ]
+
+
+def test_an_unknown_key_like_no_other_lists_its_section():
+    [problem] = problems_of("reference: {zzz: 1}")
+    assert problem.endswith("reference.zzz: unknown key; reference has: model, enable_offload")
+
+
+def test_an_unknown_key_in_a_list_of_sections_is_found():
+    [problem] = problems_of("cluster:\n  node_groups:\n    - label: a\n      node_rank: 3")
+    assert problem == (
+        "run.yaml:4: cluster.node_groups[0].node_rank: unknown key; did you mean cluster.node_groups[0].node_ranks?"
+    )
+
+
+def test_a_missing_key_of_a_pool_placement_is_named():
+    [problem] = problems_of("cluster:\n  component_placement:\n    actor: {node_group: a}")
+    assert problem == "run.yaml:3: cluster.component_placement.actor.placement: must be given"
+
+
+def test_a_key_given_twice_is_a_problem():
+    assert problems_of("seed: 1\nseed: 2") == ["run.yaml:2: seed: given twice, first on line 1"]
+
+
+def test_a_wrong_length_is_a_problem():
+    [problem] = problems_of("reward: {clip: [1, 2, 3], function: r.py}")
+    assert problem.startswith("run.yaml:1: reward.clip")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "run.yaml:1: not YAML: expected ',' or ']'"),
+        ("- 1", "run.yaml:1: a config is a mapping of keys to values"),
+    ],
+)
+def test_a_file_that_is_no_config_says_so(text, message):
+    assert message in problems_of(text)[0]
+
+
+def test_a_file_that_is_not_there_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"none.yaml: cannot be read: No such file"):
+        load(tmp_path / "none.yaml")
+
+
+def test_a_binary_file_says_so(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigError, match="is not a text file"):
+        load(tmp_path / "model.bin")
+
+
+def test_an_override_replaces_the_file_and_makes_sections():
+    config = loads("seed: 1\nactor: {model: a}", ["actor.model=b", "actor.optimizer.learning_rate=3e-4", "seed=7"])
+    assert (config.actor.model, config.actor.optimizer.learning_rate, config.seed) == ("b", 3e-4, 7)
+
+
+def test_an_override_without_equals_is_a_problem():
+    assert problems_of("", "nonsense") == ["command line: 'nonsense' is not key=value"]
+
+
+def test_a_section_keeps_its_other_defaults_when_one_key_is_set():
+    assert (
+        loads("algorithm: {estimator: gae}\ncritic: {optimizer: {weight_decay: 0.1}}").critic.optimizer.learning_rate
+        == 9e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1:0", "1:0"),
+        ("0-7", "0-7"),
+        ("1e-6", 1e-6),
+        ("5E3", 5000.0),
+        ("010", 10),
+        ("0x10", 16),
+        (".5", 0.5),
+        ("-3", -3),
+        ("true", True),
+        ("off", False),
+        ("null", None),
+        ("2x8", "2x8"),
+        ("[1, a]", [1, "a"]),
+        (".inf", float("inf")),
+    ],
+)
+def test_values_mean_what_people_who_write_configs_mean(text, value):
+    assert parse_value(text) == value
+
+
+def test_ranks_and_processes_are_not_read_as_base_sixty():
+    assert loads("cluster: {component_placement: {actor: 1:0}}").cluster.component_placement["actor"] == "1:0"
+
+
+def test_the_hybrid_yaml_of_other_users_is_taken_as_written():
+    config = loads(
+        """
+cluster:
+  num_nodes: 1
+  component_placement:
+    actor: 0-7
+    env: 0-3
+    rollout: 4-7
+env:
+  enable_offload: True
+rollout:
+  enable_offload: True
+actor:
+  enable_offload: True
+"""
+    )
+    assert config.cluster.component_placement == {"actor": "0-7", "env": "0-3", "rollout": "4-7"}
+    assert config.env.enable_offload is config.rollout.enable_offload is config.actor.enable_offload is True
+
+
+def test_yaml_out_and_in_is_the_same_config():
+    text = (
+        "task: rl\nactor: {model: m, optimizer: {betas: [0.8, 0.9]}}\nreward: {function: r.py, clip: null}\nseed: 3\n"
+    )
+    config = loads(text)
+    assert loads(to_yaml(config)) == config
+    assert "rollout" not in to_yaml(config)
+
+
+def test_valid_keys_are_unique():
+    keys = list(valid_keys())
+    assert len(keys) == len(set(keys)) > 150
