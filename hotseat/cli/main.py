@@ -1,0 +1,150 @@
+"""The `hotseat` command. Heavy imports happen inside the subcommand that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hotseat import __version__
+from hotseat.errors import HotseatError, UserError
+
+OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; failed while running; refused before anything ran
+
+
+def entry() -> None:
+    """Console entry point."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except UserError as error:
+        print(f"hotseat: {error}", file=sys.stderr)
+        return REFUSED
+    except HotseatError as error:
+        print(f"hotseat: {error}", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        sys.stderr.close()
+        return OK
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hotseat",
+        description="RL post-training in which models, rollout engines and simulators take turns on the same devices.",
+        epilog="`hotseat COMMAND --help` documents each command. Configs are YAML; `hotseat options` lists every key.",
+    )
+    parser.add_argument("--version", action="version", version=f"hotseat {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    plan = _command(commands, "plan", _plan, "show where roles go, what is on which device when, and whether it fits")
+    _takes_config(plan)
+    plan.add_argument(
+        "--inventory",
+        metavar="SPEC",
+        help="machines to plan for: NODESxDEVICESxKIND such as 4x8xA100-80G, 2x4, 1x8x24G, 2xcpu, or pools"
+        " (a=2x8xH100-80G,b=1x8x4090); default: cluster.inventory, else as many nodes of 8 devices as it takes",
+    )
+    plan.add_argument("--explain", action="store_true", help="show the arithmetic behind every memory figure")
+    plan.add_argument("--json", action="store_true", help="print the whole plan as JSON instead")
+
+    explain = _command(commands, "explain", _explain, "show the batch algebra: prompts, samples, steps, micro-batches")
+    _takes_config(explain)
+    explain.add_argument("--inventory", metavar="SPEC", help="machines, as for `hotseat plan`")
+    explain.add_argument(
+        "--num-rows", type=int, metavar="N", help="rows of the data set; default: data.max_samples, which bounds it"
+    )
+
+    show = _command(commands, "config", _config, "check a config and print what differs from the defaults")
+    _takes_config(show)
+
+    options = _command(commands, "options", _options, "list every config key with its default and meaning")
+    options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + "."
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _takes_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", metavar="CONFIG", help="YAML file")
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="dotted keys that replace the file's, such as rollout.top_p=0.9",
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from hotseat.config import load
+    from hotseat.loop.planning import make_plan
+
+    made = make_plan(load(arguments.config, arguments.overrides), arguments.inventory)
+    if arguments.json:
+        print(made.to_json())
+    else:
+        from rich.console import Console
+
+        from hotseat.cli.plan_view import render
+
+        render(made, Console(), explain=arguments.explain)
+    return REFUSED if made.verdict == "does_not_fit" else OK
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from hotseat.config import load
+    from hotseat.config.batches import batch_algebra, explain
+    from hotseat.loop.planning import make_plan, num_data_parallel
+
+    config = load(arguments.config, arguments.overrides)
+    if arguments.num_rows is not None and arguments.num_rows < 1:
+        raise UserError(f"--num-rows {arguments.num_rows}: must be at least 1")
+    num_ranks = num_data_parallel(config, make_plan(config, arguments.inventory))
+    algebra = batch_algebra(config, num_ranks, arguments.num_rows)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("", justify="right", style="bold")
+    table.add_column("", style="dim")
+    for what, number, how in explain(algebra, config):
+        table.add_row(what, number, how)
+    console = Console()
+    console.print(f"task {config.task}, {num_ranks} data-parallel rank{'s' * (num_ranks > 1)}")
+    console.print(table)
+    return OK
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from hotseat.config import load, to_yaml
+    from hotseat.config.checks import missing
+
+    config = load(arguments.config, arguments.overrides)
+    print(to_yaml(config), end="")
+    for key, message in missing(config):
+        print(f"to start this run: {key}: {message}", file=sys.stderr)
+    return OK
+
+
+def _options(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hotseat.cli.options_view import render
+
+    return render(Console(), arguments.section)
+
+
+__all__ = ["entry", "main", "make_parser"]

@@ -1,0 +1,166 @@
+"""From scored episodes to what an update learns from: `Group` to `Experience`, one function per stage.
+
+Which optimizer step a sample belongs to depends on its place in the rollout alone, never on the number of ranks. A rank
+takes whole groups, because a baseline compares siblings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms import (
+    Aggregation,
+    KlEstimator,
+    Moments,
+    StepTotals,
+    compute_advantages,
+    estimate_kl,
+    loss_weights,
+    overlong_penalty,
+    penalise_truncation,
+    step_totals,
+)
+from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
+from hotseat.train.packing import take
+from hotseat.types import Group, MicroBatch, ScoredEpisode
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """How rewards become advantages."""
+
+    estimator: str
+    gamma: float
+    gae_lambda: float
+    divide_by_std: bool
+    reward_clip: tuple[float, float] | None
+    kl_in_reward: float  # coefficient; 0: not in the reward
+    kl_estimator: KlEstimator
+    overlong_buffer: int  # 0: no penalty
+    overlong_factor: float
+    truncation_penalty: float | None  # None: no penalty
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets of a rollout: whole groups, and the optimizer step of each of their samples."""
+
+    groups: tuple[Group, ...]
+    steps: tuple[tuple[int, ...], ...]  # per group, per sample
+
+
+def assign(sizes: Sequence[int], samples_per_step: int, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+    """(groups of each rank, optimizer step of each sample of each group), from the groups' sizes.
+
+    Samples fill optimizer steps in order. The groups that begin in one step are cut into contiguous runs, one for each
+    rank, as even in samples as whole groups allow.
+    """
+    steps: list[list[int]] = []
+    position = 0
+    for size in sizes:
+        steps.append([(position + sample) // samples_per_step for sample in range(size)])
+        position += size
+    last = max(0, position // samples_per_step - 1)
+    steps = [[min(step, last) for step in group] for group in steps]
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for step in range(last + 1):
+        members = [index for index, group in enumerate(steps) if group and group[0] == step]
+        total = sum(sizes[index] for index in members)
+        seen = 0
+        for index in members:
+            middle = seen + sizes[index] / 2
+            ranks[min(num_ranks - 1, int(middle * num_ranks / total))].append(index)
+            seen += sizes[index]
+    return ranks, steps
+
+
+def flatten(groups: Sequence[Group]) -> MicroBatch:
+    """All segments of all samples, flat, with the engine's log-probs. Weights are set later, for the whole step."""
+    samples = [sample for group in groups for sample in group.samples]
+    segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
+    lengths = torch.tensor([0, *(len(segment.token_ids) for segment, _ in segments)])
+    mask = torch.cat([segment.mask for segment, _ in segments])
+    return MicroBatch(
+        token_ids=torch.cat([segment.token_ids for segment, _ in segments]),
+        offsets=lengths.cumsum(0),
+        mask=mask,
+        weights=torch.zeros(len(mask)),
+        fields={ROLLOUT_LOG_PROBS: torch.cat([segment.log_probs for segment, _ in segments])},
+        sample_ids=tuple(sample_id(sample) for _, sample in segments),
+    )
+
+
+def sample_id(sample: ScoredEpisode) -> str:
+    key = sample.episode.key
+    return f"{key.epoch}/{key.prompt}/{key.sample}"
+
+
+def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
+    """[num_episodes]: rewards after the penalties on length and truncation."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    if settings.overlong_buffer:
+        lengths = batch.layout.sampled_per_episode
+        rewards = rewards + overlong_penalty(
+            lengths, settings.max_new_tokens, settings.overlong_buffer, settings.overlong_factor
+        )
+    if settings.truncation_penalty is not None:
+        truncated = torch.tensor([sample.episode.is_truncated for sample in samples])
+        rewards = penalise_truncation(rewards, truncated, settings.truncation_penalty)
+    return rewards
+
+
+def with_advantages(
+    groups: Sequence[Group],
+    batch: MicroBatch,
+    settings: AdvantageSettings,
+    add_up: Callable[[Moments], Moments],
+) -> MicroBatch:
+    """The batch with an advantage for each token. Log-probs of actor and reference are there if the KL needs them."""
+    kl = None
+    if settings.kl_in_reward:
+        kl = estimate_kl(
+            batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask, settings.kl_estimator
+        )
+    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples])
+    advantages = compute_advantages(
+        settings.estimator,
+        batch.layout,
+        shaped_rewards(groups, batch, settings),
+        groups=group_ids,
+        kl=kl,
+        kl_coefficient=settings.kl_in_reward,
+        reward_clip=settings.reward_clip,
+        gamma=settings.gamma,
+        lam=settings.gae_lambda,
+        divide_by_std=settings.divide_by_std,
+        add_up=add_up,
+    )
+    return with_fields(batch, {ADVANTAGES: advantages.advantages})
+
+
+def with_fields(batch: MicroBatch, fields: Mapping[str, Tensor]) -> MicroBatch:
+    return replace(batch, fields={**batch.fields, **fields})
+
+
+def cut_into_steps(batch: MicroBatch, sample_steps: Mapping[str, int], num_steps: int) -> list[MicroBatch | None]:
+    """One batch per optimizer step, `None` where this rank has nothing in it."""
+    segments: list[list[int]] = [[] for _ in range(num_steps)]
+    for segment, name in enumerate(batch.sample_ids):
+        segments[sample_steps[name]].append(segment)
+    return [take(batch, members) if members else None for members in segments]
+
+
+def totals_of(steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
+    """This rank's part of each optimizer step's totals."""
+    return [StepTotals(0, 0) if batch is None else step_totals(batch.layout) for batch in steps]
+
+
+def weighted(batch: MicroBatch, how: Aggregation, totals: StepTotals, max_length: int) -> MicroBatch:
+    """The batch with the weight of each token in the step's loss."""
+    return replace(batch, weights=loss_weights(batch.layout, how, totals=totals, max_length=max_length))

@@ -1,0 +1,94 @@
+"""The losses that a backend is handed: algorithms put together for one micro-batch, weighted for the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms import (
+    Correction,
+    KlEstimator,
+    correction_weights,
+    entropy_bonus,
+    estimate_kl,
+    gspo_loss,
+    ppo_loss,
+    sft_loss,
+    weighted_sum,
+)
+from hotseat.train.backend import Outputs
+from hotseat.types import MicroBatch
+
+# Fields of a micro-batch of experience, [num_tokens] each.
+ADVANTAGES = "advantages"
+OLD_LOG_PROBS = "old_log_probs"  # absent where the ratio is exactly one: then they are the current ones
+ROLLOUT_LOG_PROBS = "rollout_log_probs"  # the engine's
+REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token."""
+
+    ratio: Literal["ppo", "gspo"]
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    correction: Correction | None
+    correction_low: float
+    correction_high: float
+    kl_estimator: KlEstimator
+    kl_coefficient: float  # 0: the KL is not in the loss
+    entropy_coefficient: float | None  # None: the entropy is not computed
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coefficient is not None
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        log_probs, mask = outputs.log_probs, batch.mask
+        old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
+        clip = {"eps_low": self.clip_low, "eps_high": self.clip_high, "dual_clip": self.dual_clip}
+        if self.ratio == "gspo":
+            surrogate = gspo_loss(log_probs, old, batch.fields[ADVANTAGES], batch.layout, **clip)
+        else:
+            surrogate = ppo_loss(log_probs, old, batch.fields[ADVANTAGES], mask, **clip)
+        loss = surrogate.loss
+        metrics: dict[str, Tensor | float] = {
+            "clipped": surrogate.clipped.sum(),
+            "policy_kl": -surrogate.log_ratio.sum(),
+        }
+        rollout = batch.fields[ROLLOUT_LOG_PROBS]
+        gap = torch.where(mask, old - rollout, 0.0)
+        metrics["engine_gap"] = gap.abs().sum()
+        if self.correction is not None:
+            correction = correction_weights(
+                old, rollout, batch.layout, self.correction, low=self.correction_low, high=self.correction_high
+            )
+            loss = loss * correction.weights
+            metrics["corrected"] = correction.changed.sum()
+        if REFERENCE_LOG_PROBS in batch.fields:
+            kl = estimate_kl(log_probs, batch.fields[REFERENCE_LOG_PROBS], mask, self.kl_estimator)
+            metrics["kl"] = kl.detach().sum()
+            if self.kl_coefficient:
+                loss = loss + self.kl_coefficient * kl
+        if outputs.entropy is not None:
+            metrics["entropy"] = torch.where(mask, outputs.entropy.detach(), 0.0).sum()
+            if self.entropy_coefficient:
+                loss = loss + entropy_bonus(outputs.entropy, mask, self.entropy_coefficient)
+        return weighted_sum(loss, batch.weights), metrics
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """Cross-entropy of the tokens to learn."""
+
+    needs_entropy: bool = False
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        loss = sft_loss(outputs.log_probs, batch.mask)
+        return weighted_sum(loss, batch.weights), {"nll": loss.detach().sum()}

@@ -1,0 +1,267 @@
+"""From a config to the planner's question: inventory, roles and flow in, `Plan` out. No device and no Ray needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config, roles_of
+from hotseat.errors import PlacementError, TooFewDevicesError
+from hotseat.placement import (
+    EngineMemory,
+    Flow,
+    ForwardMemory,
+    Inventory,
+    ModelShape,
+    NodePool,
+    Overlap,
+    Part,
+    Plan,
+    RoleSpec,
+    TrainMemory,
+    default_flow,
+    from_hf_config,
+    known_shape,
+    parse_flow,
+    parse_node_ranks,
+    parse_placement,
+    plan,
+)
+
+DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
+MAX_ASSUMED_NODES = 4096
+DEFAULT_ENGINE_SHARE = 0.9
+VLLM_SLOTS = 256
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
+
+
+def make_plan(config: Config, inventory: str | Inventory | None = None) -> Plan:
+    """The plan of a run on an inventory: the one given, the config's, or as many nodes of eight devices as it takes."""
+    roles = role_specs(config)
+    flow = make_flow(config, tuple(spec.name for spec in roles))
+    given = inventory or config.cluster.inventory
+    if given is not None:
+        found = given if isinstance(given, Inventory) else Inventory.parse(given)
+        return plan(_with_pools(found, config), roles, flow)
+    return _on_assumed_nodes(config, roles, flow)
+
+
+def num_data_parallel(config: Config, made: Plan) -> int:
+    """Ranks that each see different samples."""
+    ranks = len(made.role("actor").processes)
+    per_replica = config.train.sequence_parallel_size * _tensor_parallel(config)
+    if ranks % per_replica:
+        raise PlacementError(
+            f"actor: {ranks} ranks do not divide into replicas of {per_replica} (train.sequence_parallel_size"
+            f" {config.train.sequence_parallel_size} x train.deepspeed.tensor_parallel_size"
+            f" {config.train.deepspeed.tensor_parallel_size})"
+        )
+    return ranks // per_replica
+
+
+def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
+    overlap = Overlap(config.overlap.queue, config.overlap.staleness)
+    if config.flow is not None:
+        return parse_flow([phase.model_dump(exclude_defaults=True) for phase in config.flow], roles, overlap)
+    task = "embodied" if config.task == "rl" and "env" in roles else config.task
+    return default_flow(task, roles, overlap)
+
+
+def role_specs(config: Config) -> list[RoleSpec]:
+    """Every role of the run as the planner takes it. A role that is not placed goes where the actor is."""
+    placed = {
+        names: value if isinstance(value, str | int) else value.model_dump()
+        for names, value in config.cluster.component_placement.items()
+    }
+    selections: dict[str, Any] = dict(parse_placement(placed))
+    present = roles_of(config)
+    for role in selections:
+        if role not in present:
+            raise PlacementError(
+                f"cluster.component_placement: {role} is placed, but this run has no {role}: remove it"
+            )
+    selections.setdefault("actor", "0")
+    return [_spec(config, role, selections.get(role, "@actor")) for role in present]
+
+
+def _spec(config: Config, role: str, on: Any) -> RoleSpec:
+    offload = {
+        "actor": config.actor.enable_offload,
+        "critic": config.critic.enable_offload,
+        "reference": config.reference.enable_offload,
+        "reward": config.reward.enable_offload,
+        "rollout": config.rollout.enable_offload,
+        "env": config.env.enable_offload,
+        "inference": config.inference.enable_offload,
+    }[role]
+    shape, assumed = _shape(config, role)
+    spec = RoleSpec(
+        name=role,
+        on=on,
+        put_aside=None if offload is None else "always" if offload else "never",
+        model=shape,
+        model_assumed=assumed,
+    )
+    if role == "rollout":
+        return replace(
+            spec,
+            tensor_parallel=config.rollout.tensor_parallel_size,
+            num_procs=config.rollout.num_engines,
+            share=_engine_share(config),
+            can_put_aside=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
+            memory=EngineMemory(
+                max_tokens=config.data.max_length,
+                slots=VLLM_SLOTS if config.rollout.engine == "vllm" else config.rollout.num_slots,
+                engine=config.rollout.engine,
+                weight_bytes=_BYTES[config.train.dtype],
+                kv_bytes=_BYTES[config.train.dtype],
+                cuda_graphs=config.rollout.engine == "vllm" and not config.rollout.enforce_eager,
+            ),
+        )
+    if role == "env":
+        return replace(spec, can_put_aside=frozenset({Part.SIMULATOR}))
+    if role in ("actor", "critic"):
+        return replace(
+            spec,
+            tensor_parallel=_tensor_parallel(config),
+            can_put_aside=_TRAINED,
+            memory=_train_memory(config),
+        )
+    return replace(
+        spec,
+        can_put_aside=frozenset({Part.WEIGHTS}),
+        memory=ForwardMemory(
+            max_tokens=config.data.max_length,
+            micro_batch=config.rollout.micro_batch_size,
+            weight_bytes=_BYTES[config.train.dtype],
+            is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
+            packing=config.train.packing,
+        ),
+    )
+
+
+def _train_memory(config: Config) -> TrainMemory:
+    train = config.train
+    compute = _BYTES[train.dtype]
+    is_deepspeed = train.backend == "deepspeed"
+    # FSDP keeps fp32 weights and casts them per layer; DeepSpeed keeps 16-bit weights beside fp32 masters.
+    has_master = train.fp32_master and compute < 4
+    return TrainMemory(
+        max_tokens=config.data.max_length,
+        micro_batch=train.micro_batch_size,
+        forward_micro_batch=config.rollout.micro_batch_size if config.task == "rl" else None,
+        backend=train.backend,
+        zero_stage=train.deepspeed.zero_stage if is_deepspeed else 3,
+        sequence_parallel=train.sequence_parallel_size,
+        weight_bytes=4 if has_master and not is_deepspeed else compute,
+        compute_bytes=compute,
+        gradient_bytes=_gradient_bytes(config, compute, has_master),
+        master_bytes=4 if has_master and is_deepspeed else 0,
+        moment_bytes=4 if train.fp32_master or compute == 4 else compute,
+        optimizer_offload=train.deepspeed.adam_offload,
+        gradient_checkpointing=train.gradient_checkpointing,
+        packing=train.packing,
+    )
+
+
+def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
+    if config.train.backend == "deepspeed":
+        return _BYTES[config.train.deepspeed.grad_accum_dtype or config.train.dtype]
+    return 4 if has_master else compute
+
+
+def _tensor_parallel(config: Config) -> int:
+    return config.train.deepspeed.tensor_parallel_size if config.train.backend == "deepspeed" else 1
+
+
+def _engine_share(config: Config) -> float | None:
+    if config.rollout.engine != "vllm":
+        return None
+    return config.rollout.memory_share if config.rollout.memory_share is not None else DEFAULT_ENGINE_SHARE
+
+
+def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
+    """The model's shape, and the public model it was assumed to be where only its name was there to go by."""
+    actor = (config.actor.model, config.actor.shape)
+    reward = (config.reward.model, config.reward.shape)
+    critic = (config.critic.model, config.critic.shape)
+    sources = {
+        "critic": (critic, reward, actor),
+        "reward": (reward, actor),
+        "reference": ((config.reference.model, None), actor),
+        "env": (),
+    }.get(role, (actor,))
+    for name, written in sources:
+        if written is not None:
+            return _scalar(role, from_hf_config(written)), None
+        if name is None:
+            continue
+        local = _local_config(name)
+        if local is not None:
+            return _scalar(role, from_hf_config(local)), None
+        assumed = known_shape(name)
+        if assumed is not None:
+            return _scalar(role, assumed.shape), assumed.model
+    return None, None
+
+
+def _scalar(role: str, shape: ModelShape) -> ModelShape:
+    return shape.with_scalar_head() if role in ("critic", "reward") else shape
+
+
+def _local_config(name: str) -> Mapping[str, object] | None:
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise PlacementError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise PlacementError(f"{path} does not hold a model config")
+    return found
+
+
+def _with_pools(inventory: Inventory, config: Config) -> Inventory:
+    if config.cluster.num_nodes is not None and config.cluster.num_nodes > inventory.num_nodes:
+        raise PlacementError(
+            f"cluster.num_nodes is {config.cluster.num_nodes}, the inventory has {inventory.num_nodes} node(s)"
+        )
+    if config.cluster.num_nodes is not None and config.cluster.num_nodes < inventory.num_nodes:
+        inventory = Inventory(inventory.nodes[: config.cluster.num_nodes])
+    pools = []
+    for group in config.cluster.node_groups:
+        nodes = parse_node_ranks(group.node_ranks, inventory.num_nodes)
+        env: dict[int, dict[str, str]] = {}
+        for settings in group.env_configs:
+            for rank in parse_node_ranks(settings.node_ranks, inventory.num_nodes):
+                for variables in settings.env_vars:
+                    env.setdefault(rank, {}).update(variables)
+        pools.append(
+            NodePool(
+                group.label,
+                nodes,
+                env=env,
+                ignore_devices=group.ignore_hardware,
+            )
+        )
+    return inventory.with_pools(pools) if pools else inventory
+
+
+def _on_assumed_nodes(config: Config, roles: list[RoleSpec], flow: Flow) -> Plan:
+    """With nothing known of the machines, the smallest number of nodes on which the placement fits."""
+    if config.cluster.num_nodes is not None:
+        return plan(_with_pools(Inventory.parse(f"{config.cluster.num_nodes}x{DEVICES_PER_NODE}"), config), roles, flow)
+    count = 1
+    while True:
+        try:
+            return plan(_with_pools(Inventory.parse(f"{count}x{DEVICES_PER_NODE}"), config), roles, flow)
+        except TooFewDevicesError:
+            if count >= MAX_ASSUMED_NODES:
+                raise
+            count += 1

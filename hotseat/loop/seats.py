@@ -1,0 +1,149 @@
+"""Who sits on the devices: carries the Plan out, turn by turn.
+
+A turn is a step of the plan. To enter one, what must not be on its devices leaves, the holders of the turn before
+report what they gave up, the lease passes, and what is needed comes back. Leaving a turn moves nothing: whether anything
+has to move is known only when the next turn is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hotseat.cluster.group import Group
+from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
+from hotseat.errors import PlacementError
+from hotseat.placement import Part, Plan, Step
+
+
+@dataclass(frozen=True)
+class SeatMove:
+    """One part of one role that was put aside or brought back."""
+
+    turn: str
+    role: str
+    part: str
+    is_leaving: bool
+    num_bytes: int
+    ms: float
+
+
+class Seats:
+    """The plan's residency, made true. `groups` holds the running roles; a role that is not there takes no turn."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Mapping[str, Group],
+        *,
+        timeout_s: float,
+        measure: Callable[[int], DeviceMemory | None] = lambda device: None,
+    ):
+        self._plan = plan
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._leases = Leases(measure=measure, is_gone=lambda holder: not self._is_alive(holder))
+        self._lease: Lease | None = None
+        self._processes = {
+            (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
+        }
+        self._aside: dict[tuple[str, int], set[Part]] = {key: set() for key in self._processes}
+        self.moves: list[SeatMove] = []
+
+    @contextmanager
+    def turn(self, phase: str, role: str) -> Iterator[None]:
+        """Hold the devices of the step in which `role` works in `phase`."""
+        step = self._step(phase, role)
+        started_s = time.monotonic()
+        self._hand_over(self._leaving(step), step.name)
+        holders = self._holders(step)
+        if holders:
+            remaining_s = max(1.0, self._timeout_s - (time.monotonic() - started_s))
+            self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
+        self._bring_back(step)
+        yield
+
+    def close(self) -> None:
+        """End the last turn's lease."""
+        self._hand_over({}, "end")
+
+    def log(self) -> tuple[object, ...]:
+        """Every hand-over of a device so far."""
+        return self._leases.log()
+
+    def _step(self, phase: str, role: str) -> Step:
+        for step in self._plan.steps:
+            if step.phase == phase and role in step.roles:
+                return step
+        found = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
+        raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {found}")
+
+    def _wanted(self, step: Step, role: str, rank: int) -> dict[Part, bool]:
+        """Part to whether a copy is kept on the host, of what is off the device in this step."""
+        away: dict[Part, bool] = {}
+        for device in self._processes[role, rank].devices:
+            group = self._plan.group_of(device)
+            assert group is not None, f"device {device} of {role} is in no class of the plan"
+            at = next(found for found in group.steps if found.step == step.name)
+            for holding in at.holdings:
+                if holding.role == role and not holding.is_resident:
+                    away[holding.part] = holding.state == "aside"
+        return away
+
+    def _leaving(self, step: Step) -> dict[tuple[str, int], dict[Part, bool]]:
+        leaving = {}
+        for role, rank in self._processes:
+            if role not in self._groups:
+                continue
+            wanted = self._wanted(step, role, rank)
+            new = {part: is_kept for part, is_kept in wanted.items() if part not in self._aside[role, rank]}
+            if new:
+                leaving[role, rank] = new
+        return leaving
+
+    def _hand_over(self, leaving: Mapping[tuple[str, int], Mapping[Part, bool]], turn: str) -> None:
+        given_up: dict[tuple[str, int], int] = {}
+        for (role, rank), parts in leaving.items():
+            keep_weights = parts.get(Part.WEIGHTS, True)
+            [moved] = self._groups[role].call(
+                "put_aside", [str(part) for part in parts], keep_weights, ranks=[rank], timeout_s=self._timeout_s
+            )
+            self._aside[role, rank] |= set(parts)
+            given_up[role, rank] = moved.num_bytes
+            self.moves += [SeatMove(turn, role, str(part), True, moved.num_bytes, moved.ms) for part in parts]
+        if self._lease is not None:
+            for holder, devices in self._lease.holders.items():
+                # Processes that span several devices give up an equal share of each.
+                share = given_up.get((holder.group, holder.rank), 0) // len(devices)
+                self._lease.report(holder, dict.fromkeys(devices, share))
+            self._lease = None
+
+    def _bring_back(self, step: Step) -> None:
+        for (role, rank), aside in self._aside.items():
+            if role not in self._groups or not aside:
+                continue
+            coming = [part for part in aside if part not in self._wanted(step, role, rank)]
+            if coming:
+                [moved] = self._groups[role].call(
+                    "bring_back", [str(part) for part in coming], ranks=[rank], timeout_s=self._timeout_s
+                )
+                aside.difference_update(coming)
+                self.moves += [
+                    SeatMove(step.name, role, str(part), False, moved.num_bytes, moved.ms) for part in coming
+                ]
+
+    def _holders(self, step: Step) -> dict[Holder, tuple[int, ...]]:
+        found = {}
+        for role in step.roles:
+            if role in self._groups:
+                for holder in self._groups[role].holders():
+                    process = self._processes.get((role, holder.rank))
+                    if process is not None:
+                        found[holder] = process.devices
+        return found
+
+    def _is_alive(self, holder: Holder) -> bool:
+        group = self._groups.get(holder.group)
+        return group is not None and group.alive()[holder.rank]

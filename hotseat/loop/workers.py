@@ -1,0 +1,299 @@
+"""The processes of a run: one plain class per role. `cluster` makes a group of each, or calls it in process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.loop.experience import (
+    AdvantageSettings,
+    Share,
+    cut_into_steps,
+    flatten,
+    sample_id,
+    totals_of,
+    weighted,
+    with_advantages,
+    with_fields,
+)
+from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObjective, SupervisedObjective
+from hotseat.train.backend import TrainOptions, UpdateReport
+from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.packing import split_by_count, split_by_tokens
+from hotseat.types import Completion, MicroBatch, Moved, Request
+from hotseat.weights import Bucket, Receiver, Sender
+
+
+def device_of_process() -> torch.device:
+    """The device this process was given, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How a rank cuts its samples into micro-batches: so many sequences, or so many tokens."""
+
+    micro_batch_size: int
+    max_tokens: int | None
+
+    def cut(self, batch: MicroBatch) -> list[MicroBatch]:
+        if batch.num_segments == 0:
+            return []
+        if self.max_tokens is not None:
+            return split_by_tokens(batch, self.max_tokens)
+        return split_by_count(batch, self.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What the actor does with a rollout."""
+
+    objective: PolicyObjective
+    advantages: AdvantageSettings
+    aggregation: Aggregation
+    max_epochs: int
+    needs_old_log_probs: bool
+    temperature: float
+    score: BatchSettings
+    train: BatchSettings
+
+
+class ModelWorker:
+    """One rank of a model behind a training backend: it scores, and can be put aside."""
+
+    def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
+        self._backend = FSDPBackend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
+
+    def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
+        """Log-probs of each segment of each sample, by sample id."""
+        batch = flatten([group for share in shares for group in share.groups])
+        by_sample: dict[str, list[Tensor]] = {}
+        pieces = cut.cut(batch)
+        for piece, log_probs in zip(pieces, self._backend.log_probs(pieces, temperature), strict=True):
+            bounds = piece.offsets.tolist()
+            for segment, name in enumerate(piece.sample_ids):
+                by_sample.setdefault(name, []).append(log_probs[bounds[segment] : bounds[segment + 1]])
+        return by_sample
+
+    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+        return self._backend.put_aside(parts)
+
+    def bring_back(self, parts: Sequence[Any]) -> Moved:
+        return self._backend.bring_back(parts)
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """Facts about a rank's experience."""
+
+    num_samples: int
+    num_tokens: int
+    num_sampled: int
+
+
+class ActorWorker(ModelWorker):
+    """One rank of the policy: it prepares experience, learns from it, and sends its weights."""
+
+    def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
+        super().__init__(model, options, trust_remote_code)
+        self._steps: list[MicroBatch | None] = []
+        self._totals: list[StepTotals] = []
+        self._sender = Sender(self._backend.weights)
+
+    # --- learning from a rollout ------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        shares: Sequence[Share],
+        num_steps: int,
+        settings: PolicySettings,
+        reference: Sequence[Mapping[str, list[Tensor]]],
+    ) -> PrepareReport:
+        """Together. Turn this rank's groups into the batches of the optimizer steps to come."""
+        groups = [group for share in shares for group in share.groups]
+        batch = flatten(groups)
+        if reference:
+            batch = with_fields(batch, {REFERENCE_LOG_PROBS: _in_order(batch, reference)})
+        if settings.needs_old_log_probs:
+            mine = self.score(shares, settings.score, settings.temperature)
+            batch = with_fields(batch, {OLD_LOG_PROBS: _in_order(batch, [mine])})
+        batch = with_advantages(groups, batch, settings.advantages, self._add_moments)
+        sample_steps = {
+            sample_id(sample): step
+            for share in shares
+            for group, steps in zip(share.groups, share.steps, strict=True)
+            for sample, step in zip(group.samples, steps, strict=True)
+        }
+        self._steps = cut_into_steps(batch, sample_steps, num_steps)
+        everyone = self._backend.gather_facts(totals_of(self._steps), "count the tokens of each optimizer step")
+        self._totals = [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
+        return PrepareReport(len(sample_steps), batch.num_tokens, int(batch.mask.sum()))
+
+    def update(self, settings: PolicySettings) -> list[UpdateReport]:
+        """Together. Every optimizer step of the prepared rollout."""
+        reports = []
+        for _ in range(settings.max_epochs):
+            for batch, totals in zip(self._steps, self._totals, strict=True):
+                pieces = []
+                if batch is not None:
+                    whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_new_tokens)
+                    pieces = settings.train.cut(whole)
+                reports.append(self._backend.update(pieces, settings.objective, settings.temperature))
+        self._steps, self._totals = [], []
+        return reports
+
+    # --- learning from examples --------------------------------------------------------------------------------------
+
+    def learn(self, batch: MicroBatch | None, cut: BatchSettings) -> UpdateReport:
+        """Together. One optimizer step on this rank's examples, whose weights are set for all ranks."""
+        return self._backend.update(cut.cut(batch) if batch is not None else [], SupervisedObjective(), 1.0)
+
+    def evaluate(self, batch: MicroBatch | None, cut: BatchSettings) -> tuple[float, int]:
+        """Together. (summed negative log-likelihood, tokens) of this rank's examples."""
+        pieces = cut.cut(batch) if batch is not None else []
+        log_probs = self._backend.log_probs(pieces, 1.0)
+        return -float(sum(values.sum() for values in log_probs)), sum(int(piece.mask.sum()) for piece in pieces)
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def begin_push(self, version: int) -> None:
+        self._sender.begin(version)
+
+    def pack_next(self) -> bool:
+        """Together. Gather the next bucket; whether there is one."""
+        return self._sender.pack_next()
+
+    def packed(self) -> Bucket:
+        return self._sender.packed()
+
+    def digest(self) -> dict[str, int]:
+        """Together."""
+        return self._backend.digest()
+
+    def canary(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        """Together. Log-probs of fixed sequences, each rank all of them."""
+        batches = []
+        for index, sequence in enumerate(sequences):
+            length = len(sequence)
+            batches.append(
+                MicroBatch(
+                    token_ids=torch.tensor(sequence),
+                    offsets=torch.tensor([0, length]),
+                    mask=torch.ones(length, dtype=torch.bool),
+                    weights=torch.zeros(length),
+                    sample_ids=(f"canary {index}",),
+                )
+            )
+        return [values.tolist() for values in self._backend.log_probs(batches, temperature)]
+
+    def version(self) -> int:
+        return self._backend.version
+
+    def export(self, directory: str) -> None:
+        """Together."""
+        self._backend.export(Path(directory))
+
+    def _add_moments(self, local: Moments) -> Moments:
+        everyone = self._backend.gather_facts(local, "add up the moments of the advantages")
+        return sum(everyone[1:], start=everyone[0])
+
+
+def _in_order(batch: MicroBatch, found: Iterable[Mapping[str, list[Tensor]]]) -> Tensor:
+    """[num_tokens]: log-probs by sample id, in the batch's order."""
+    by_sample = {name: iter(segments) for scores in found for name, segments in scores.items()}
+    pieces = [next(by_sample[name]) for name in batch.sample_ids]
+    return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is told."""
+
+    model: str
+    max_length: int
+    num_slots: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    num_threads: int
+    trust_remote_code: bool = False
+
+
+class EngineWorker:
+    """One rollout engine in its process. Hosts send requests and fetch what has finished in the same call."""
+
+    max_concurrency = 16  # an exchange waits; health and weights must get through meanwhile
+
+    def __init__(self, settings: EngineSettings):
+        from transformers import AutoModelForCausalLM
+
+        from hotseat.rollout import TransformersEngine
+
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model,
+            dtype=getattr(torch, settings.dtype),
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+        )
+        self._engine = TransformersEngine(
+            model,
+            max_length=settings.max_length,
+            num_slots=settings.num_slots,
+            eos_token_ids=settings.eos_token_ids,
+            device=device_of_process(),
+            num_threads=settings.num_threads,
+        )
+        self._receiver = Receiver(self._engine)
+        self._changed = threading.Condition()
+        self._finished: dict[str, list[Completion | BaseException]] = {}
+
+    def exchange(self, client: str, requests: Sequence[Request], wait_s: float) -> list[Completion]:
+        """Take new requests of a client and give back its completions, waiting for the first at most `wait_s`."""
+        for request in requests:
+            self._engine.submit(request).add_done_callback(lambda done: self._finish(client, done))
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished.get(client), timeout=wait_s)
+            found = self._finished.pop(client, [])
+        for completion in found:
+            if isinstance(completion, BaseException):
+                raise completion
+        return [completion for completion in found if isinstance(completion, Completion)]
+
+    def _finish(self, client: str, done: Any) -> None:
+        error = done.exception()
+        with self._changed:
+            self._finished.setdefault(client, []).append(error if error is not None else done.result())
+            self._changed.notify_all()
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        return self._engine.score(sequences, temperature)
+
+    def begin_load(self, version: int) -> None:
+        self._receiver.begin(version)
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        self._receiver.take(bucket)
+
+    def finish_load(self, version: int) -> dict[str, int]:
+        return self._receiver.finish(version)
+
+    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+        return self._engine.put_aside(parts, keep_weights=keep_weights)
+
+    def bring_back(self, parts: Sequence[Any]) -> Moved:
+        return self._engine.bring_back(parts)
+
+    def health(self) -> Any:
+        return self._engine.health()
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,83 @@
+"""The live view: one line per step, and below it, on a terminal, what is going on right now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+
+class LiveView:
+    """Shows phase, step, the columns it was given, and when the run will be done. Plain lines when not a terminal."""
+
+    def __init__(self, title: str, num_steps: int, columns: Mapping[str, str], console: Console | None = None):
+        """`columns` maps a metric to its format, such as `{"reward": ".3f"}`."""
+        self._title = title
+        self._num_steps = num_steps
+        self._columns = columns
+        self._console = console or Console()
+        self._live: Live | None = None
+        self._phase = "starting"
+        self._step = 0
+        self._started_s = self._phase_started_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, get_renderable=self._status, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, name: str) -> None:
+        """What is going on now."""
+        self._phase, self._phase_started_s = name, time.monotonic()
+
+    def step(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
+        """A finished step: one line that stays."""
+        self._step = step
+        width = len(str(self._num_steps))
+        cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]
+        for name, spec in self._columns.items():
+            value = values.get(name)
+            if value is not None:
+                cells.append(f"{name} {value:{spec}}" if not isinstance(value, str) else f"{name} {value}")
+        self._console.print("  ".join(cells), highlight=False)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False)
+
+    def eta_s(self) -> float | None:
+        """Seconds to the end at the pace so far."""
+        if not self._step:
+            return None
+        return (time.monotonic() - self._started_s) / self._step * (self._num_steps - self._step)
+
+    def _status(self) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        eta = self.eta_s()
+        done = round(24 * self._step / self._num_steps) if self._num_steps else 0
+        grid.add_row(
+            Text("━" * done, style="green") + Text("━" * (24 - done), style="dim"),
+            f"{self._step}/{self._num_steps}",
+            Text(f"{self._phase} {time.monotonic() - self._phase_started_s:.1f} s", style="cyan"),
+            Text(f"{_duration(eta)} to go" if eta is not None else "", style="dim"),
+        )
+        return grid
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

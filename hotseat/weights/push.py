@@ -1,0 +1,131 @@
+"""A push: begin, buckets in order, finish, check. Either side may be a process of its own.
+
+    sender.begin(version)          receiver.begin(version)
+    while sender.pack_next():      receiver.take(sender.packed())      every bucket to every engine
+                                   live = receiver.finish(version)
+    check_digests(version, sent, live, engine)
+
+The receiver refuses a bucket of another version or out of order. `check_digests` compares what the trainer holds with
+what the engine would use next, tensor by tensor: it catches what was dropped, corrupted, swapped, or arrived and was
+not loaded. `check_canary` compares what the two make of a fixed prompt: some engines repack weights where no digest
+reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hotseat.errors import WeightError
+from hotseat.weights.bucket import Bucket, make_buckets, unpack
+
+BUCKET_BYTES = 1 << 28
+
+
+class Loads(Protocol):
+    """What an engine must be able to do to get weights."""
+
+    def begin_load(self, version: int) -> None: ...
+    def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+    def finish_load(self) -> None: ...
+    def digest(self) -> dict[str, int]: ...
+
+
+class Sender:
+    """Packs a trainer's weights, one bucket at a time."""
+
+    def __init__(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], bucket_bytes: int = BUCKET_BYTES):
+        self._weights = weights
+        self._bucket_bytes = bucket_bytes
+        self._buckets: Iterator[Bucket] = iter(())
+        self._packed: Bucket | None = None
+
+    def begin(self, version: int) -> None:
+        self._buckets = make_buckets(self._weights(), version, self._bucket_bytes)
+        self._packed = None
+
+    def pack_next(self) -> bool:
+        """Make the next bucket; whether there is one."""
+        self._packed = next(self._buckets, None)
+        return self._packed is not None
+
+    def packed(self) -> Bucket:
+        assert self._packed is not None, "no bucket is packed"
+        return self._packed
+
+
+class Receiver:
+    """Feeds an engine from buckets."""
+
+    def __init__(self, engine: Loads):
+        self._engine = engine
+        self._version: int | None = None
+        self._next_index = 0
+
+    def begin(self, version: int) -> None:
+        self._version, self._next_index = version, 0
+        self._engine.begin_load(version)
+
+    def take(self, bucket: Bucket) -> None:
+        names = ", ".join(entry.name for entry in bucket.entries[:3]) + (", ..." if len(bucket.entries) > 3 else "")
+        if bucket.version != self._version:
+            raise WeightError(
+                f"push of version {self._version}: bucket {bucket.index} ({names}) is of version {bucket.version}"
+            )
+        if bucket.index != self._next_index:
+            raise WeightError(
+                f"push of version {self._version}: bucket {bucket.index} ({names}) arrived where bucket"
+                f" {self._next_index} was due"
+            )
+        self._next_index += 1
+        self._engine.load_bucket(unpack(bucket))
+
+    def finish(self, version: int) -> dict[str, int]:
+        """Serve the version; the digest of what is live now."""
+        if version != self._version:
+            raise WeightError(f"push of version {self._version} cannot be finished as version {version}")
+        self._engine.finish_load()
+        self._version = None
+        return self._engine.digest()
+
+
+def check_digests(version: int, sent: Mapping[str, int], live: Mapping[str, int], engine: str) -> None:
+    """Raise unless the engine holds, bit for bit, what was sent."""
+    wrong = [name for name, digest in sent.items() if live.get(name) != digest]
+    if not wrong:
+        return
+    missing = [name for name in wrong if name not in live]
+    what = f"has no {missing[0]}" if missing else f"serves other values of {wrong[0]} than the trainer holds"
+    others = (
+        f" (and {len(wrong) - 1} more of {len(sent)} tensors)" if len(wrong) > 1 else f" (1 of {len(sent)} tensors)"
+    )
+    raise WeightError(
+        f"{engine} {what} after the push of version {version}{others}: the push was dropped, damaged or not loaded."
+        " Nothing was sampled from it"
+    )
+
+
+def check_canary(
+    version: int,
+    expected: Sequence[Sequence[float]],
+    found: Sequence[Sequence[float]],
+    tolerance: float,
+    engine: str,
+) -> float:
+    """The largest difference between the trainer's and the engine's log-probs of the fixed prompts; raise above it."""
+    gap, where = 0.0, (0, 0)
+    for row, (mine, theirs) in enumerate(zip(expected, found, strict=True)):
+        for token, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            difference = abs(a - b)
+            if not difference <= gap:  # NaN counts as worse
+                gap, where = difference, (row, token)
+    if not gap <= tolerance:
+        row, token = where
+        raise WeightError(
+            f"{engine} and the trainer disagree on version {version}: log-prob of token {token} of canary prompt {row}"
+            f" is {found[row][token]:.6f} there and {expected[row][token]:.6f} here, {gap:.2g} apart,"
+            f" {tolerance:.2g} allowed"
+        )
+    return gap

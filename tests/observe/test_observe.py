@@ -1,0 +1,63 @@
+"""Metrics on disk and the live view."""
+
+import io
+import json
+
+from rich.console import Console
+
+from hotseat.observe import LiveView, MetricsFile, TensorBoard, read_metrics
+
+
+def test_each_step_is_one_line_on_disk_at_once(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(1, {"reward": 0.5, "phase": "x"})
+        assert json.loads(path.read_text()) == {"step": 1, "reward": 0.5, "phase": "x"}
+        metrics.write(2, {"reward": 0.75})
+    assert [record["reward"] for record in read_metrics(path)] == [0.5, 0.75]
+
+
+def test_a_number_that_is_not_finite_is_written_by_name(tmp_path):
+    with MetricsFile(tmp_path / "m.jsonl") as metrics:
+        metrics.write(1, {"loss": float("nan"), "norm": float("inf")})
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": "nan", "norm": "inf"}]
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_tensorboard_gets_the_numbers_and_not_the_words(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path)
+    board.write(3, {"reward": 0.25, "note": "words"})
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward"]
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25)]
+
+
+def test_without_a_terminal_every_step_is_a_plain_line():
+    out = io.StringIO()
+    with LiveView("step", 20, {"reward": ".3f", "kl": ".1e"}, Console(file=out, width=100)) as view:
+        view.phase("rollout")
+        view.step(7, {"reward": 0.51234, "other": 1.0})
+        view.say("done")
+    assert out.getvalue() == "step  7/20  reward 0.512\ndone\n"
+
+
+def test_on_a_terminal_the_phase_and_the_time_to_go_are_shown():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True)
+    with LiveView("step", 2, {}, console) as view:
+        assert view.eta_s() is None
+        view.step(1, {})
+        view.phase("update")
+        view._live.refresh()
+        assert view.eta_s() is not None
+    assert "update" in out.getvalue()
+    assert "to go" in out.getvalue()

@@ -1,0 +1,193 @@
+"""A push that went wrong in any way is noticed before anything is sampled, and the tensor is named."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hotseat.algorithms.digest import tensor_digest
+from hotseat.errors import WeightError
+from hotseat.rollout import TransformersEngine
+from hotseat.weights import Receiver, Sender, check_canary, check_digests, make_buckets, unpack
+
+
+def make_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=17,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+@pytest.fixture
+def trainer() -> LlamaForCausalLM:
+    return make_model(1)
+
+
+@pytest.fixture
+def engine():
+    made = TransformersEngine(make_model(0), max_length=16, num_slots=2, num_threads=1)
+    yield made
+    made.close()
+
+
+def digests(model) -> dict[str, int]:
+    return {name: tensor_digest(weight.detach()) for name, weight in model.named_parameters()}
+
+
+def buckets_of(trainer, version=1, bucket_bytes=2048):
+    sender = Sender(trainer.named_parameters, bucket_bytes)
+    sender.begin(version)
+    found = []
+    while sender.pack_next():
+        found.append(sender.packed())
+    return found
+
+
+def push(engine, buckets, version=1) -> dict[str, int]:
+    receiver = Receiver(engine)
+    receiver.begin(version)
+    for bucket in buckets:
+        receiver.take(bucket)
+    return receiver.finish(version)
+
+
+def test_buckets_hold_every_tensor_bit_for_bit_in_order(trainer):
+    buckets = buckets_of(trainer)
+    assert len(buckets) > 2
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    found = [pair for bucket in buckets for pair in unpack(bucket)]
+    for (name, tensor), (found_name, found_tensor) in zip(trainer.named_parameters(), found, strict=True):
+        assert found_name == name
+        assert torch.equal(found_tensor, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_buckets_keep_the_dtype(dtype):
+    tensor = torch.arange(7).to(dtype)
+    [bucket] = make_buckets([("a", tensor), ("b", tensor[:0])], version=3, bucket_bytes=1024)
+    unpacked = dict(unpack(bucket))
+    assert torch.equal(unpacked["a"], tensor)
+    assert unpacked["a"].dtype == dtype
+    assert unpacked["b"].shape == (0,)
+
+
+def test_a_tensor_above_the_bucket_size_has_a_bucket_of_its_own():
+    named = [("small", torch.ones(2)), ("large", torch.ones(100)), ("last", torch.ones(2))]
+    assert [[e.name for e in b.entries] for b in make_buckets(named, 1, 64)] == [["small"], ["large"], ["last"]]
+
+
+def test_a_bucket_is_a_copy_of_the_moment_it_was_packed():
+    buffer = torch.zeros(3)
+
+    def reuse():
+        for value in (1.0, 2.0):
+            buffer.fill_(value)
+            yield f"w{value:.0f}", buffer
+
+    [bucket] = make_buckets(reuse(), 1, 1024)
+    assert {name: tensor.tolist() for name, tensor in unpack(bucket)} == {"w1": [1.0] * 3, "w2": [2.0] * 3}
+
+
+def test_read_only_bytes_unpack_without_a_warning(trainer, recwarn):
+    bucket = buckets_of(trainer)[0]
+    bucket.data.setflags(write=False)
+    assert dict(unpack(bucket))
+    assert not list(recwarn)
+
+
+def test_a_whole_push_arrives_and_the_engine_scores_as_the_trainer(trainer, engine):
+    check_digests(1, digests(trainer), push(engine, buckets_of(trainer)), "engine 0")
+    assert engine.version == 1
+    prompt = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    log_probs = trainer(prompt).logits[0, :-1].log_softmax(-1).gather(1, prompt[0, 1:, None])[:, 0]
+    expected = [[0.0, *log_probs.tolist()]]
+    assert check_canary(1, expected, engine.score(prompt.tolist()), 1e-4, "engine 0") < 1e-5
+
+
+def test_a_dropped_bucket_is_noticed(trainer, engine):
+    first, dropped, *rest = buckets_of(trainer)
+    with pytest.raises(WeightError, match=r"bucket 2 \(.*\) arrived where bucket 1 was due"):
+        push(engine, [first, *rest])
+    assert dropped.index == 1
+
+
+def test_a_dropped_last_bucket_is_named(trainer, engine):
+    *most, last = buckets_of(trainer)
+    with pytest.raises(WeightError, match=last.entries[0].name.replace(".", r"\.")):
+        push(engine, most)
+
+
+def test_reordered_buckets_are_noticed(trainer, engine):
+    first, second, *rest = buckets_of(trainer)
+    with pytest.raises(WeightError, match="bucket 1 .* arrived where bucket 0 was due"):
+        push(engine, [second, first, *rest])
+
+
+def test_a_bucket_of_another_version_is_noticed(trainer, engine):
+    first, second, *rest = buckets_of(trainer)
+    with pytest.raises(WeightError, match="push of version 1: bucket 1 .* is of version 7"):
+        push(engine, [first, replace(second, version=7), *rest])
+
+
+def test_a_push_cannot_be_finished_as_another(trainer, engine):
+    receiver = Receiver(engine)
+    receiver.begin(1)
+    with pytest.raises(WeightError, match="push of version 1 cannot be finished as version 2"):
+        receiver.finish(2)
+
+
+def test_one_flipped_bit_is_noticed_and_the_tensor_named(trainer, engine):
+    buckets = buckets_of(trainer)
+    entry = buckets[1].entries[0]
+    data = np.array(buckets[1].data)
+    data[entry.start + 1] ^= 1
+    buckets[1] = replace(buckets[1], data=data)
+    with pytest.raises(WeightError, match=rf"engine 0 serves other values of {entry.name} .*1 of"):
+        check_digests(1, digests(trainer), push(engine, buckets), "engine 0")
+
+
+class Forgetful:
+    """An engine that takes a push and goes on serving what it had."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def begin_load(self, version):
+        pass
+
+    def load_bucket(self, named_tensors):
+        list(named_tensors)
+
+    def finish_load(self):
+        pass
+
+    def digest(self):
+        return self._engine.digest()
+
+
+def test_a_push_that_arrived_and_was_not_loaded_is_noticed(trainer, engine):
+    live = push(Forgetful(engine), buckets_of(trainer))
+    with pytest.raises(WeightError, match=r"serves other values of model\.embed_tokens\.weight .*more of \d+ tensors"):
+        check_digests(1, digests(trainer), live, "engine 0")
+
+
+def test_a_tensor_the_engine_does_not_have_is_named():
+    with pytest.raises(WeightError, match=r"engine 2 has no b after the push of version 5 \(1 of 2 tensors\)"):
+        check_digests(5, {"a": 1, "b": 2}, {"a": 1}, "engine 2")
+
+
+@pytest.mark.parametrize("wrong", [-1.5, float("nan")])
+def test_a_canary_that_differs_names_prompt_and_token(wrong):
+    with pytest.raises(WeightError, match="token 1 of canary prompt 1 is .* there and -1.000000 here"):
+        check_canary(4, [[0.0, -1.0], [0.0, -1.0]], [[0.0, -1.0], [0.0, wrong]], 0.01, "engine 0")
