@@ -1,0 +1,90 @@
+"""The maths of post-training: values in, values out.
+
+Tensors are flat, one value per token, with a `TokenLayout` beside them (see `hotseat.types`); a token that the policy
+did not sample is never read, so nothing that stands there can reach a loss, an advantage or a gradient. float64 stays
+float64. `docs/algorithms.md` has the table of formulas, of whose variant each one is, and of the tests.
+"""
+
+from hotseat.algorithms.advantages import (
+    ESTIMATORS,
+    Advantages,
+    Estimator,
+    Moments,
+    compute_advantages,
+    discounted_returns,
+    gae,
+    group_mean_centred,
+    group_normalised,
+    leave_one_out,
+    moments,
+    normalise_by,
+    normalise_globally,
+    place_rewards,
+    turn_ends,
+)
+from hotseat.algorithms.aggregation import Aggregation, StepTotals, loss_weights, step_totals, weighted_sum
+from hotseat.algorithms.corrections import Correction, CorrectionWeights, correction_weights
+from hotseat.algorithms.filtering import FilterReason, GroupFilter, filter_groups
+from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, estimate_kl
+from hotseat.algorithms.policy_loss import PolicyLoss, entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.shaping import clip_rewards, normalise_rewards, overlong_penalty, penalise_truncation
+from hotseat.algorithms.supervised_loss import (
+    PairwiseKind,
+    PreferenceLoss,
+    dpo_loss,
+    episode_log_probs,
+    ipo_loss,
+    pairwise_loss,
+    sft_loss,
+)
+from hotseat.algorithms.value_loss import ValueLoss, value_loss
+
+__all__ = [
+    "ESTIMATORS",
+    "AdaptiveKl",
+    "Advantages",
+    "Aggregation",
+    "Correction",
+    "CorrectionWeights",
+    "Estimator",
+    "FilterReason",
+    "FixedKl",
+    "GroupFilter",
+    "KlEstimator",
+    "Moments",
+    "PairwiseKind",
+    "PolicyLoss",
+    "PreferenceLoss",
+    "StepTotals",
+    "ValueLoss",
+    "clip_rewards",
+    "compute_advantages",
+    "correction_weights",
+    "discounted_returns",
+    "dpo_loss",
+    "entropy_bonus",
+    "episode_log_probs",
+    "estimate_kl",
+    "filter_groups",
+    "gae",
+    "group_mean_centred",
+    "group_normalised",
+    "gspo_loss",
+    "ipo_loss",
+    "leave_one_out",
+    "loss_weights",
+    "moments",
+    "normalise_by",
+    "normalise_globally",
+    "normalise_rewards",
+    "overlong_penalty",
+    "pairwise_loss",
+    "penalise_truncation",
+    "place_rewards",
+    "ppo_loss",
+    "sft_loss",
+    "step_totals",
+    "turn_ends",
+    "value_loss",
+    "weighted_sum",
+]

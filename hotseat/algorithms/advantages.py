@@ -1,0 +1,428 @@
+"""From rewards to advantages.
+
+An episode's reward is compared with its group (a baseline per episode), what is left is placed on tokens, and the
+tokens' returns are their advantages; GAE uses a critic instead of a group. Time steps are the tokens that the policy
+sampled, in order across the segments of an episode. Tokens that the environment inserted are no time steps: nothing is
+discounted across them. (OpenRLHF discounts across them.)
+
+    gae                  Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t    Schulman et al. 2015
+    reinforce            G_t = Σ_k γ^k r_{t+k}                              REINFORCE++, Hu et al. 2025
+    reinforce_baseline   the same of r − mean(group)                        REINFORCE++-baseline, the same
+    group_norm           (r − mean) / (std + eps)                           GRPO, Shao et al. 2024
+    dr_grpo              r − mean                                           Dr. GRPO, Liu et al. 2025
+    rloo                 r − mean of the others                             RLOO, Ahmadian et al. 2024
+
+The first three are then normalised over all tokens of the batch. `ESTIMATORS` holds these facts; `compute_advantages`
+does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms._tokens import floating, sampled_only
+from hotseat.algorithms.shaping import clip_rewards
+from hotseat.errors import RewardError, UserError
+from hotseat.types import TokenLayout
+
+# ---------------------------------------------------------------------------------------------- baselines per episode
+
+
+def group_mean_centred(rewards: Tensor, groups: Tensor) -> Tensor:
+    """r − mean(group): Dr. GRPO, and REINFORCE++-baseline before its normalisation.
+
+    Here as in the next two: `rewards` is [num_episodes] or [num_episodes, columns] (each column on its own), `groups`
+    is [num_episodes] ids in any order; groups may differ in size; a group of one is refused, since it would be its own
+    baseline.
+    """
+    return _Groups(groups).centred(rewards)
+
+
+def group_normalised(rewards: Tensor, groups: Tensor, *, eps: float = 1e-9) -> Tensor:
+    """(r − mean) / (std + eps) with the sample standard deviation (n − 1): GRPO.
+
+    The eps is OpenRLHF's; verl has 1e-6, TRL 1e-4.
+    """
+    grouped = _Groups(groups)
+    return (grouped.centred(rewards) / (grouped.std(rewards) + eps)).to(floating(rewards).dtype)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+    """r − mean of its siblings, which is (r − mean) · n / (n − 1): RLOO."""
+    return _Groups(groups).minus_siblings(rewards)
+
+
+class _Groups:
+    """Statistics per group, spread over the episodes again: [num_episodes, ...] in and out."""
+
+    def __init__(self, groups: Tensor):
+        ids, self.index, self.sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+        if bool((self.sizes == 1).any()):
+            alone = ids[self.sizes == 1].tolist()
+            named = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
+            raise UserError(
+                f"{'group' if len(alone) == 1 else 'groups'} {named}: only one sample, and a baseline needs siblings;"
+                " set n_samples_per_prompt >= 2, and drop groups of which only one sample is left"
+            )
+
+    def mean(self, values: Tensor) -> Tensor:
+        totals = values.new_zeros(len(self.sizes), *values.shape[1:]).index_add(0, self.index, values)
+        return self._per_episode(totals, values) / self._per_episode(self.sizes, values)
+
+    def centred(self, rewards: Tensor) -> Tensor:
+        shifted = self._shifted(rewards)
+        return (shifted - self.mean(shifted)).to(floating(rewards).dtype)
+
+    def std(self, rewards: Tensor) -> Tensor:
+        shifted = self._shifted(rewards)
+        variance = self.mean((shifted - self.mean(shifted)).square()) * self._bessel(shifted)
+        return variance.sqrt()
+
+    def minus_siblings(self, rewards: Tensor) -> Tensor:
+        shifted = self._shifted(rewards)
+        return ((shifted - self.mean(shifted)) * self._bessel(shifted)).to(floating(rewards).dtype)
+
+    def _shifted(self, rewards: Tensor) -> Tensor:
+        """In float64 and from the group's least reward up: equal rewards are then exactly 0 apart, whatever they are.
+
+        In float32, three rewards of 0.1 have a mean that is not 0.1, and (r − mean) / (std + 1e-9) is nowhere near 0.
+        """
+        exact = rewards.to(torch.float64)
+        index = self.index.reshape(-1, *[1] * (exact.dim() - 1)).expand_as(exact)
+        least = exact.new_full((len(self.sizes), *exact.shape[1:]), torch.inf)
+        return exact - least.scatter_reduce(0, index, exact, "amin")[self.index]
+
+    def _bessel(self, like: Tensor) -> Tensor:
+        sizes = self._per_episode(self.sizes, like)
+        return sizes / (sizes - 1)
+
+    def _per_episode(self, per_group: Tensor, like: Tensor) -> Tensor:
+        per_episode = per_group[self.index].to(like.dtype)
+        return per_episode.reshape(*per_episode.shape, *[1] * (like.dim() - per_episode.dim()))
+
+
+# ------------------------------------------------------------------------------------------------- rewards on tokens
+
+
+def turn_ends(layout: TokenLayout) -> Tensor:
+    """[num_turns] int64, ascending: the last token of each unbroken run of sampled tokens in a segment."""
+    mask = layout.mask
+    goes_on = torch.zeros_like(mask)
+    goes_on[:-1] = mask[1:] & (layout.token_segment[1:] == layout.token_segment[:-1])
+    return torch.nonzero(mask & ~goes_on).squeeze(1)
+
+
+def place_rewards(
+    layout: TokenLayout,
+    rewards: Tensor,
+    *,
+    turn_rewards: Tensor | None = None,
+    turns: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+) -> Tensor:
+    """[num_tokens]: an episode's reward on its last sampled token, a turn's on the turn's last, −β·KL on all of them.
+
+    `rewards` is [num_episodes]; an episode without a sampled token has no place for its reward, which is then not
+    read. `turn_rewards` is [num_turns], in the order of `turns`, the flat position of each turn's last sampled token;
+    by default `turn_ends(layout)`, which cannot tell turns apart if nothing was inserted between them.
+    """
+    device, episode = layout.mask.device, layout.token_episode
+    sampled = torch.nonzero(layout.mask).squeeze(1)
+    last = torch.full((layout.num_episodes,), -1, dtype=torch.int64, device=device)
+    last = last.scatter_reduce(0, episode[sampled], sampled, "amax")
+    has_token = last >= 0
+
+    rewards = floating(rewards).to(device)
+    assert rewards.shape == (layout.num_episodes,), f"{tuple(rewards.shape)} rewards, {layout.num_episodes} episodes"
+    placed = rewards.new_zeros(layout.num_tokens).index_add(0, last[has_token], rewards[has_token])
+    if turn_rewards is not None:
+        turn_rewards = floating(turn_rewards).to(placed)
+        placed = placed.index_add(0, _turns(layout, turn_rewards, turns), turn_rewards)
+    if kl_coefficient:
+        if kl is None:
+            raise UserError(
+                f"the KL coefficient is {kl_coefficient} but no KL was given: pass the estimate of each token, or 0"
+            )
+        placed = placed - kl_coefficient * sampled_only(kl, layout.mask)
+    return placed
+
+
+def _turns(layout: TokenLayout, turn_rewards: Tensor, turns: Tensor | None) -> Tensor:
+    """Where the turns end, checked against the number of their rewards."""
+    ends = turn_ends(layout) if turns is None else turns.to(layout.mask.device)
+    if ends.shape != turn_rewards.shape:
+        raise UserError(
+            f"{turn_rewards.numel()} turn rewards for {ends.numel()} turns: give one per turn, in order; an agent whose"
+            " turns have no inserted tokens between them must say where they end"
+        )
+    if not bool(layout.mask[ends].all()) or not bool((ends[1:] > ends[:-1]).all()):
+        raise UserError(
+            f"turns end at tokens {ends.tolist()}: name the last token that the policy sampled in each turn, in order"
+        )
+    return ends
+
+
+# --------------------------------------------------------------------------------------------- returns and advantages
+
+
+def discounted_returns(layout: TokenLayout, token_rewards: Tensor, *, gamma: float) -> Tensor:
+    """G_t = r_t + γ·G_{t+1} over the sampled tokens of each episode, 0 elsewhere. [num_tokens] in and out."""
+    assert token_rewards.shape == layout.mask.shape
+    steps, episode = _time_steps(layout)
+    returns = _decayed_sum(floating(token_rewards)[steps], episode, gamma)
+    return returns.new_zeros(layout.num_tokens).index_copy(0, steps, returns)
+
+
+def gae(
+    layout: TokenLayout, token_rewards: Tensor, values: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """(A, A + V) with A_t = δ_t + γλ·A_{t+1} and δ_t = r_t + γ·V_{t+1} − V_t. [num_tokens] in and out.
+
+    V_{t+1} is the value at the next sampled token of the episode, and 0 after its last one: an episode that ran into
+    its length limit ends there too. Schulman et al., "High-Dimensional Continuous Control Using GAE", 2015.
+    """
+    assert token_rewards.shape == values.shape == layout.mask.shape
+    steps, episode = _time_steps(layout)
+    rewards, current = floating(token_rewards)[steps], floating(values)[steps]
+    following = _later(current, episode, 1)
+    advantages = _decayed_sum(rewards + gamma * following - current, episode, gamma * lam)
+    zeros = advantages.new_zeros(layout.num_tokens)
+    return zeros.index_copy(0, steps, advantages), zeros.index_copy(0, steps, advantages + current)
+
+
+def _time_steps(layout: TokenLayout) -> tuple[Tensor, Tensor]:
+    """[num_sampled] each: the sampled tokens' flat positions, in time order within an episode, and their episodes."""
+    steps = torch.nonzero(layout.mask).squeeze(1)
+    return steps, layout.token_episode[steps]
+
+
+def _later(values: Tensor, episode: Tensor, steps: int) -> Tensor:
+    """The value `steps` time steps later in the same episode, 0 past its end. [num_sampled] in and out."""
+    later = torch.zeros_like(values)
+    later[:-steps] = torch.where(episode[steps:] == episode[:-steps], values[steps:], 0.0)
+    return later
+
+
+def _decayed_sum(values: Tensor, episode: Tensor, decay: float) -> Tensor:
+    """y_t = x_t + decay·y_{t+1} within each episode. [num_sampled] in and out.
+
+    By doubling: y first sums 1 step, then 2, 4, 8, ... so an episode of T steps takes log2(T) passes and no padding.
+    """
+    longest = int(torch.bincount(episode).max()) if len(episode) else 0
+    span = 1
+    while span < longest:
+        values = values + decay**span * _later(values, episode, span)
+        span *= 2
+    return values
+
+
+# ------------------------------------------------------------------------------------------ normalisation over a batch
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What ranks add up so that each can normalise its own tokens by the whole batch."""
+
+    count: int
+    total: float
+    total_squares: float
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.total_squares + other.total_squares)
+
+
+def moments(advantages: Tensor, mask: Tensor) -> Moments:
+    """Count, sum and sum of squares of the sampled tokens, in float64."""
+    values = sampled_only(advantages, mask).to(torch.float64)
+    return Moments(int(mask.sum()), float(values.sum()), float(values.square().sum()))
+
+
+def normalise_by(advantages: Tensor, mask: Tensor, batch: Moments, *, with_std: bool = True) -> Tensor:
+    """(A − μ) / sqrt(max(σ², 1e-8)) with the batch's mean and (population) variance; A − μ without the std.
+
+    OpenRLHF's form, for gae, reinforce and reinforce_baseline. [num_tokens] in and out, 0 where not sampled.
+    """
+    values = sampled_only(advantages, mask)
+    mean = batch.total / max(batch.count, 1)
+    variance = batch.total_squares / max(batch.count, 1) - mean**2
+    scale = max(variance, 1e-8) ** -0.5 if with_std else 1.0
+    return sampled_only((values.to(torch.float64) - mean) * scale, mask).to(values.dtype)
+
+
+def normalise_globally(advantages: Tensor, mask: Tensor, *, with_std: bool = True) -> Tensor:
+    """`normalise_by` its own moments: for a batch that is all in one place."""
+    return normalise_by(advantages, mask, moments(advantages, mask), with_std=with_std)
+
+
+# --------------------------------------------------------------------------------------------------------- estimators
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What is true of an advantage estimator."""
+
+    baseline: Literal["mean", "leave_one_out"] | None  # what an episode's reward is compared with in its group
+    normalisation: Literal["batch", "group"] | None  # whose standard deviation it is divided by
+    needs_critic: bool = False
+    uses_gamma: bool = False  # the others have γ = 1, as in OpenRLHF
+
+    @property
+    def needs_group(self) -> bool:
+        return self.baseline is not None
+
+
+ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
+    {
+        "gae": Estimator(baseline=None, normalisation="batch", needs_critic=True, uses_gamma=True),
+        "reinforce": Estimator(baseline=None, normalisation="batch", uses_gamma=True),
+        "reinforce_baseline": Estimator(baseline="mean", normalisation="batch"),
+        "group_norm": Estimator(baseline="mean", normalisation="group"),
+        "dr_grpo": Estimator(baseline="mean", normalisation=None),
+        "rloo": Estimator(baseline="leave_one_out", normalisation=None),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Per token, detached, 0 where the policy did not sample."""
+
+    advantages: Tensor  # [num_tokens]
+    returns: Tensor  # [num_tokens] what the critic learns; never normalised
+
+
+@torch.no_grad()
+def compute_advantages(
+    estimator: str,
+    layout: TokenLayout,
+    rewards: Tensor,
+    *,
+    groups: Tensor | None = None,
+    values: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turns: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+    reward_clip: tuple[float, float] | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    divide_by_std: bool = True,
+    eps: float = 1e-9,
+    add_up: Callable[[Moments], Moments] = lambda local: local,
+) -> Advantages:
+    """Advantages and returns of every token by one of `ESTIMATORS`.
+
+    In this order: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
+    normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
+    rewards as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: it leaves out the std of
+    whatever would be divided by one.
+
+    With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
+
+    An episode without a sampled token is in no baseline: nothing that the policy did is compared with it.
+
+    With turn rewards a group's baseline goes turn by turn: the k-th turn's reward is compared with the siblings' k-th,
+    where an episode that ended earlier counts as 0 and is charged for that on its last token. So equal episodes have
+    advantage 0 on every token, and the first token's advantage is that of the sum of all rewards. The std of
+    group_norm is the std of these sums.
+    """
+    facts = _estimator(estimator, gamma, lam)
+    rewards = floating(rewards).to(layout.mask.device)
+    alive = layout.sampled_per_episode > 0
+    _refuse_failed("episode", torch.where(alive, rewards, 0.0))
+    if turn_rewards is not None:
+        turn_rewards = floating(turn_rewards).to(rewards)
+        turns = _turns(layout, turn_rewards, turns)
+        _refuse_failed("turn", turn_rewards)
+    if facts.needs_group:
+        if groups is None:
+            raise UserError(f"estimator {estimator!r} compares an episode with its group: pass groups")
+        std_eps = eps if facts.normalisation == "group" and divide_by_std else None
+        groups = groups.to(layout.mask.device)
+        rewards, turn_rewards = _baselined(
+            facts.baseline, layout, rewards, groups, alive, turn_rewards, turns, std_eps=std_eps
+        )
+    if reward_clip is not None:
+        rewards = clip_rewards(rewards, *reward_clip)
+        turn_rewards = None if turn_rewards is None else clip_rewards(turn_rewards, *reward_clip)
+    token_rewards = place_rewards(
+        layout, rewards, turn_rewards=turn_rewards, turns=turns, kl=kl, kl_coefficient=kl_coefficient
+    )
+    if facts.needs_critic:
+        if values is None:
+            raise UserError(f"estimator {estimator!r} needs a critic: pass its values, or choose one without")
+        advantages, returns = gae(layout, token_rewards, values, gamma=gamma, lam=lam)
+    else:
+        advantages = returns = discounted_returns(layout, token_rewards, gamma=gamma)
+    if facts.normalisation == "batch":
+        batch = add_up(moments(advantages, layout.mask))
+        advantages = normalise_by(advantages, layout.mask, batch, with_std=divide_by_std)
+    return Advantages(advantages, returns)
+
+
+def _estimator(name: str, gamma: float, lam: float) -> Estimator:
+    if name not in ESTIMATORS:
+        near = get_close_matches(name, ESTIMATORS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"advantage estimator {name!r} is not known: {hint}use one of {', '.join(ESTIMATORS)}")
+    facts = ESTIMATORS[name]
+    if gamma != 1 and not facts.uses_gamma:
+        with_gamma = " or ".join(other for other, its in ESTIMATORS.items() if its.uses_gamma)
+        raise UserError(f"gamma {gamma} has no effect with estimator {name!r}: set it to 1, or use {with_gamma}")
+    if lam != 1 and not facts.needs_critic:
+        raise UserError(f"lambda {lam} has no effect with estimator {name!r}: set it to 1, or use gae")
+    return facts
+
+
+def _refuse_failed(whose: str, rewards: Tensor) -> None:
+    failed = torch.nonzero(~rewards.isfinite()).squeeze(1)
+    if len(failed):
+        first = int(failed[0])
+        raise RewardError(
+            f"the reward of {whose} {first} is {float(rewards[first])} ({len(failed)} such): a reward that failed is"
+            " not a number to learn from; drop the sample before advantages are computed"
+        )
+
+
+def _baselined(
+    baseline: Literal["mean", "leave_one_out"] | None,
+    layout: TokenLayout,
+    rewards: Tensor,
+    groups: Tensor,
+    alive: Tensor,
+    turn_rewards: Tensor | None,
+    turns: Tensor | None,
+    *,
+    std_eps: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rewards of episodes and turns, less what their siblings got there."""
+    table = rewards.unsqueeze(1)  # [num_episodes, most turns of an episode + 1]: turns in order, the episode's own last
+    if turn_rewards is not None and turns is not None:
+        turn_episode = layout.token_episode[turns]
+        num_turns = torch.bincount(turn_episode, minlength=layout.num_episodes)
+        first_turn = num_turns.cumsum(0) - num_turns
+        turn_index = torch.arange(len(turns), device=turns.device) - first_turn[turn_episode]
+        by_turn = rewards.new_zeros(layout.num_episodes, int(num_turns.max()) if len(turns) else 0)
+        by_turn[turn_episode, turn_index] = turn_rewards
+        table = torch.cat([by_turn, table], dim=1)
+
+    grouped = _Groups(groups[alive])
+    shaped = torch.zeros_like(table)
+    table = table[alive]
+    compared = grouped.minus_siblings(table) if baseline == "leave_one_out" else grouped.centred(table)
+    if std_eps is not None:
+        compared = (compared / (grouped.std(table.to(torch.float64).sum(1, keepdim=True)) + std_eps)).to(table.dtype)
+    shaped[alive] = compared
+    if turn_rewards is None or turns is None:
+        return shaped[:, 0], None
+    shaped_turns = shaped[turn_episode, turn_index]
+    had_turn = torch.arange(shaped.shape[1], device=shaped.device) < num_turns.unsqueeze(1)
+    return torch.where(had_turn, 0.0, shaped).sum(1), shaped_turns

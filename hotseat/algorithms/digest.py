@@ -1,0 +1,104 @@
+"""A 64-bit digest of a tensor's raw bits that composes over slices.
+
+    digest(t) = sum over elements  bits(t[i]) * w_0(i_0) * w_1(i_1) * ...   mod 2^64
+
+`bits` is the element's memory read as a signed integer of its width; `w_d` is a fixed table of odd 64-bit numbers for
+dimension d, indexed by the position in the full tensor. Therefore
+
+- the digests of any slices that tile a tensor add up to its digest (`combine_digests`): a fused or sharded weight is
+  compared with the whole one without gathering it;
+- a single changed element always changes the digest, because an odd factor cannot cancel a difference;
+- moved elements, rows, columns, blocks or tensors change it but for a chance of about 2^-40.
+
+It guards against mistakes, not against an adversary. Three passes over the data, in blocks that stay in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK_64 = (1 << 64) - 1
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Elements per block: the int64 copy of one stays in a core's cache; a GPU wants few launches instead.
+_CPU_BLOCK = 1 << 16
+_GPU_BLOCK = 1 << 26
+
+
+def signed(value: int) -> int:
+    """The int64 with the low 64 bits of `value`: torch has no arithmetic on unsigned 64-bit integers."""
+    value &= _MASK_64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The output function of splitmix64 (Steele, Lea and Flood 2014) on int64, which wraps like uint64."""
+    # `>>` on int64 copies the sign: mask it off to shift in zeros.
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(_MIX_1)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(_MIX_2)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def golden_counter(key: int | Tensor, counter: Tensor) -> Tensor:
+    """[...] int64: the splitmix64 state of `key` after `counter + 1` steps; `mix64` of it is the random number."""
+    return (counter + 1) * signed(_GOLDEN) + (key if isinstance(key, Tensor) else signed(key))
+
+
+def _axis_weights(dim: int, size: int, offset: int, stride: int, device: torch.device) -> Tensor:
+    """[size] int64, odd: the factors of positions offset, offset + stride, ... of dimension `dim`."""
+    positions = torch.arange(size, device=device, dtype=torch.int64) * stride + offset
+    return mix64(golden_counter(dim << 56, positions)) | 1
+
+
+def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[int] = ()) -> int:
+    """The digest of `tensor`, in [0, 2^64), or its share of the digest of the full tensor it is a slice of.
+
+    offset, stride: per dimension, the position in the full tensor of the slice's first element, and the distance
+    between neighbours (default 0 and 1 everywhere). Works on any layout; the answer does not depend on it.
+    """
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.dim() == 0:
+        tensor = tensor.reshape(1)
+    offset = tuple(offset) or (0,) * tensor.dim()
+    stride = tuple(stride) or (1,) * tensor.dim()
+    if len(offset) != tensor.dim() or len(stride) != tensor.dim():
+        raise ValueError(f"a tensor of {tensor.dim()} dimensions needs as many offsets and strides: {offset}, {stride}")
+    if tensor.numel() == 0:
+        return 0
+    bits = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor.view(_INTEGERS[tensor.element_size()])
+    weights = [_axis_weights(d, tensor.shape[d], offset[d], stride[d], tensor.device) for d in range(tensor.dim())]
+
+    # In the order of memory, so that a transposed view is read as fast as its base.
+    order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
+    bits = bits.permute(order)
+    rows = weights[order[0]]
+    for d in order[1:-1]:
+        rows = (rows[:, None] * weights[d]).flatten()
+    if tensor.dim() == 1:
+        bits, rows = bits[None], torch.ones(1, dtype=torch.int64, device=tensor.device)
+    bits = bits.reshape(-1, bits.shape[-1])  # [rows, columns]
+    columns = weights[order[-1]]
+
+    block = _GPU_BLOCK if tensor.is_cuda else _CPU_BLOCK
+    num_columns = min(block, bits.shape[1])
+    num_rows = max(1, block // num_columns)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for r in range(0, bits.shape[0], num_rows):
+        for c in range(0, bits.shape[1], num_columns):
+            part = bits[r : r + num_rows, c : c + num_columns].to(torch.int64)
+            part = part.mul_(columns[c : c + num_columns]).sum(1)
+            total += part.mul_(rows[r : r + num_rows]).sum()
+    return int(total) & _MASK_64
+
+
+def combine_digests(parts: Iterable[int]) -> int:
+    """The digest of a tensor from the digests of slices that tile it."""
+    return sum(parts) & _MASK_64

@@ -1,0 +1,87 @@
+"""How far the policy is from its reference, token by token, and the coefficient that this distance is charged at.
+
+With d = log π(token) − log π_ref(token), for tokens sampled from π (Schulman, "Approximating KL Divergence", 2020):
+
+    k1 = d                 unbiased, may be negative
+    k2 = d² / 2            biased, low variance; its gradient is that of the true KL at the sampled tokens
+    k3 = e^(−d) − 1 + d    unbiased, never negative
+
+Each estimate is clamped to [−10, 10], as in OpenRLHF: one wild token cannot own the step. Beyond the clamp the gradient
+is zero. As a loss use k2 or k3: the gradient of k1 has mean zero whatever the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from hotseat.algorithms._tokens import sampled_only
+from hotseat.errors import NonFiniteError, UserError
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+KL_CLAMP = 10.0
+# Beyond this every estimate is clamped anyway; bounding d first keeps e^(−d) finite, so that no gradient is 0 * inf.
+_MAX_LOG_RATIO = 20.0
+# Ziegler et al. 2019, section 2.2: one update moves by at most this share.
+_MAX_ERROR = 0.2
+
+
+def estimate_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, estimator: KlEstimator) -> Tensor:
+    """The estimate of each sampled token, 0 elsewhere. [num_tokens] in and out."""
+    log_ratio = sampled_only(log_probs, mask) - sampled_only(reference_log_probs, mask).detach()
+    log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    if estimator == "k1":
+        estimate = log_ratio
+    elif estimator == "k2":
+        estimate = log_ratio.square() / 2
+    elif estimator == "k3":
+        estimate = (-log_ratio).exp() - 1 + log_ratio
+    else:
+        raise UserError(f"kl estimator {estimator!r} is not known: use one of {', '.join(get_args(KlEstimator))}")
+    return estimate.clamp(-KL_CLAMP, KL_CLAMP)
+
+
+@dataclass(frozen=True)
+class FixedKl:
+    """A coefficient that stays."""
+
+    coefficient: float
+
+    def updated(self, kl: float, num_samples: int) -> FixedKl:
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """A coefficient that steers the measured KL towards a target: β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon).
+
+    Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019; the form with a horizon is OpenRLHF's.
+    The object is its own state: save it, or its coefficient, in the checkpoint.
+    """
+
+    coefficient: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if not self.target > 0:
+            raise UserError(f"kl_target is {self.target}: it divides the measured KL, set it above 0")
+        if not self.horizon > 0:
+            raise UserError(f"kl_horizon is {self.horizon}: it counts samples, set it above 0")
+
+    def updated(self, kl: float, num_samples: int) -> AdaptiveKl:
+        """The controller after `num_samples` more samples whose mean KL was `kl`."""
+        if not math.isfinite(kl):
+            raise NonFiniteError(f"the measured KL is {kl}: the coefficient {self.coefficient} would be lost for good")
+        shortest = _MAX_ERROR * num_samples
+        if shortest >= self.horizon:
+            raise UserError(
+                f"kl_horizon {self.horizon:g} is too short for {num_samples} samples per update: the coefficient could"
+                f" turn negative; set kl_horizon above {shortest:g}"
+            )
+        error = min(max(kl / self.target - 1, -_MAX_ERROR), _MAX_ERROR)
+        return replace(self, coefficient=self.coefficient * (1 + error * num_samples / self.horizon))

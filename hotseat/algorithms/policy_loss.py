@@ -1,0 +1,113 @@
+"""The actor's loss, one value per token; `aggregation` makes the step's loss of it.
+
+With ρ = exp(log π − log π_old) and the advantage A (Schulman et al., "Proximal Policy Optimization", 2017):
+
+    loss = −min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A)
+
+ε_low ≠ ε_high is DAPO's clip-higher. Dual clip (Ye et al., "Mastering Complex Control in MOBA Games", 2020) bounds the
+loss where A < 0: loss = min(loss, −c·A), c > 1. GSPO (Zheng et al., 2025) uses one ratio per episode, the geometric
+mean of its tokens' ratios. The log-ratio is clamped to ±20 before it is exponentiated, as in OpenRLHF.
+
+The whole loss of a token is  correction · surrogate + β·KL − c_H·entropy  with `correction_weights`, `estimate_kl` and
+`entropy_bonus`; all three terms are weighed alike by `loss_weights`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms._tokens import mean_per_episode, sampled_only
+from hotseat.errors import UserError
+from hotseat.types import TokenLayout
+
+_MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Per token. Where the policy did not sample: loss 0, ratio 1, log-ratio 0, nothing clipped."""
+
+    loss: Tensor  # [num_tokens], with gradient
+    ratio: Tensor  # [num_tokens] detached
+    log_ratio: Tensor  # [num_tokens] detached, of the token itself, not clamped: −log_ratio estimates KL(old || new)
+    clipped: Tensor  # [num_tokens] bool: the clip, lower or upper, holds this token back
+    dual_clipped: Tensor  # [num_tokens] bool: the dual clip does
+
+
+def ppo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """PPO's clipped surrogate with one ratio per token. [num_tokens] in and out."""
+    log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
+    return _surrogate(log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    layout: TokenLayout,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """The same surrogate with one ratio per episode: exp(mean over its sampled tokens of log π − log π_old).
+
+    The ratio runs over all segments of an episode, so they must be in the same micro-batch. GSPO's own aggregation is
+    `sequence_mean`, and its clips are much narrower than PPO's (the paper has 3e-4 and 4e-4): the ratio is a mean.
+    """
+    mask = layout.mask
+    log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
+    episode_log_ratio = sampled_only(mean_per_episode(log_ratio, layout)[layout.token_episode], mask)
+    return _surrogate(episode_log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
+
+
+def entropy_bonus(entropies: Tensor, mask: Tensor, coefficient: float) -> Tensor:
+    """−coefficient · H per token, to be added to the loss. [num_tokens] in and out."""
+    return -coefficient * sampled_only(entropies, mask)
+
+
+def _surrogate(
+    log_ratio: Tensor,
+    token_log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None,
+) -> PolicyLoss:
+    if not (0 < eps_low <= 1 and eps_high > 0):
+        raise UserError(
+            f"the clip range is eps_low {eps_low}, eps_high {eps_high}: the ratio is kept in"
+            " [1 - eps_low, 1 + eps_high], so set 0 < eps_low <= 1 and eps_high > 0"
+        )
+    if dual_clip is not None and not dual_clip > 1:
+        raise UserError(f"dual_clip is {dual_clip}: it bounds ratios from above, set it above 1 (3 is usual)")
+    advantages = sampled_only(advantages, mask).detach()
+    ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    free = ratio * advantages
+    held = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    gain = torch.minimum(free, held)
+    dual_clipped = torch.zeros_like(mask)
+    if dual_clip is not None:
+        floor = dual_clip * advantages
+        dual_clipped = (advantages < 0) & (floor > gain)
+        gain = torch.where(dual_clipped, floor, gain)
+    return PolicyLoss(
+        loss=-gain,
+        ratio=ratio.detach(),
+        log_ratio=token_log_ratio.detach(),
+        clipped=(held < free).detach(),
+        dual_clipped=dual_clipped.detach(),
+    )

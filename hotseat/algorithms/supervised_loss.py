@@ -1,0 +1,142 @@
+"""Losses that learn from given answers: SFT per token, preferences per pair.
+
+A preference loss takes log-probs of whole answers, [num_pairs] each, as `episode_log_probs` makes them. With
+Δ = (log π − log π_ref)(chosen) − (log π − log π_ref)(rejected):
+
+    DPO    −log σ(β·Δ)                                        Rafailov et al. 2023, equation 7
+    cDPO   −(1 − ε)·log σ(β·Δ) − ε·log σ(−β·Δ)                Mitchell, "A note on DPO with noisy preferences", 2023
+    IPO    (Δ − 1/(2β))²                                      Azar et al. 2023, equation 17
+
+The loss of a step is the mean over all its pairs: sum, then divide by the number of pairs of the step, not of a
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from hotseat.algorithms._tokens import floating, sampled_only, sum_per_episode
+from hotseat.errors import UserError
+from hotseat.types import TokenLayout
+
+PairwiseKind = Literal["sigmoid", "logexp"]
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Per pair."""
+
+    loss: Tensor  # [num_pairs], with gradient
+    chosen_rewards: Tensor  # [num_pairs] detached: β·(log π − log π_ref) of the chosen answer
+    rejected_rewards: Tensor  # [num_pairs] detached: the same of the rejected one
+
+
+def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """−log π of each token to learn, 0 elsewhere. [num_tokens] in and out.
+
+    With `token_mean` weights this is cross-entropy over the step's tokens, with `sequence_mean` the mean of answers'
+    means.
+    """
+    return -sampled_only(log_probs, mask)
+
+
+def episode_log_probs(log_probs: Tensor, layout: TokenLayout) -> Tensor:
+    """log π of each whole answer, the sum over its tokens under the mask: [num_tokens] to [num_episodes]."""
+    return sum_per_episode(sampled_only(log_probs, layout.mask), layout)
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    nll_coefficient: float = 0.0,
+    chosen_lengths: Tensor | None = None,
+) -> PreferenceLoss:
+    """DPO, and cDPO with a label smoothing ε > 0; log-probs summed over the answer, [num_pairs] each.
+
+    `nll_coefficient` adds that much of −log π(chosen) / its number of tokens, which is why it needs `chosen_lengths`:
+    the mean of answers' means, as in OpenRLHF. (TRL's "sft" term is the mean over tokens: use `sft_loss` on the chosen
+    answers.)
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise UserError(
+            f"label_smoothing is {label_smoothing}: it is the share of labels taken to be flipped, set it in [0, 0.5)"
+        )
+    if nll_coefficient and chosen_lengths is None:
+        raise UserError("nll_loss_coef is set, so the lengths of the chosen answers are needed: pass chosen_lengths")
+    chosen_margin, rejected_margin = _margins(chosen, rejected, reference_chosen, reference_rejected, beta)
+    logits = beta * (chosen_margin - rejected_margin)
+    loss = -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
+    if nll_coefficient and chosen_lengths is not None:
+        loss = loss - nll_coefficient * floating(chosen) / chosen_lengths.clamp(min=1)
+    return PreferenceLoss(loss, beta * chosen_margin.detach(), beta * rejected_margin.detach())
+
+
+def ipo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+) -> PreferenceLoss:
+    """IPO in one of its two readings; log-probs summed over the answer, [num_pairs] each.
+
+    With lengths each answer's log-ratio is divided by its number of tokens: TRL's, and by its authors' word the
+    paper's own experiments. Without lengths it is the sum: the paper's equation as printed, OpenRLHF's.
+    """
+    if (chosen_lengths is None) != (rejected_lengths is None):
+        raise UserError(
+            "IPO needs the lengths of both answers (length-normalised) or of neither (summed): one is missing"
+        )
+    chosen_margin, rejected_margin = _margins(chosen, rejected, reference_chosen, reference_rejected, beta)
+    delta = chosen_margin - rejected_margin
+    if chosen_lengths is not None and rejected_lengths is not None:
+        delta = chosen_margin / chosen_lengths.clamp(min=1) - rejected_margin / rejected_lengths.clamp(min=1)
+    loss = (delta - 1 / (2 * beta)).square()
+    return PreferenceLoss(loss, beta * chosen_margin.detach(), beta * rejected_margin.detach())
+
+
+def _margins(
+    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """log π − log π_ref of the chosen and of the rejected answers."""
+    if not beta > 0:
+        raise UserError(f"beta is {beta}: it scales the implicit reward, set it above 0 (0.1 is usual)")
+    assert chosen.shape == rejected.shape == reference_chosen.shape == reference_rejected.shape
+    return (
+        floating(chosen) - floating(reference_chosen).detach(),
+        floating(rejected) - floating(reference_rejected).detach(),
+    )
+
+
+def pairwise_loss(
+    chosen_rewards: Tensor, rejected_rewards: Tensor, *, margin: Tensor | None = None, kind: PairwiseKind = "sigmoid"
+) -> Tensor:
+    """The reward model's loss per pair, [num_pairs], with margin m (0 if not given).
+
+        sigmoid   −log σ(r_chosen − r_rejected − m)      Bradley-Terry; the margin is Llama 2's (Touvron et al. 2023)
+        logexp    log(1 + e^(r_rejected − r_chosen + m)) Bai et al. 2022
+
+    The two are the same function, each written in its stable form, and so the margin counts in both. (OpenRLHF's logexp
+    leaves the margin out, and overflows.)
+    """
+    difference = floating(chosen_rewards) - floating(rejected_rewards)
+    if margin is not None:
+        difference = difference - floating(margin)
+    if kind == "sigmoid":
+        return -logsigmoid(difference)
+    if kind == "logexp":
+        return torch.logaddexp(torch.zeros_like(difference), -difference)
+    raise UserError(f"reward-model loss {kind!r} is not known: use one of {', '.join(get_args(PairwiseKind))}")

@@ -1,0 +1,237 @@
+"""The words of the project: what flows from a prompt to new weights, one type per stage.
+
+Token tensors are flat: one value per token of the flattened batch, entry t belongs to token t (its log-prob, value,
+advantage given what precedes it). A `TokenLayout` says how the flat tokens fall into segments and episodes and which
+of them the policy sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the flat tokens of a batch fall into segments and episodes.
+
+    A segment is one token sequence: context, then tokens that the policy sampled and tokens that the environment
+    inserted. An episode is one or more segments, in the order in which they were made.
+    """
+
+    mask: Tensor  # [num_tokens] bool: the policy sampled this token
+    offsets: Tensor  # [num_segments + 1] int64: segment s is tokens offsets[s] to offsets[s + 1]
+    segment_episode: Tensor  # [num_segments] int64, ascending: the episode each segment belongs to
+    num_episodes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.mask.shape[0])
+
+    @property
+    def num_segments(self) -> int:
+        return int(self.segment_episode.shape[0])
+
+    @cached_property
+    def token_segment(self) -> Tensor:
+        """[num_tokens] int64: the segment of each token."""
+        lengths = self.offsets[1:] - self.offsets[:-1]
+        return torch.repeat_interleave(torch.arange(self.num_segments, device=self.mask.device), lengths)
+
+    @cached_property
+    def token_episode(self) -> Tensor:
+        """[num_tokens] int64: the episode of each token."""
+        return self.segment_episode[self.token_segment]
+
+    @cached_property
+    def sampled_per_episode(self) -> Tensor:
+        """[num_episodes] int64: how many tokens the policy sampled in each episode."""
+        counts = torch.zeros(self.num_episodes, dtype=torch.int64, device=self.mask.device)
+        return counts.index_add_(0, self.token_episode, self.mask.to(torch.int64))
+
+
+# --- prompts and sampling -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """Which sample this is: the same key gives the same seed, whatever engine, attempt or time."""
+
+    epoch: int  # pass over the data, from 0
+    prompt: int  # position of the prompt in the data set, before shuffling
+    sample: int  # position in its group, from 0
+
+    def __str__(self) -> str:
+        return f"{self.epoch}/{self.prompt}/{self.sample}"
+
+    def seed(self, run_seed: int, turn: int) -> int:
+        """A 63-bit request seed. Hashed, so that neighbouring keys do not give neighbouring seeds."""
+        text = f"{run_seed}/{self.epoch}/{self.prompt}/{self.sample}/{turn}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the prompt data, rendered and tokenised once."""
+
+    index: int  # position in the data set, before shuffling
+    text: str
+    token_ids: tuple[int, ...]
+    label: str | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. Log-probs that come back are of the distribution these settings leave."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is all
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids in: one generation asked of an engine."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Token ids out: what the engine sampled for a request, stop token included."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]  # of each sampled token, at the sampling temperature
+    versions: tuple[int, ...]  # weight version that sampled each token
+    finish: Literal["stop", "length", "abort"]
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One token sequence of an episode: context, sampled tokens and tokens the environment inserted."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    mask: Tensor  # [num_tokens] bool: the policy sampled this token
+    log_probs: Tensor  # [num_tokens] float32: the engine's, 0 where not sampled
+    versions: Tensor  # [num_tokens] int32: weight version that sampled it, -1 where not sampled
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What one agent did with one prompt."""
+
+    key: SampleKey
+    segments: tuple[Segment, ...]
+    query: str  # prompt and everything after it, as text, for reward functions and people
+    is_truncated: bool = False
+    turn_lengths: tuple[int, ...] = ()  # sampled tokens of each turn, in order across segments; empty: not recorded
+
+
+@dataclass(frozen=True)
+class ScoredEpisode:
+    """An episode and what it was worth."""
+
+    episode: Episode
+    reward: float
+    score: float  # what dynamic filtering looks at
+    extra: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()  # one per turn, which `reward` is the sum of; empty: the episode has only one
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What stands in the place of a sample or a reward that there is not: dropped and counted, never a zero."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """All scored samples of one prompt, in sample order. Samples whose reward failed are missing, and counted."""
+
+    prompt: Prompt
+    samples: tuple[ScoredEpisode, ...]
+    num_failed: int = 0
+
+
+# --- training -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some segments of an optimizer step, flat, for one forward and backward.
+
+    The step's loss is Σ weights · loss per token, over all its micro-batches on all ranks. The weights are fixed for
+    the whole step beforehand, so neither loss nor gradient depends on where the step was cut.
+    """
+
+    token_ids: Tensor  # [num_tokens] int64
+    offsets: Tensor  # [num_segments + 1] int64: segment s is tokens offsets[s] to offsets[s + 1]
+    mask: Tensor  # [num_tokens] bool: the tokens to learn from (those that the policy sampled)
+    weights: Tensor  # [num_tokens] float: how much each token counts in the step's loss, 0 off the mask
+    fields: Mapping[str, Tensor] = field(default_factory=dict)  # [num_tokens, ...] or [num_segments, ...] each
+    sample_ids: tuple[str, ...] = ()  # one per segment; the segments of an episode share it, and stand together
+
+    def __post_init__(self) -> None:
+        num_tokens, num_segments = self.num_tokens, self.num_segments
+        assert self.mask.shape == (num_tokens,), f"mask: {tuple(self.mask.shape)}, not ({num_tokens},)"
+        assert self.weights.shape == (num_tokens,), f"weights: {tuple(self.weights.shape)}, not ({num_tokens},)"
+        assert len(self.sample_ids) == num_segments, f"{len(self.sample_ids)} sample ids, {num_segments} segments"
+        for name, values in self.fields.items():
+            assert values.shape[:1] in ((num_tokens,), (num_segments,)), (
+                f"field {name}: first dimension of {tuple(values.shape)} is neither {num_tokens} tokens nor"
+                f" {num_segments} segments"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_segments(self) -> int:
+        return int(self.offsets.shape[0]) - 1
+
+    @cached_property
+    def layout(self) -> TokenLayout:
+        """Neighbouring segments with the same sample id are one episode."""
+        episode = -1
+        segment_episode = []
+        for previous, current in zip((None, *self.sample_ids), self.sample_ids, strict=False):
+            episode += current != previous
+            segment_episode.append(episode)
+        return TokenLayout(
+            mask=self.mask,
+            offsets=self.offsets,
+            segment_episode=torch.tensor(segment_episode, dtype=torch.int64, device=self.mask.device),
+            num_episodes=episode + 1,
+        )
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with every tensor on `device`."""
+        if self.token_ids.device == device:
+            return self
+        return MicroBatch(
+            token_ids=self.token_ids.to(device, non_blocking=True),
+            offsets=self.offsets.to(device, non_blocking=True),
+            mask=self.mask.to(device, non_blocking=True),
+            weights=self.weights.to(device, non_blocking=True),
+            fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()},
+            sample_ids=self.sample_ids,
+        )

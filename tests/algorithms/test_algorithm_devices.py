@@ -1,0 +1,53 @@
+"""Results are where the inputs are: under another default device, a tensor made without naming one would not mix."""
+
+import pytest
+import torch
+from algorithm_cases import make_layout, numbers
+
+from hotseat import algorithms as al
+
+LAYOUT = make_layout([[[0, 1, 1], [0, 1]], [[0, 1, 0, 1]], [[0, 1]], [[0, 0, 1, 1]]])
+GROUPS = torch.tensor([0, 0, 1, 1])
+EPISODES = numbers(0, 4)
+TOKENS = [numbers(seed, LAYOUT.num_tokens) for seed in range(4)]
+TURNS = numbers(5, len(al.turn_ends(LAYOUT)))
+CLIP = {"eps_low": 0.2, "eps_high": 0.2}
+
+CALLS = {
+    **{
+        name: lambda name=name: (
+            al.compute_advantages(
+                name,
+                LAYOUT,
+                EPISODES,
+                groups=GROUPS,
+                values=TOKENS[0],
+                turn_rewards=TURNS,
+                kl=TOKENS[1],
+                kl_coefficient=0.1,
+                reward_clip=(-1.0, 1.0),
+            ).advantages
+        )
+        for name in al.ESTIMATORS
+    },
+    "group_normalised": lambda: al.group_normalised(EPISODES, GROUPS),
+    "turn_ends": lambda: al.turn_ends(LAYOUT),
+    "estimate_kl": lambda: al.estimate_kl(TOKENS[0], TOKENS[1], LAYOUT.mask, "k3"),
+    "ppo_loss": lambda: al.ppo_loss(*TOKENS[:3], LAYOUT.mask, **CLIP, dual_clip=3.0).loss,
+    "gspo_loss": lambda: al.gspo_loss(*TOKENS[:3], LAYOUT, **CLIP).loss,
+    "correction_weights": lambda: al.correction_weights(*TOKENS[:2], LAYOUT, "seq-mask-tis", low=0.5, high=2.0).weights,
+    "value_loss": lambda: al.value_loss(*TOKENS[:3], LAYOUT.mask, clip=0.2).loss,
+    "loss_weights": lambda: al.loss_weights(LAYOUT, "sequence_mean"),
+    "episode_log_probs": lambda: al.episode_log_probs(TOKENS[0], LAYOUT),
+    "dpo_loss": lambda: al.dpo_loss(*[EPISODES] * 4, beta=0.1, nll_coefficient=0.1, chosen_lengths=GROUPS).loss,
+    "pairwise_loss": lambda: al.pairwise_loss(EPISODES, EPISODES, kind="logexp"),
+    "overlong_penalty": lambda: al.overlong_penalty(LAYOUT.sampled_per_episode, 4, 2, 1.0),
+    "penalise_truncation": lambda: al.penalise_truncation(EPISODES, GROUPS, -1.0),
+    "filter_groups": lambda: al.filter_groups(EPISODES, GROUPS, 0.0, 1.0).keep_episode,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_stay_on_the_device_of_the_inputs(name):
+    with torch.device("meta"):
+        assert CALLS[name]().device == torch.device("cpu")

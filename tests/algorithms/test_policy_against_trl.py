@@ -1,0 +1,203 @@
+"""Our policy losses and advantages against TRL's own code, loss and gradient in float64."""
+
+import importlib
+
+import pytest
+import torch
+from algorithm_cases import assert_close, make_layout, numbers
+
+from hotseat.algorithms import (
+    clip_rewards,
+    compute_advantages,
+    correction_weights,
+    entropy_bonus,
+    estimate_kl,
+    group_mean_centred,
+    group_normalised,
+    gspo_loss,
+    leave_one_out,
+    loss_weights,
+    ppo_loss,
+    weighted_sum,
+)
+
+pytestmark = pytest.mark.slow
+
+# Several segments, inserted tokens, lengths from 1 to 5: TRL sees each episode as one row with a tool mask.
+LAYOUT = make_layout([[[0, 1, 1], [0, 1]], [[0, 1, 0, 1]], [[0, 1]], [[0, 0, 1, 1, 1, 1, 1]]])
+CLIP = {"eps_low": 0.2, "eps_high": 0.28}
+MAX_LENGTH = 9
+AGGREGATIONS = [("dapo", "token_mean"), ("bnpo", "token_mean"), ("grpo", "sequence_mean"), ("dr_grpo", "constant")]
+
+
+@pytest.fixture(scope="module")
+def trl():
+    return importlib.import_module("trl_oracle")
+
+
+def _inputs(seed, layout=LAYOUT):
+    """log-probs (twice, each to be differentiated), old ones close to them, advantages."""
+    ours = numbers(seed, layout.num_tokens, grad=True)
+    theirs = ours.detach().clone().requires_grad_()
+    old = ours.detach() + numbers(seed + 100, layout.num_tokens, scale=0.4)
+    return ours, theirs, old, numbers(seed + 200, layout.num_tokens)
+
+
+def _step_loss(token_losses, how, layout=LAYOUT):
+    weights = loss_weights(layout, how, max_length=MAX_LENGTH, dtype=torch.float64)
+    return weighted_sum(token_losses, weights)
+
+
+def _assert_same(our_loss, their_loss, ours, theirs):
+    assert_close(our_loss, their_loss)
+    our_loss.backward()
+    their_loss.backward()
+    assert float(ours.grad.abs().sum()) > 0
+    assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("loss_type", "how"), AGGREGATIONS)
+def test_ppo_clip_and_aggregation_equal_trl(trl, loss_type, how, seed):
+    ours, theirs, old, advantages = _inputs(seed)
+    our_loss = _step_loss(ppo_loss(ours, old, advantages, LAYOUT.mask, **CLIP).loss, how)
+    their_loss = trl.grpo_loss(loss_type, LAYOUT, theirs, old, advantages, **CLIP, max_completion_length=MAX_LENGTH)
+    _assert_same(our_loss, their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dual_clip_equals_trl_delta(trl, seed):
+    ours, theirs, old, advantages = _inputs(seed)
+    result = ppo_loss(ours, old, advantages, LAYOUT.mask, **CLIP, dual_clip=1.4)
+    their_loss = trl.grpo_loss("dapo", LAYOUT, theirs, old, advantages, **CLIP, delta=1.4)
+    _assert_same(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
+
+
+def test_dual_clip_case_is_reached():
+    hit = [ppo_loss(*_pick(seed), LAYOUT.mask, **CLIP, dual_clip=1.4).dual_clipped.any() for seed in range(3)]
+    assert all(hit)
+
+
+def _pick(seed):
+    ours, _, old, advantages = _inputs(seed)
+    return ours, old, advantages
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gspo_equals_trl_sequence_level(trl, seed):
+    ours, theirs, old, advantages = _inputs(seed)
+    our_loss = _step_loss(gspo_loss(ours, old, advantages, LAYOUT, **CLIP).loss, "sequence_mean")
+    their_loss = trl.grpo_loss("grpo", LAYOUT, theirs, old, advantages, **CLIP, level="sequence")
+    _assert_same(our_loss, their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize(("loss_type", "how"), AGGREGATIONS)
+def test_k3_as_a_loss_equals_trl(trl, loss_type, how):
+    ours, theirs, old, advantages = _inputs(4)
+    reference = ours.detach() + numbers(5, LAYOUT.num_tokens, scale=0.5)
+    token_losses = ppo_loss(ours, old, advantages, LAYOUT.mask, **CLIP).loss
+    token_losses = token_losses + 0.3 * estimate_kl(ours, reference, LAYOUT.mask, "k3")
+    their_loss = trl.grpo_loss(
+        loss_type,
+        LAYOUT,
+        theirs,
+        old,
+        advantages,
+        **CLIP,
+        reference_log_probs=reference,
+        beta=0.3,
+        max_completion_length=MAX_LENGTH,
+    )
+    _assert_same(_step_loss(token_losses, how), their_loss, ours, theirs)
+
+
+def test_entropy_bonus_equals_trl_under_token_mean(trl):
+    ours, theirs, old, advantages = _inputs(6)
+    token_losses = ppo_loss(ours, old, advantages, LAYOUT.mask, **CLIP).loss
+    token_losses = token_losses + entropy_bonus(ours.exp(), LAYOUT.mask, 0.05)
+    their_loss = trl.grpo_loss(
+        "dapo", LAYOUT, theirs, old, advantages, **CLIP, entropies=theirs.exp(), entropy_coef=0.05
+    )
+    _assert_same(_step_loss(token_losses, "token_mean"), their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("tis", "token_truncate"), ("icepop", "token_mask")])
+def test_corrections_and_their_place_in_the_loss_equal_trl(trl, kind, mode):
+    layout = make_layout([[[1] * 5]] * 4)
+    ours, theirs, old, advantages = _inputs(7, layout)
+    rollout = (old + numbers(8, 20, scale=0.7)).to(torch.float32).to(torch.float64)  # TRL keeps these in float32
+    reference = old + 0.1
+    weights = correction_weights(old, rollout, layout, kind, low=0.6, high=1.5).weights
+    their_weights = trl.generated_batch(
+        trl.GRPOTrainer,
+        torch.arange(4.0),
+        2,
+        old_log_probs=old.reshape(4, 5),
+        sampling_log_probs=rollout.reshape(4, 5),
+        correction=mode,
+        low=0.6,
+        high=1.5,
+    )["importance_sampling_ratio"]
+    assert_close(weights.reshape(4, 5), their_weights)
+
+    token_losses = weights * ppo_loss(ours, old, advantages, layout.mask, **CLIP).loss
+    token_losses = token_losses + 0.2 * estimate_kl(ours, reference, layout.mask, "k3")
+    their_loss = trl.grpo_loss(
+        "grpo",
+        layout,
+        theirs,
+        old,
+        advantages,
+        **CLIP,
+        correction=their_weights.flatten(),
+        reference_log_probs=reference,
+        beta=0.2,
+    )
+    _assert_same(_step_loss(token_losses, "sequence_mean", layout), their_loss, ours, theirs)
+
+
+def test_an_empty_episode_counts_in_trl_and_not_here(trl):
+    # Three episodes, one without a sampled token: TRL's mean over episodes divides by 3, ours by 2.
+    layout = make_layout([[[0, 1, 1]], [[0, 1]], [[0, 0]]])
+    log_probs, advantages = numbers(9, 7), numbers(10, 7)
+    ours = _step_loss(ppo_loss(log_probs, log_probs, advantages, layout.mask, **CLIP).loss, "sequence_mean", layout)
+    theirs = trl.grpo_loss("grpo", layout, log_probs, log_probs, advantages, **CLIP)
+    assert_close(ours * 2, theirs * 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_group_baselines_equal_trl(trl, seed):
+    # Groups of 3: TRL has n / (n - 1) in float32, which is exact for 3/2 but not for 4/3.
+    rewards, groups = numbers(seed, 12, scale=2), torch.arange(12) // 3
+    grpo = trl.generated_batch(trl.GRPOTrainer, rewards, 3)["advantages"]
+    dr_grpo = trl.generated_batch(trl.GRPOTrainer, rewards, 3, scale_rewards="none")["advantages"]
+    rloo = trl.generated_batch(trl.RLOOTrainer, rewards, 3)["advantages"]
+    assert_close(group_normalised(rewards, groups, eps=1e-4), grpo)
+    assert_close(group_mean_centred(rewards, groups), dr_grpo)
+    assert_close(leave_one_out(rewards, groups), rloo)
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo"])
+def test_estimators_spread_trl_advantages_over_the_sampled_tokens(trl, estimator):
+    rewards, groups = numbers(11, 4), torch.tensor([0, 0, 1, 1])
+    trainer = trl.RLOOTrainer if estimator == "rloo" else trl.GRPOTrainer
+    scale = "none" if estimator == "dr_grpo" else "group"
+    theirs = trl.generated_batch(trainer, rewards, 2, scale_rewards=scale)["advantages"]
+    ours = compute_advantages(estimator, LAYOUT, rewards, groups=groups, eps=1e-4).advantages
+    assert_close(ours, torch.where(LAYOUT.mask, theirs[LAYOUT.token_episode], 0.0))
+
+
+def test_k1_and_reward_clipping_equal_trl_rloo_which_applies_both_before_the_baseline(trl):
+    rewards, groups = numbers(12, 6, scale=3), torch.arange(6) // 3
+    old, reference = numbers(13, 6, 5), numbers(14, 6, 5)
+    theirs = trl.generated_batch(
+        trl.RLOOTrainer,
+        rewards,
+        3,
+        old_log_probs=old,
+        reference_log_probs=reference,
+        beta=0.1,
+        reward_clip=(-1.0, 2.0),
+    )["advantages"]
+    kl = estimate_kl(old.flatten(), reference.flatten(), torch.ones(30, dtype=torch.bool), "k1").reshape(6, 5).sum(1)
+    assert_close(leave_one_out(clip_rewards(rewards, -1.0, 2.0) - 0.1 * kl, groups), theirs)

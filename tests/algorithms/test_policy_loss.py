@@ -1,0 +1,192 @@
+import math
+
+import pytest
+import torch
+from algorithm_cases import (
+    NAN,
+    assert_close,
+    episode_lists,
+    few,
+    layouts,
+    make_layout,
+    numbers,
+    permuted,
+    quick,
+    sampled_tokens,
+    seeds,
+    some_order,
+    with_rubbish,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotseat.algorithms import entropy_bonus, gspo_loss, ppo_loss
+from hotseat.errors import UserError
+
+CLIP = {"eps_low": 0.2, "eps_high": 0.3}
+
+
+def _loss(name, log_probs, old, advantages, layout, **options):
+    if name == "ppo":
+        return ppo_loss(log_probs, old, advantages, layout.mask, **CLIP, **options)
+    return gspo_loss(log_probs, old, advantages, layout, **CLIP, **options)
+
+
+def test_the_clipped_surrogate_of_six_tokens():
+    # ratio 2, 0.5, 1.1 with A = 1:  -min(2, 1.3) = -1.3;  -min(0.5, 0.8) = -0.5;  -1.1
+    # the same with A = -2:          -min(-4, -2.6) = 4;    -min(-1, -1.6) = 1.6;   2.2
+    ratios = torch.tensor([2, 0.5, 1.1, 2, 0.5, 1.1], dtype=torch.float64)
+    log_probs = (ratios.log() - 1).requires_grad_()
+    advantages = torch.tensor([1.0, 1, 1, -2, -2, -2], dtype=torch.float64)
+    result = ppo_loss(log_probs, torch.full((6,), -1.0), advantages, torch.ones(6, dtype=torch.bool), **CLIP)
+    assert_close(result.loss, [-1.3, -0.5, -1.1, 4, 1.6, 2.2])
+    assert_close(result.ratio, ratios)
+    assert_close(result.log_ratio, ratios.log())
+    assert result.clipped.tolist() == [True, False, False, False, True, False]
+    assert not result.dual_clipped.any()
+    # the gradient is -A * ratio where nothing is clipped
+    result.loss.sum().backward()
+    assert_close(log_probs.grad, [0, -0.5, -1.1, 4, 0, 2.2])
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only():
+    # A = -1, ratio 10: -max(min(-10, -1.3), 3 * -1) = 3, no gradient. A = 1, ratio 10: -1.3 as before.
+    # A = -1, ratio 2: -max(-2, -3) = 2.
+    log_probs = torch.tensor([10.0, 10.0, 2.0], dtype=torch.float64).log().requires_grad_()
+    advantages = torch.tensor([-1.0, 1.0, -1.0])
+    result = ppo_loss(log_probs, torch.zeros(3), advantages, torch.ones(3, dtype=torch.bool), **CLIP, dual_clip=3.0)
+    assert_close(result.loss, [3, -1.3, 2])
+    assert result.dual_clipped.tolist() == [True, False, False]
+    result.loss.sum().backward()
+    assert_close(log_probs.grad, [0, 0, 2])
+
+
+def test_gspo_has_one_ratio_per_episode_over_all_its_segments():
+    # First episode: log-ratios 0.1, 0.2 in one segment and 0.6 in the next: mean 0.3, ratio e^0.3 = 1.3498588 > 1.3.
+    # Second episode: log-ratio 0.1: ratio 1.1051709.
+    layout = make_layout([[[0, 1, 1], [0, 1]], [[1]]])
+    log_probs = torch.tensor([NAN, 0.1, 0.2, NAN, 0.6, 0.1], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([NAN, 1, 1, NAN, -1, 1], dtype=torch.float64)
+    result = gspo_loss(log_probs, torch.zeros(6), advantages, layout, **CLIP)
+    ratio = math.exp(0.3)
+    assert_close(result.loss, [0, -1.3, -1.3, 0, ratio, -math.exp(0.1)])
+    assert_close(result.ratio, [1, ratio, ratio, 1, ratio, math.exp(0.1)])
+    assert_close(result.log_ratio, [0, 0.1, 0.2, 0, 0.6, 0.1])
+    assert result.clipped.tolist() == [False, True, True, False, False, False]
+    # only the third token's loss is free: its gradient, ratio / 3, goes to all three tokens of the episode
+    result.loss.sum().backward()
+    assert_close(log_probs.grad, [0, ratio / 3, ratio / 3, 0, ratio / 3, -math.exp(0.1)])
+
+
+def test_the_log_ratio_is_clamped_before_it_is_exponentiated():
+    log_probs = torch.tensor([50.0, -50.0], dtype=torch.float64, requires_grad=True)
+    result = ppo_loss(log_probs, torch.zeros(2), torch.tensor([-1.0, 1.0]), torch.ones(2, dtype=torch.bool), **CLIP)
+    assert_close(result.loss, [math.exp(20), -math.exp(-20)])
+    assert_close(result.log_ratio, [50, -50])
+    result.loss.sum().backward()
+    assert_close(log_probs.grad, [0, 0])
+
+
+def _slow_loss(name, log_probs, old, advantages, layout, dual_clip):
+    """The surrogate by the papers' formulas, one token at a time."""
+    losses = [torch.zeros((), dtype=torch.float64) for _ in range(layout.num_tokens)]
+    for episode in range(layout.num_episodes):
+        tokens = sampled_tokens(layout, episode)
+        for token in tokens:
+            if name == "ppo":
+                ratio = torch.exp(log_probs[token] - old[token])
+            else:
+                ratio = torch.exp(sum(log_probs[other] - old[other] for other in tokens) / len(tokens))
+            advantage = float(advantages[token])
+            objective = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.3) * advantage)
+            if dual_clip is not None and advantage < 0:
+                objective = torch.max(objective, torch.tensor(dual_clip * advantage, dtype=torch.float64))
+            losses[token] = -objective
+    return torch.stack(losses) if losses else torch.zeros(0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@few
+@given(layout=layouts(), seed=seeds, dual_clip=st.sampled_from([None, 1.5]))
+def test_surrogates_equal_a_loop_in_loss_and_gradient(name, layout, seed, dual_clip):
+    old, advantages = numbers(seed, layout.num_tokens), numbers(seed + 1, layout.num_tokens)
+    fast = (old + numbers(seed + 2, layout.num_tokens, scale=0.5)).requires_grad_()
+    slow = fast.detach().clone().requires_grad_()
+    weights = numbers(seed + 3, layout.num_tokens)
+    result = _loss(name, fast, old, advantages, layout, dual_clip=dual_clip)
+    expected = _slow_loss(name, slow, old, advantages, layout, dual_clip)
+    assert_close(result.loss, expected)
+    (result.loss * weights).sum().backward()
+    if expected.requires_grad:
+        (expected * weights).sum().backward()
+    assert_close(fast.grad, torch.zeros_like(fast) if slow.grad is None else slow.grad)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@few
+@given(layout=layouts(), seed=seeds)
+def test_policy_loss_never_reads_unsampled_tokens(name, layout, seed):
+    tokens = layout.num_tokens
+    clean = numbers(seed, tokens, grad=True), numbers(seed + 1, tokens), numbers(seed + 2, tokens)
+    dirty = tuple(with_rubbish(values, layout.mask) for values in clean)
+    here, there = _loss(name, *clean, layout, dual_clip=2.0), _loss(name, *dirty, layout, dual_clip=2.0)
+    for field in ("loss", "ratio", "log_ratio", "clipped", "dual_clipped"):
+        assert torch.equal(getattr(here, field), getattr(there, field))
+    here.loss.sum().backward()
+    there.loss.sum().backward()
+    assert torch.equal(clean[0].grad, dirty[0].grad)
+    assert bool((here.loss[~layout.mask] == 0).all())
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@few
+@given(episodes=episode_lists(), seed=seeds)
+def test_permuting_episodes_permutes_the_policy_loss(name, episodes, seed):
+    layout = make_layout(episodes)
+    other, tokens = permuted(episodes, some_order(seed, len(episodes)))
+    log_probs, old, advantages = (numbers(seed + i, layout.num_tokens) for i in range(3))
+    here = _loss(name, log_probs, old, advantages, layout).loss
+    there = _loss(name, log_probs[tokens], old[tokens], advantages[tokens], other).loss
+    assert_close(there, here[tokens])
+
+
+def test_entropy_bonus_is_negative_and_masked():
+    entropies = torch.tensor([2.0, NAN, 0.5], dtype=torch.float64, requires_grad=True)
+    bonus = entropy_bonus(entropies, torch.tensor([True, False, True]), 0.1)
+    assert_close(bonus, [-0.2, 0, -0.05])
+    bonus.sum().backward()
+    assert_close(entropies.grad, [-0.1, 0, -0.1])
+
+
+@quick
+@given(seeds, st.floats(0, 1))
+def test_entropy_bonus_equals_a_loop(seed, coefficient):
+    mask, entropies = numbers(seed, 8) > 0, numbers(seed + 1, 8).abs()
+    expected = [-coefficient * float(h) if m else 0.0 for h, m in zip(entropies, mask, strict=True)]
+    assert_close(entropy_bonus(with_rubbish(entropies, mask), mask, coefficient), expected)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_policy_loss_precision(name):
+    layout = make_layout([[[0, 1]]])
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        inputs = [torch.zeros(2, dtype=dtype) for _ in range(3)]
+        assert _loss(name, *inputs, layout).loss.dtype == expected
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_no_gradient_flows_into_old_log_probs_or_advantages(name):
+    layout = make_layout([[[0, 1, 1]]])
+    log_probs, old, advantages = (numbers(i, 3, grad=True) for i in range(3))
+    _loss(name, log_probs, old, advantages, layout).loss.sum().backward()
+    assert old.grad is None
+    assert advantages.grad is None
+
+
+def test_clips_that_cannot_work_are_refused():
+    inputs = [torch.zeros(1)] * 3
+    for low, high in ((0.0, 0.2), (1.5, 0.2), (0.2, -0.1)):
+        with pytest.raises(UserError, match=rf"eps_low {low}, eps_high {high}: .*set 0 < eps_low <= 1"):
+            ppo_loss(*inputs, torch.ones(1, dtype=torch.bool), eps_low=low, eps_high=high)
+    with pytest.raises(UserError, match=r"dual_clip is 1.0: .* set it above 1"):
+        gspo_loss(*inputs, make_layout([[[1]]]), **CLIP, dual_clip=1.0)

@@ -1,0 +1,130 @@
+"""Our supervised losses against TRL's own code, loss and gradient in float64."""
+
+import importlib
+
+import pytest
+import torch
+from algorithm_cases import assert_close, make_layout, numbers
+
+from hotseat.algorithms import (
+    dpo_loss,
+    episode_log_probs,
+    ipo_loss,
+    loss_weights,
+    pairwise_loss,
+    sft_loss,
+    weighted_sum,
+)
+
+pytestmark = pytest.mark.slow
+
+# three chosen answers, then three rejected ones; no first token is learned, as it has nothing before it
+LAYOUT = make_layout([[[0, 1, 1]], [[0, 0, 1]], [[0, 1, 1, 1]], [[0, 1]], [[0, 1, 1, 1, 1]], [[0, 0, 1]]])
+CHOSEN, REJECTED = slice(0, 3), slice(3, 6)
+BETA = 0.3
+
+
+@pytest.fixture(scope="module")
+def trl():
+    return importlib.import_module("trl_oracle")
+
+
+def _inputs(seed, layout=LAYOUT):
+    ours = numbers(seed, layout.num_tokens, grad=True)
+    return ours, ours.detach().clone().requires_grad_(), numbers(seed + 100, layout.num_tokens)
+
+
+def _answers(log_probs, reference, layout=LAYOUT):
+    policy, reference = episode_log_probs(log_probs, layout), episode_log_probs(reference, layout)
+    return policy[CHOSEN], policy[REJECTED], reference[CHOSEN], reference[REJECTED]
+
+
+def _assert_same(our_loss, their_loss, ours, theirs):
+    assert_close(our_loss, their_loss)
+    our_loss.backward()
+    their_loss.backward()
+    assert float(ours.grad.abs().sum()) > 0
+    assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dpo_equals_trl_sigmoid(trl, seed):
+    ours, theirs, reference = _inputs(seed)
+    our_loss = dpo_loss(*_answers(ours, reference), beta=BETA).loss.mean()
+    _assert_same(our_loss, trl.dpo_loss(["sigmoid"], LAYOUT, theirs, reference, beta=BETA), ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cdpo_equals_trl_smoothed_aot_of_a_single_pair(trl, seed):
+    # TRL has cDPO only inside AOT, which sorts the pairs of a batch: with one pair there is nothing to sort.
+    layout = make_layout([[[0, 1, 1]], [[0, 1]]])
+    ours, theirs, reference = _inputs(seed, layout)
+    policy, reference_sums = episode_log_probs(ours, layout), episode_log_probs(reference, layout)
+    pair = (policy[:1], policy[1:], reference_sums[:1], reference_sums[1:])
+    our_loss = dpo_loss(*pair, beta=BETA, label_smoothing=0.2).loss.mean()
+    their_loss = trl.dpo_loss(["aot"], layout, theirs, reference, beta=BETA, label_smoothing=0.2)
+    _assert_same(our_loss, their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ipo_with_lengths_equals_trl(trl, seed):
+    ours, theirs, reference = _inputs(seed)
+    lengths = LAYOUT.sampled_per_episode
+    our_loss = ipo_loss(
+        *_answers(ours, reference), beta=BETA, chosen_lengths=lengths[CHOSEN], rejected_lengths=lengths[REJECTED]
+    ).loss.mean()
+    _assert_same(our_loss, trl.dpo_loss(["ipo"], LAYOUT, theirs, reference, beta=BETA), ours, theirs)
+
+
+def test_summed_ipo_equals_trl_on_answers_of_one_token(trl):
+    layout = make_layout([[[0, 1]]] * 6)
+    ours, theirs, reference = _inputs(3, layout)
+    our_loss = ipo_loss(*_answers(ours, reference, layout), beta=BETA).loss.mean()
+    _assert_same(our_loss, trl.dpo_loss(["ipo"], layout, theirs, reference, beta=BETA), ours, theirs)
+
+
+def test_dpo_with_token_mean_nll_equals_trl_sft_term(trl):
+    ours, theirs, reference = _inputs(4)
+    chosen_tokens = LAYOUT.mask & (LAYOUT.token_episode < 3)
+    nll = sft_loss(ours, chosen_tokens).sum() / chosen_tokens.sum()
+    our_loss = dpo_loss(*_answers(ours, reference), beta=BETA).loss.mean() + 0.4 * nll
+    their_loss = trl.dpo_loss(["sigmoid", "sft"], LAYOUT, theirs, reference, beta=BETA, loss_weights=[1.0, 0.4])
+    _assert_same(our_loss, their_loss, ours, theirs)
+
+
+def test_dpo_with_mean_of_means_nll_equals_trl_on_answers_of_one_length(trl):
+    layout = make_layout([[[0, 1, 1]]] * 6)
+    ours, theirs, reference = _inputs(5, layout)
+    our_loss = dpo_loss(
+        *_answers(ours, reference, layout), beta=BETA, nll_coefficient=0.4, chosen_lengths=torch.tensor([2, 2, 2])
+    ).loss.mean()
+    their_loss = trl.dpo_loss(["sigmoid", "sft"], layout, theirs, reference, beta=BETA, loss_weights=[1.0, 0.4])
+    _assert_same(our_loss, their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sft_equals_trl(trl, seed):
+    ours, theirs, _ = _inputs(seed)
+    weights = loss_weights(LAYOUT, "token_mean", dtype=torch.float64)
+    _assert_same(weighted_sum(sft_loss(ours, LAYOUT.mask), weights), trl.sft_loss(LAYOUT, theirs), ours, theirs)
+
+
+def test_sft_on_trl_log_probs_equals_cross_entropy_of_the_logits(trl):
+    from trl.trainer.utils import selective_log_softmax
+
+    tokens = torch.arange(LAYOUT.num_tokens) % 7
+    ours = numbers(6, LAYOUT.num_tokens, 7, grad=True)
+    theirs = ours.detach().clone().requires_grad_()
+    weights = loss_weights(LAYOUT, "token_mean", dtype=torch.float64)
+    our_loss = weighted_sum(sft_loss(selective_log_softmax(ours, tokens), LAYOUT.mask), weights)
+    their_loss = torch.nn.functional.cross_entropy(theirs, tokens.masked_fill(~LAYOUT.mask, -100))
+    _assert_same(our_loss, their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "logexp"])
+@pytest.mark.parametrize("with_margin", [False, True])
+def test_pairwise_loss_equals_trl(trl, kind, with_margin):
+    ours, theirs = numbers(7, 2, 5, scale=3, grad=True), numbers(7, 2, 5, scale=3, grad=True)
+    margin = numbers(8, 5).abs() if with_margin else None
+    our_loss = pairwise_loss(ours[0], ours[1], margin=margin, kind=kind).mean()
+    _assert_same(our_loss, trl.reward_loss(theirs[0], theirs[1], margin), ours, theirs)
