@@ -19,7 +19,7 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand and return its exit code."""
-    arguments = make_parser().parse_args(argv)
+    arguments = parse(argv)
     try:
         return int(arguments.run(arguments))
     except UserError as error:
@@ -32,6 +32,18 @@ def main(argv: Sequence[str]) -> int:
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
         sys.stderr.close()
         return OK
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of a command. Overrides may stand anywhere, also behind options."""
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    strangers = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if strangers:
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -104,9 +116,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
     from hotseat.loop.planning import make_plan, num_data_parallel
@@ -116,15 +125,11 @@ def _explain(arguments: argparse.Namespace) -> int:
         raise UserError(f"--num-rows {arguments.num_rows}: must be at least 1")
     num_ranks = num_data_parallel(config, make_plan(config, arguments.inventory))
     algebra = batch_algebra(config, num_ranks, arguments.num_rows)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("", justify="right", style="bold")
-    table.add_column("", style="dim")
-    for what, number, how in explain(algebra, config):
-        table.add_row(what, number, how)
-    console = Console()
-    console.print(f"task {config.task}, {num_ranks} data-parallel rank{'s' * (num_ranks > 1)}")
-    console.print(table)
+    rows = explain(algebra, config)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    print(f"task {config.task}, {num_ranks} data-parallel rank{'s' * (num_ranks > 1)}")
+    for what, number, how in rows:
+        print(f"{what:<{widths[0]}}  {number:>{widths[1]}}  {how}")
     return OK
 
 

@@ -86,7 +86,9 @@ def role_specs(config: Config) -> list[RoleSpec]:
                 f"cluster.component_placement: {role} is placed, but this run has no {role}: remove it"
             )
     selections.setdefault("actor", "0")
-    return [_spec(config, role, selections.get(role, "@actor")) for role in present]
+    # Packed selections take devices in this order: the actor first, then as written.
+    order = ["actor", *(role for role in (*selections, *present) if role != "actor")]
+    return [_spec(config, role, selections.get(role, "@actor")) for role in dict.fromkeys(order)]
 
 
 def _spec(config: Config, role: str, on: Any) -> RoleSpec:

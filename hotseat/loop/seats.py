@@ -1,8 +1,8 @@
 """Who sits on the devices: carries the Plan out, turn by turn.
 
 A turn is a step of the plan. To enter one, what must not be on its devices leaves, the holders of the turn before
-report what they gave up, the lease passes, and what is needed comes back. Leaving a turn moves nothing: whether anything
-has to move is known only when the next turn is known.
+report what they gave up, the lease passes, and what is needed comes back. Leaving a turn moves nothing: whether
+anything has to move is known only when the next turn is known.
 """
 
 from __future__ import annotations

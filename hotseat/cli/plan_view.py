@@ -1,0 +1,339 @@
+"""A plan on the terminal: who is where, what is on which device in which step, what moves, whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hotseat.placement import (
+    Change,
+    DeviceGroup,
+    GroupStep,
+    HandOver,
+    Holding,
+    Inventory,
+    Move,
+    Part,
+    Plan,
+    PlannedRole,
+    Route,
+    format_ranges,
+    format_ranks,
+)
+from hotseat.placement.inventory import ranges
+
+_LETTERS = {
+    Part.WEIGHTS: "w",
+    Part.GRADIENTS: "g",
+    Part.OPTIMIZER: "o",
+    Part.KV_CACHE: "k",
+    Part.SIMULATOR: "s",
+}
+_LEGEND = (
+    "W weights  G gradients  O optimizer  K kv cache  S simulator\n"
+    "CAPITAL at work   small kept on the device   (put aside on the host)   [dropped]"
+)
+_STYLES = {"fits": "green", "tight": "yellow", "does_not_fit": "bold red", "unknown": "dim"}
+_WORDS = {"fits": "fits", "tight": "tight", "does_not_fit": "does not fit", "unknown": "not checked"}
+_ROUTE_WORDS = {"same_device": "same device", "same_node": "same node", "other_node": "other node"}
+_LEAVING = {"copied": "to host", "dropped": "dropped"}
+_COMING = {"restored": "from host", "allocated": "allocated", "pushed": "pushed by actor"}
+
+
+def render(plan: Plan, console: Console, explain: bool = False) -> None:
+    """Print a plan. `explain` adds every memory term with its arithmetic."""
+    console.print(_headline(plan))
+    _section(console, "Roles", _roles(plan))
+    if plan.groups:
+        for table in _device_tables(plan, console.width):
+            _section(console, "Devices and steps" if table.title is None else "", table)
+        console.print(Text(_LEGEND, style="dim"))
+        if any(group.hand_overs for group in plan.groups):
+            _section(console, "Hand-overs of devices", _hand_overs(plan))
+        console.print(Text(_traffic(plan), style="dim"))
+    if plan.routes:
+        _section(console, "Weights to the engines", _routes(plan))
+    _section(console, "Host memory", _hosts(plan))
+    if explain:
+        _explain(plan, console)
+    _changes(plan, console)
+    if plan.warnings:
+        console.print()
+        console.print(Text("Warnings", style="bold yellow"))
+        for warning in plan.warnings:
+            console.print(Text(f"- {warning}"))
+
+
+def _section(console: Console, title: str, body: Table) -> None:
+    console.print()
+    if title:
+        console.print(Text(title, style="bold"))
+    console.print(body)
+
+
+def _table(*headers: str, gap: int = 2) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    return table
+
+
+def _headline(plan: Plan) -> Text:
+    text = Text("Plan: ", style="bold")
+    text.append(plan.label)
+    text.append(f" on {plan.inventory}", style="not bold")
+    overlap = plan.flow.overlap
+    if overlap.is_on:
+        text.append(f", overlapped (queue {overlap.queue}, staleness {overlap.staleness})", style="not bold")
+    text.append(": ")
+    text.append(_WORDS[plan.verdict], style=_STYLES[plan.verdict])
+    return text
+
+
+def _place(inventory: Inventory, spans: Sequence[tuple[int, int]]) -> str:
+    """`node 0: 0-7`, `nodes 0-3: 0-31`."""
+    nodes = sorted({inventory.node_of(device) for first, last in spans for device in range(first, last + 1)})
+    return f"node{'s' * (len(nodes) > 1)} {format_ranks(nodes)}: {format_ranges(spans)}"
+
+
+def _roles(plan: Plan) -> Table:
+    table = _table("role", "on", "processes", "devices", "notes")
+    for role in plan.roles:
+        if role.where == "elsewhere":
+            table.add_row(role.name, role.on, "served elsewhere", "", "")
+            continue
+        where = _place(plan.inventory, ranges(sorted(role.devices)))
+        if role.where == "cpu":
+            nodes = sorted({process.node for process in role.processes})
+            where = f"no devices, node{'s' * (len(nodes) > 1)} {format_ranks(nodes)}"
+        table.add_row(role.name, role.on, _processes(role), where, ", ".join(_notes(role)))
+    return table
+
+
+def _processes(role: PlannedRole) -> str:
+    count = len(role.processes)
+    widths = {len(process.devices) for process in role.processes}
+    fractions = {process.fraction for process in role.processes}
+    text = f"{count} engine{'s' * (count > 1)}" if role.is_engine else str(count)
+    if max(widths, default=0) > 1:
+        text += f" x {max(widths)} devices"
+    if min(fractions, default=1.0) < 1:
+        text += f", {round(1 / min(fractions))} per device"
+    return text
+
+
+def _notes(role: PlannedRole) -> list[str]:
+    notes = []
+    if role.share is not None:
+        notes.append(f"{role.share:.0%} of memory")
+    if role.tensor_parallel > 1:
+        notes.append(f"tensor parallel {role.tensor_parallel}")
+    if role.model_assumed:
+        notes.append(f"assumed {role.model_assumed}")
+    return notes
+
+
+def _device_tables(plan: Plan, width: int) -> list[Table]:
+    """Device groups down, steps across; more steps than fit make a second table."""
+    places = [_place(plan.inventory, group.devices) for group in plan.groups]
+    first = min(max(len(place) for place in places), 24) + 2
+    lines = [str(_cell(step, group)) for group in plan.groups for step in group.steps]
+    cell = 1 + max(len(line) for text in [*lines, *(step.name for step in plan.steps)] for line in text.split("\n"))
+    at_once = max(1, (width - first) // cell)
+    num_tables = -(-len(plan.steps) // at_once)
+    per_table = -(-len(plan.steps) // num_tables)
+    tables = []
+    for start in range(0, len(plan.steps), per_table):
+        table = _table("devices", *(step.name for step in plan.steps[start : start + per_table]), gap=1)
+        table.title = None if start == 0 else ""
+        table.columns[0].max_width = first
+        for place, group in zip(places, plan.groups, strict=True):
+            cells = [_cell(step, group) for step in group.steps[start : start + per_table]]
+            table.add_row(place, *cells, end_section=True)
+        tables.append(table)
+    return tables
+
+
+def _cell(step: GroupStep, group: DeviceGroup) -> Text:
+    """A line for each role, those at work first, then the memory in use."""
+    text = Text()
+    for role in sorted(group.roles, key=lambda role: (role not in step.roles, group.roles.index(role))):
+        held = [holding for holding in step.holdings if holding.role == role]
+        text.append(f"{role} {_letters(held)}\n", style="bold cyan" if role in step.roles else "dim")
+    if group.memory_gib is None and {term.role for term in step.terms} == set(group.roles):
+        text.append(f"{step.used_gib:.1f}G of ?", style="dim")
+    elif group.memory_gib is None or step.verdict == "unknown":
+        text.append("not checked", style="dim")
+    else:
+        percent = step.used_gib / group.memory_gib
+        text.append(f"{step.used_gib:.1f}G {percent:.0%}", style=_STYLES[step.verdict])
+    return text
+
+
+def _letters(holdings: Sequence[Holding]) -> str:
+    def of(state: str) -> str:
+        return "".join(_LETTERS[h.part] for h in holdings if h.state == state)
+
+    aside, dropped = of("aside"), of("dropped")
+    return of("needed").upper() + of("kept") + (f"({aside})" if aside else "") + (f"[{dropped}]" if dropped else "")
+
+
+def _hand_overs(plan: Plan) -> Table:
+    table = _table("step", "lease", "moves  (- leaves the device, + comes to it)")
+    table.columns[0].no_wrap = True
+    for group in plan.groups:
+        if len(plan.groups) > 1 and group.hand_overs:
+            table.add_row(Text(_place(plan.inventory, group.devices), style="bold"), "", "")
+        for hand_over in group.hand_overs:
+            table.add_row(*_hand_over(hand_over))
+    return table
+
+
+def _hand_over(hand_over: HandOver) -> tuple[str, str, str]:
+    steps = f"{hand_over.from_step} -> {hand_over.to_step}" + (" (next)" if hand_over.is_next_iteration else "")
+    before, after = "+".join(hand_over.from_roles), "+".join(hand_over.to_roles)
+    lease = f"{before} -> {after}" if before != after else f"{before} keeps it"
+    moves = [_move("-", move, _LEAVING) for move in hand_over.leaves]
+    moves += [_move("+", move, _COMING) for move in hand_over.comes]
+    return steps, lease, "\n".join(moves)
+
+
+def _move(sign: str, move: Move, words: dict[str, str]) -> str:
+    """`- actor optimizer 11.2G to host`."""
+    size = "" if move.gib is None else f" {move.gib:.1f}G"
+    return f"{sign} {move.role} {move.part.replace('_', ' ')}{size} {words[move.how]}"
+
+
+def _traffic(plan: Plan) -> str:
+    """What an iteration copies between a device and its host, at most."""
+    copied = [
+        sum(move.gib or 0.0 for hand_over in group.hand_overs for move in hand_over.leaves if move.how == "copied")
+        for group in plan.groups
+    ]
+    if not any(group.hand_overs for group in plan.groups):
+        return "No device changes hands and nothing moves."
+    if not any(copied):
+        return "Nothing is copied to the host and back."
+    return f"At most {max(copied):.1f} GiB per device are copied to the host and back in an iteration."
+
+
+def _routes(plan: Plan) -> Table:
+    """Engines that get their weights in the same way share a line."""
+    table = _table("engines", "way", "from actor ranks")
+    kinds: dict[tuple[str, str], list[Route]] = {}
+    for route in plan.routes:
+        kinds.setdefault((route.role, route.kind), []).append(route)
+    for (role, kind), routes in kinds.items():
+        sources = {source for route in routes for source in route.sources}
+        each = {len(route.sources) for route in routes}
+        note = " (each from its own)" if kind == "same_device" and len(routes) > 1 else ""
+        note = f" ({max(each)} each)" if kind == "same_device" and max(each) > 1 else note
+        table.add_row(
+            f"{role} {format_ranks(route.rank for route in routes)}",
+            _ROUTE_WORDS[kind],
+            f"{format_ranges(ranges(sorted(sources)))}{note}",
+        )
+    return table
+
+
+def _hosts(plan: Plan) -> Table:
+    table = _table("nodes", "processes", "put aside", "held there always", "total", "")
+    for host in plan.hosts:
+        process = sum(term.gib for term in host.terms if term.name == "process")
+        aside = sum(term.gib for term in host.terms if "put aside" in term.name)
+        total = f"{host.used_gib:.0f} GiB" + (f" of {host.memory_gib:.0f}" if host.memory_gib else "")
+        verdict = Text(_WORDS[host.verdict] if host.memory_gib else "", style=_STYLES[host.verdict])
+        table.add_row(
+            format_ranges(host.nodes),
+            f"{process:.0f} GiB",
+            f"{aside:.0f} GiB",
+            f"{host.used_gib - process - aside:.0f} GiB",
+            total,
+            verdict,
+        )
+    return table
+
+
+def _explain(plan: Plan, console: Console) -> None:
+    for group in plan.groups:
+        console.print()
+        of = f" of {group.memory_gib:g} GiB" if group.memory_gib else ""
+        console.print(Text(f"Memory on {_place(plan.inventory, group.devices)} ({group.kind}{of})", style="bold"))
+        table = _table("step", "role", "term", "GiB", "arithmetic")
+        table.columns[3].justify = "right"
+        for step in group.steps:
+            for index, term in enumerate(step.terms):
+                at_work = "bold" if term.role in step.roles else "dim"
+                name = step.step if index == 0 else ""
+                table.add_row(name, Text(term.role, style=at_work), term.name, f"{term.gib:.2f}", term.formula)
+            verdict = Text(f"{step.used_gib:.2f}", style=_STYLES[step.verdict])
+            table.add_row("", "", "total", verdict, _WORDS[step.verdict], end_section=True)
+        console.print(table)
+    for host in plan.hosts:
+        console.print()
+        console.print(Text(f"Host memory of node {format_ranges(host.nodes)}", style="bold"))
+        table = _table("role", "term", "GiB", "arithmetic")
+        table.columns[2].justify = "right"
+        for term in host.terms:
+            table.add_row(term.role, term.name, f"{term.gib:.2f}", term.formula)
+        console.print(table)
+
+
+# The planner's settings under the names that the config has for them, where it has one.
+_CONFIG_KEYS = {
+    "share": "rollout.memory_share",
+    "slots": "rollout.num_slots",
+    "cuda_graphs": "rollout.enforce_eager",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "zero_stage": "train.deepspeed.zero_stage",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "micro_batch": "train.micro_batch_size",
+    "forward_micro_batch": "rollout.micro_batch_size",
+    "optimizer_offload": "train.deepspeed.adam_offload",
+}
+
+
+def _in_config(change: Change) -> str:
+    """A change in the config's words: `set train.micro_batch_size to 1 (then 21.4 GiB)`."""
+    key = _CONFIG_KEYS.get(change.setting)
+    if change.setting == "micro_batch" and change.role not in ("actor", "critic"):
+        key = "rollout.micro_batch_size"
+    if key is None:
+        return str(change)
+    value = not change.value if change.setting == "cuda_graphs" else change.value
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"set {key} to {text} (then {change.gib_after:.1f} GiB)"
+
+
+def _changes(plan: Plan, console: Console) -> None:
+    """What does not fit, and what would."""
+    for group in plan.groups:
+        for step in group.steps:
+            # Where nobody works there is nothing to change: what lies there is too much in a step of its own too.
+            if step.verdict != "does_not_fit" or group.memory_gib is None or not step.roles:
+                continue
+            console.print()
+            where = _place(plan.inventory, group.devices)
+            takes = f"it takes {step.used_gib:.1f} of {group.memory_gib:g} GiB"
+            if step.used_gib <= group.memory_gib:
+                takes = "the engine's memory share has no room for its weights and one sequence"
+            console.print(Text(f"{step.step} does not fit on {where}: {takes}", style="bold red"))
+            if not step.changes:
+                console.print(Text("No setting makes it fit: use a smaller model or larger devices"))
+            joined = [change for change in step.changes if change.together]
+            if joined:
+                console.print(Text("All of these together make it fit:"))
+            for change in step.changes:
+                console.print(Text(f"- {_in_config(change)}"))
+    for host in plan.hosts:
+        if host.verdict == "does_not_fit":
+            console.print()
+            text = (
+                f"The host memory of node {format_ranges(host.nodes)} does not fit: {host.used_gib:.0f} of"
+                f" {host.memory_gib:.0f} GiB. Put less aside: a smaller engine share leaves more on the devices"
+            )
+            console.print(Text(text, style="bold red"))

@@ -1,0 +1,150 @@
+"""From the order of prompts to the groups of a step: filtered, refilled, in prompt order; and evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotseat.cluster.group import Group as WorkerGroup
+from hotseat.data import PromptOrder
+from hotseat.errors import RunError
+from hotseat.loop.host import GroupFacts, Job
+from hotseat.rewards import RewardTally
+from hotseat.types import Failed, Prompt, Sampling
+
+MAX_REFILLS = 20  # batches of replacements for one step, before the run stops
+
+EVALUATION = -1  # the pass over the data that evaluation samples belong to
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which groups a step may learn from."""
+
+    min_samples: int  # 2 where a group is needed
+    low: float | None  # of the mean score, both exclusive; None: all
+    high: float | None
+    max_failed_fraction: float
+
+    def reason_to_drop(self, facts: GroupFacts) -> str | None:
+        if len(facts.rewards) < self.min_samples:
+            return f"fewer than {self.min_samples} samples have a reward"
+        if self.low is None or self.high is None:
+            return None
+        mean = statistics.fmean(facts.scores)
+        if mean <= self.low:
+            return "score too low"
+        return "score too high" if mean >= self.high else None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The groups of a step, in prompt order, and what became of the others."""
+
+    groups: tuple[GroupFacts, ...]
+    num_generated: int  # groups
+    dropped: Counter[str]  # groups by reason
+    num_failed: int  # samples without a reward
+
+
+class Collector:
+    """Asks the hosts for groups. One ticket per group, never used twice."""
+
+    def __init__(self, hosts: WorkerGroup, prompts: Sequence[Prompt], timeout_s: float):
+        self._hosts = hosts
+        self._prompts = prompts
+        self._timeout_s = timeout_s
+        self._tickets = itertools.count()
+
+    def collect(
+        self, order: PromptOrder, num_groups: int, num_samples: int, sampling: Sampling, keep: Keep
+    ) -> Collected:
+        """Prompts are taken in order, and so are their groups; what is dropped is replaced by the next prompts."""
+        kept: list[GroupFacts] = []
+        dropped: Counter[str] = Counter()
+        tally = RewardTally(keep.max_failed_fraction)
+        num_generated = 0
+        for _ in range(MAX_REFILLS):
+            jobs = [
+                Job(next(self._tickets), self._prompts[index], epoch, num_samples)
+                for epoch, index in order.next(num_groups - len(kept))
+            ]
+            for facts in self._run(jobs, sampling):
+                num_generated += 1
+                tally.add([*map(Failed, facts.failures), *facts.rewards])
+                reason = keep.reason_to_drop(facts)
+                if reason is None:
+                    kept.append(facts)
+                else:
+                    dropped[reason] += 1
+                    self.forget([facts])
+            tally.check()
+            if len(kept) == num_groups:
+                return Collected(tuple(kept), num_generated, dropped, tally.num_failed)
+        why = ", ".join(f"{count} dropped: {reason}" for reason, count in dropped.most_common())
+        raise RunError(
+            f"{num_generated} prompts gave only {len(kept)} of the {num_groups} groups of a step ({why}): the rewards"
+            " leave nothing to learn from; widen algorithm.filtering.low and high, or switch"
+            " algorithm.filtering.enabled off"
+        )
+
+    def evaluate(self, num_samples: int, sampling: Sampling) -> list[GroupFacts]:
+        """Every prompt, with the same seeds each time."""
+        jobs = [Job(next(self._tickets), prompt, EVALUATION, num_samples) for prompt in self._prompts]
+        facts = self._run(jobs, sampling)
+        self.forget(facts)
+        return facts
+
+    def forget(self, facts: Sequence[GroupFacts]) -> None:
+        self._hosts.call("forget", [found.ticket for found in facts])
+
+    def _run(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
+        found: list[GroupFacts] = self._hosts.call("collect", jobs, sampling, timeout_s=self._timeout_s)[0]
+        return found
+
+
+def evaluation_metrics(facts: Sequence[GroupFacts], num_samples: int) -> dict[str, float]:
+    """Mean reward, accuracy (share of samples with the full reward of 1) and pass@k, overall and per source."""
+    metrics: dict[str, float] = {}
+    sources = sorted({found.source for found in facts})
+    for source in ["", *(name for name in sources if name)] if len(sources) > 1 else [""]:
+        members = [found for found in facts if not source or found.source == source]
+        label = f"eval/{source}/" if source else "eval/"
+        rewards = [reward for found in members for reward in found.rewards]
+        if not rewards:
+            continue
+        metrics[f"{label}reward"] = statistics.fmean(rewards)
+        metrics[f"{label}accuracy"] = statistics.fmean(reward >= 1.0 for reward in rewards)
+        if num_samples > 1:
+            best = [max(found.rewards) >= 1.0 for found in members if found.rewards]
+            metrics[f"{label}pass@{num_samples}"] = statistics.fmean(best)
+        metrics[f"{label}length"] = statistics.fmean(n for found in members for n in found.num_sampled)
+    return metrics
+
+
+def rollout_metrics(collected: Collected) -> dict[str, float]:
+    """What a step's rollout looked like."""
+    groups = collected.groups
+    rewards = [reward for found in groups for reward in found.rewards]
+    lengths = [length for found in groups for length in found.num_sampled]
+    metrics = {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "group_reward_std": statistics.fmean(statistics.pstdev(found.rewards) for found in groups),
+        "length": statistics.fmean(lengths),
+        "length_max": float(max(lengths)),
+        "truncated": statistics.fmean(flag for found in groups for flag in found.truncated),
+        "samples": float(len(rewards)),
+        "sampled_tokens": float(sum(lengths)),
+        "samples_failed": float(collected.num_failed),
+        "groups_dropped": float(collected.dropped.total()),
+    }
+    names = sorted({name for found in groups for extra in found.extra for name in extra})
+    for name in names:
+        metrics[f"extra/{name}"] = statistics.fmean(
+            extra[name] for found in groups for extra in found.extra if name in extra
+        )
+    return metrics

@@ -1,0 +1,113 @@
+"""The demo's task, as ordinary files: a small Llama, its tokenizer, examples, prompts and a reward function.
+
+Two-digit sums. The examples come from careless pupils who mostly forget the carry; the reward knows the right answer.
+So supervised training teaches the format and a bad habit, and reinforcement has something to mend.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+CARELESS = 0.7  # share of examples that forget the carry
+NUM_EVAL = 200
+NUM_EXAMPLES = 24_000
+
+REWARD = '''\
+"""1 for the right sum, 0 for anything else."""
+
+
+def reward_func(queries, prompts, labels):
+    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    return [1.0 if answer == label else 0.0 for answer, label in zip(answers, labels)]
+'''
+
+
+@dataclass(frozen=True)
+class DemoFiles:
+    """Where everything lies."""
+
+    model: Path
+    examples: Path
+    prompts: Path
+    held_out: Path
+    reward: Path
+
+
+def make_files(directory: Path, seed: int) -> DemoFiles:
+    """Write the task. The same seed writes the same bytes."""
+    files = DemoFiles(
+        model=directory / "base_model",
+        examples=directory / "examples.jsonl",
+        prompts=directory / "prompts.jsonl",
+        held_out=directory / "held_out.jsonl",
+        reward=directory / "reward.py",
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    _make_model(files.model, seed)
+    rng = random.Random(seed)
+    sums = [(a, b) for a in range(100) for b in range(100)]
+    rng.shuffle(sums)
+    held_out, rest = sums[:NUM_EVAL], sums[NUM_EVAL:]
+    _write(files.prompts, ({"input": question(a, b), "label": answer(a, b)} for a, b in rest))
+    _write(files.held_out, ({"input": question(a, b), "label": answer(a, b)} for a, b in held_out))
+    pupils = (rng.choice(rest) for _ in range(NUM_EXAMPLES))
+    _write(
+        files.examples,
+        (
+            {"input": question(a, b), "output": careless(a, b) if rng.random() < CARELESS else answer(a, b)}
+            for a, b in pupils
+        ),
+    )
+    files.reward.write_text(REWARD)
+    return files
+
+
+def question(a: int, b: int) -> str:
+    return f"{a:02d}+{b:02d}="
+
+
+def answer(a: int, b: int) -> str:
+    return f"{a + b:03d}"
+
+
+def careless(a: int, b: int) -> str:
+    """The sum without the carry from the ones to the tens."""
+    return f"{(a // 10 + b // 10) * 10 + (a + b) % 10:03d}"
+
+
+def _make_model(path: Path, seed: int) -> None:
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(["<pad>", "<eos>", *"0123456789+="])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(path)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=words["<eos>"],
+            pad_token_id=words["<pad>"],
+        )
+    )
+    model.save_pretrained(path)
+
+
+def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

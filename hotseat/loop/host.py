@@ -1,0 +1,183 @@
+"""The process between driver and engines: it runs agents, scores groups as they complete, and keeps their tensors.
+
+The driver gets facts. Groups stay here until the actor's ranks fetch their share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotseat.agents import AgentHost, load_agent
+from hotseat.cluster.group import Group as WorkerGroup
+from hotseat.loop.engine_client import EngineClient
+from hotseat.loop.experience import Share
+from hotseat.rewards import RewardFunction, Score
+from hotseat.types import Episode, Failed, Group, Prompt, SampleKey, Sampling, ScoredEpisode
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """What a host is told."""
+
+    tokenizer: str
+    run_seed: int
+    max_length: int
+    agent: str | None
+    max_turns: int | None
+    max_concurrent: int
+    episode_timeout_s: float
+    reward: str | None
+    reward_timeout_s: float
+    reward_retries: int
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt to be answered `num_samples` times. The ticket names it between driver and host."""
+
+    ticket: int
+    prompt: Prompt
+    epoch: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What the driver knows of a group, one entry per sample that has a reward, in sample order."""
+
+    ticket: int
+    prompt: int
+    source: str
+    rewards: tuple[float, ...]
+    scores: tuple[float, ...]
+    num_sampled: tuple[int, ...]  # tokens
+    num_tokens: tuple[int, ...]  # with context and environment
+    truncated: tuple[bool, ...]
+    failures: tuple[str, ...]  # why the other samples have no reward
+    extra: tuple[dict[str, float], ...] = ()
+
+
+@dataclass
+class _Pending:
+    job: Job
+    outcomes: list[Any] = field(default_factory=list)
+    num_open: int = 0
+
+
+class RolloutHost:
+    """Agents and rewards of a run, in a process of their own: user code may block, crash or keep globals."""
+
+    max_concurrency = 2
+
+    def __init__(self, engines: WorkerGroup, settings: HostSettings):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
+        agent = load_agent(settings.agent, tokenizer, max_length=settings.max_length, max_steps=settings.max_turns)
+        self._client = EngineClient(engines, timeout_s=settings.episode_timeout_s)
+        self._agents = AgentHost(
+            agent,
+            self._client.generate,
+            run_seed=settings.run_seed,
+            max_concurrent=settings.max_concurrent * engines.size,
+            timeout_s=settings.episode_timeout_s,
+        )
+        self._reward = None
+        if settings.reward is not None:
+            self._reward = RewardFunction(
+                settings.reward, timeout_s=settings.reward_timeout_s, retries=settings.reward_retries
+            )
+        self._groups: dict[int, Group] = {}
+
+    def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
+        """Answer and score every job. A group is scored as soon as it is complete, while others are still generated."""
+        episodes: dict[Future[Any], tuple[_Pending, int]] = {}
+        for job in jobs:
+            pending = _Pending(job, [None] * job.num_samples, job.num_samples)
+            for sample in range(job.num_samples):
+                key = SampleKey(job.epoch, job.prompt.index, sample)
+                episodes[self._agents.submit(job.prompt, key, sampling)] = (pending, sample)
+        scoring: dict[Future[Any], _Pending] = {}
+        facts: dict[int, GroupFacts] = {}
+        waiting: set[Future[Any]] = set(episodes)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                if future in scoring:
+                    pending = scoring.pop(future)
+                    facts[pending.job.ticket] = self._finish(pending, future.result())
+                    continue
+                pending, sample = episodes.pop(future)
+                pending.outcomes[sample] = future.result()
+                pending.num_open -= 1
+                if pending.num_open == 0:
+                    scores = self._score(pending)
+                    scoring[scores] = pending
+                    waiting.add(scores)
+        return [facts[job.ticket] for job in jobs]
+
+    def share(self, tickets: Sequence[int], steps: Sequence[Sequence[int]]) -> Share:
+        """Groups for one rank of the actor, with the optimizer step of each sample."""
+        return Share(tuple(self._groups[ticket] for ticket in tickets), tuple(tuple(group) for group in steps))
+
+    def forget(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            self._groups.pop(ticket, None)
+
+    def close(self) -> None:
+        self._agents.close()
+        if self._reward is not None:
+            self._reward.close()
+
+    def _score(self, pending: _Pending) -> Future[Any]:
+        """One call of the reward function for the episodes that have no reward of their agent's own."""
+        episodes = [outcome for outcome in pending.outcomes if isinstance(outcome, Episode)]
+        if not episodes:
+            nothing: Future[Any] = Future()
+            nothing.set_result([])
+            return nothing
+        if self._reward is None:
+            missing: Future[Any] = Future()
+            missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
+            return missing
+        prompt = pending.job.prompt
+        return self._reward.submit(
+            [episode.query for episode in episodes],
+            [prompt.text] * len(episodes),
+            [prompt.label] * len(episodes),
+            [str(episode.key) for episode in episodes],
+        )
+
+    def _finish(self, pending: _Pending, scores: Sequence[Score | Failed]) -> GroupFacts:
+        answers = iter(scores)
+        samples: list[ScoredEpisode] = []
+        failures: list[str] = []
+        for outcome in pending.outcomes:
+            if isinstance(outcome, Episode):
+                answer = next(answers)
+                if isinstance(answer, Failed):
+                    failures.append(answer.reason)
+                else:
+                    samples.append(ScoredEpisode(outcome, answer.reward, answer.score, answer.extra))
+            elif isinstance(outcome, Failed):
+                failures.append(outcome.reason)
+            else:
+                samples.append(outcome)
+        job = pending.job
+        self._groups[job.ticket] = Group(job.prompt, tuple(samples), len(failures))
+        return GroupFacts(
+            ticket=job.ticket,
+            prompt=job.prompt.index,
+            source=job.prompt.source,
+            rewards=tuple(sample.reward for sample in samples),
+            scores=tuple(sample.score for sample in samples),
+            num_sampled=tuple(sum(int(s.mask.sum()) for s in sample.episode.segments) for sample in samples),
+            num_tokens=tuple(sum(len(s.token_ids) for s in sample.episode.segments) for sample in samples),
+            truncated=tuple(sample.episode.is_truncated for sample in samples),
+            failures=tuple(failures),
+            extra=tuple(dict(sample.extra) for sample in samples),
+        )

@@ -1,0 +1,288 @@
+"""The reinforcement loop.
+
+    Prompt --agent x engine--> Episode --reward--> scored Episode --grouped--> Group
+           --algorithms--> Experience --packing--> MicroBatch --update--> WeightVersion --push--> engines
+
+`train_rl` is the whole of it. Each phase takes its turn on the devices (`seats`); the driver sees facts, tensors travel
+between the groups.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from hotseat.algorithms import AdaptiveKl, FixedKl
+from hotseat.cluster import Cluster, Group
+from hotseat.config import Config
+from hotseat.config.batches import BatchAlgebra
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_reference
+from hotseat.data import PromptOrder
+from hotseat.loop import settings
+from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
+from hotseat.loop.experience import assign
+from hotseat.loop.host import HostSettings, RolloutHost
+from hotseat.loop.push import Canary, PushReport, push_weights
+from hotseat.loop.seats import Seats
+from hotseat.loop.workers import ActorWorker, EngineWorker, ModelWorker
+from hotseat.observe import LiveView
+from hotseat.placement import Plan
+from hotseat.train.backend import UpdateReport
+from hotseat.types import Prompt
+
+COLUMNS = {
+    "reward": ".3f",
+    "length": ".1f",
+    "kl": ".4f",
+    "eval/accuracy": ".3f",
+    "tokens_per_s": ",.0f",
+    "step_s": ".2f",
+}
+NUM_CANARIES = 4
+CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.1}
+
+
+def train_rl(run: RlRun, view: LiveView, log: Any) -> dict[str, float]:
+    """Every step of a run; the last evaluation."""
+    run.push()
+    final = run.evaluate()
+    log(0, final)
+    for step in range(1, run.num_steps + 1):
+        started_s = time.monotonic()
+        view.phase("rollout")
+        collected = run.collect()
+        view.phase("prepare")
+        run.prepare(collected)
+        view.phase("update")
+        reports = run.update()
+        view.phase("sync")
+        pushed = run.push()
+        metrics = run.metrics(collected, reports, pushed, time.monotonic() - started_s)
+        if run.is_evaluated(step):
+            view.phase("evaluate")
+            final = run.evaluate()
+            metrics |= final
+        log(step, metrics)
+    return final
+
+
+class RlRun:
+    """The groups of a run and what each phase asks of them."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        algebra: BatchAlgebra,
+        cluster: Cluster,
+        prompts: list[Prompt],
+        eval_prompts: list[Prompt],
+        eos_token_ids: tuple[int, ...],
+        stack: ExitStack,
+    ):
+        assert algebra.num_steps is not None
+        assert algebra.schedule_length is not None
+        self._config = config
+        self._algebra = algebra
+        self.num_steps = algebra.num_steps
+        self._timeout_s = config.cluster.call_timeout_s
+        self._phase_s: dict[str, float] = {}
+        self._kl: AdaptiveKl | FixedKl = (
+            FixedKl(config.algorithm.kl.coef)
+            if config.algorithm.kl.target is None
+            else AdaptiveKl(config.algorithm.kl.coef, config.algorithm.kl.target, config.algorithm.kl.horizon)
+        )
+
+        groups: dict[str, Group] = {}
+
+        def launch(role: str, cls: type, *args: Any) -> Group:
+            group = cluster.launch(
+                role,
+                cls,
+                args=args,
+                processes=plan.role(role).processes,
+                num_threads=config.cluster.threads_per_process,
+                timeout_s=self._timeout_s,
+            )
+            groups[role] = group
+            return group
+
+        trust = config.trust_remote_code
+        options = settings.train_options(config, algebra.schedule_length)
+        self._actor = launch("actor", ActorWorker, config.actor.model, options, trust)
+        self._reference: Group | None = None
+        if has_reference(config):
+            frozen = settings.train_options(config, algebra.schedule_length, is_trained=False)
+            self._reference = launch(
+                "reference", ModelWorker, config.reference.model or config.actor.model, frozen, trust
+            )
+        self._engines = launch("rollout", EngineWorker, settings.engine_settings(config, eos_token_ids))
+        self._hosts = cluster.launch(
+            "agents", RolloutHost, args=(self._engines, _host_settings(config)), timeout_s=self._timeout_s
+        )
+        self._seats = Seats(plan, groups, timeout_s=self._timeout_s)
+        stack.callback(self._seats.close)
+
+        self._order = PromptOrder(len(prompts), config.seed)
+        self._collector = Collector(self._hosts, prompts, self._timeout_s)
+        self._evaluator = Collector(self._hosts, eval_prompts, self._timeout_s) if eval_prompts else None
+        self._keep = _keep(config)
+        self._policy = self._policy_settings()
+        self._canary = Canary(
+            tuple(prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1)[:NUM_CANARIES],
+            config.rollout.temperature,
+            CANARY_TOLERANCE[config.train.dtype],
+        )
+        self._version = 0
+
+    # --- the phases, in order -----------------------------------------------------------------------------------------
+
+    def collect(self) -> Collected:
+        """rollout: sample and score the groups of a step."""
+        with self._turn("rollout", "rollout"):
+            return self._collector.collect(
+                self._order,
+                self._config.rollout.batch_size,
+                self._config.rollout.samples_per_prompt,
+                settings.sampling(self._config),
+                self._keep,
+            )
+
+    def prepare(self, collected: Collected) -> None:
+        """prepare: reference log-probs, then the actor turns its groups into experience."""
+        sizes = [len(facts.rewards) for facts in collected.groups]
+        ranks, steps = assign(sizes, self._algebra.samples_per_optimizer_step, self._actor.size)
+        num_steps = 1 + max(step for group in steps for step in group)
+        shares = []
+        for members in ranks:
+            tickets = [collected.groups[index].ticket for index in members]
+            [share] = self._hosts.start("share", tickets, [steps[index] for index in members], keep=True).result()
+            shares.append([share])
+        scored = []
+        if self._reference is not None:
+            with self._turn("prepare", "reference"):
+                scored = self._reference.start_scatter(
+                    "score",
+                    _spread(shares, self._reference.size),
+                    cut=self._policy.score,
+                    temperature=self._policy.temperature,
+                    keep=True,
+                ).result()
+        with self._turn("prepare", "actor"):
+            self._actor.start_scatter(
+                "prepare", shares, num_steps=num_steps, settings=self._policy, reference=scored
+            ).result()
+        self._collector.forget(collected.groups)
+
+    def update(self) -> list[UpdateReport]:
+        """update: every optimizer step of the rollout."""
+        with self._turn("update", "actor"):
+            reports: list[UpdateReport] = self._actor.call("update", self._policy)[0]
+        kl = _mean(reports, "kl")
+        if kl is not None:
+            self._kl = self._kl.updated(kl, self._algebra.samples_per_step)
+            self._policy = self._policy_settings()
+        return reports
+
+    def push(self) -> PushReport:
+        """sync: the new weights to every engine, checked."""
+        with self._turn("sync", "actor"):
+            report = push_weights(self._actor, self._engines, self._version, self._canary)
+        self._version += 1
+        return report
+
+    # --- beside the phases --------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        if self._evaluator is None:
+            return {}
+        with self._turn("rollout", "rollout"):
+            num_samples = self._config.eval.samples_per_prompt
+            facts = self._evaluator.evaluate(num_samples, settings.eval_sampling(self._config))
+        return evaluation_metrics(facts, num_samples)
+
+    def is_evaluated(self, step: int) -> bool:
+        every = self._config.eval.every
+        return step == self.num_steps or (every is not None and step % every == 0)
+
+    def export(self, path: Path) -> None:
+        with self._turn("update", "actor"):
+            self._actor.call("export", str(path))
+
+    def metrics(
+        self, collected: Collected, reports: list[UpdateReport], pushed: PushReport, seconds: float
+    ) -> dict[str, float]:
+        """Everything that is known of a step."""
+        metrics = rollout_metrics(collected)
+        last = reports[-1]
+        metrics |= {
+            "loss": sum(report.loss for report in reports) / len(reports),
+            "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
+            "learning_rate": last.learning_rate,
+            "skipped_updates": float(last.num_skipped),
+            "version": float(pushed.version),
+            "canary_gap": pushed.canary_gap,
+            "step_s": seconds,
+            "tokens_per_s": metrics["sampled_tokens"] / seconds,
+        }
+        for name in ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy"):
+            mean = _mean(reports, name)
+            if mean is not None:
+                metrics[name] = mean
+        if self._reference is not None:
+            metrics["kl_coefficient"] = self._kl.coefficient
+        metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()}
+        self._phase_s.clear()
+        return metrics
+
+    @contextmanager
+    def _turn(self, phase: str, role: str) -> Iterator[None]:
+        started_s = time.monotonic()
+        with self._seats.turn(phase, role):
+            yield
+        self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
+
+    def _policy_settings(self) -> Any:
+        return settings.policy_settings(self._config, self._algebra.optimizer_steps_per_step, self._kl.coefficient)
+
+
+def _mean(reports: list[UpdateReport], name: str) -> float | None:
+    """Per sampled token, over all optimizer steps of a rollout."""
+    if any(name not in report.metrics for report in reports):
+        return None
+    return sum(report.metrics[name] for report in reports) / max(1, sum(report.num_sampled for report in reports))
+
+
+def _spread(shares: list[list[Any]], num_ranks: int) -> list[list[Any]]:
+    """The shares of the actor's ranks over another number of ranks."""
+    return [[share for group in shares[rank::num_ranks] for share in group] for rank in range(num_ranks)]
+
+
+def _keep(config: Config) -> Keep:
+    filtering = config.algorithm.filtering
+    return Keep(
+        min_samples=2 if config.algorithm.estimator in ESTIMATORS_WITH_GROUP else 1,
+        low=filtering.low if filtering.enabled else None,
+        high=filtering.high if filtering.enabled else None,
+        max_failed_fraction=config.reward.max_failed_fraction,
+    )
+
+
+def _host_settings(config: Config) -> HostSettings:
+    assert config.actor.model is not None
+    return HostSettings(
+        tokenizer=config.actor.model,
+        run_seed=config.seed,
+        max_length=config.data.max_length,
+        agent=config.agent.path,
+        max_turns=config.agent.max_steps,
+        max_concurrent=config.agent.max_concurrent,
+        episode_timeout_s=config.cluster.call_timeout_s,
+        reward=config.reward.function,
+        reward_timeout_s=config.reward.timeout_s,
+        reward_retries=config.reward.retries,
+        trust_remote_code=config.trust_remote_code,
+    )

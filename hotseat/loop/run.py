@@ -1,0 +1,254 @@
+"""Starts a run: everything that can be wrong is found before a model loads, then the loop of the task takes over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config
+from hotseat.config.batches import BatchAlgebra, batch_algebra
+from hotseat.config.built import not_built
+from hotseat.config.checks import missing
+from hotseat.errors import NotBuiltError, UserError
+from hotseat.loop.planning import make_plan, num_data_parallel
+from hotseat.loop.rundir import make_run_dir, save_plan
+from hotseat.placement import Inventory, Plan
+
+
+def start(config: Config, launched: bool = False) -> dict[str, float]:
+    """Run a config to its end. `launched`: this process is one rank of several that a launcher started."""
+    refuse_what_cannot_start(config)
+    if config.task == "rl":
+        return _start_rl(config)
+    return _start_supervised(config, launched)
+
+
+def refuse_what_cannot_start(config: Config) -> None:
+    """Everything that stands in the way, in one error."""
+    problems = [f"{key}: {message}" for key, message in missing(config)]
+    if problems:
+        raise UserError("this run cannot start:\n" + "\n".join(f"  {problem}" for problem in problems))
+    unbuilt = [f"{key}: {what}" for key, what in not_built(config)]
+    if unbuilt:
+        raise NotBuiltError("not part of this version:\n" + "\n".join(f"  {problem}" for problem in unbuilt))
+
+
+# --- reinforcement ----------------------------------------------------------------------------------------------------
+
+
+def _start_rl(config: Config) -> dict[str, float]:
+    from hotseat.loop.inputs import eos_token_ids, load_tokenizer, rl_prompts
+
+    tokenizer = load_tokenizer(config)
+    prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
+    dry = make_plan(config, _local_inventory(config))
+    algebra = batch_algebra(config, num_data_parallel(config, dry), len(prompts))
+    run_dir = make_run_dir(config)
+    with ExitStack() as stack, _stoppable():
+        from hotseat.cluster import Cluster
+        from hotseat.loop.rl import COLUMNS, RlRun, train_rl
+
+        cluster = stack.enter_context(_cluster(Cluster, config, dry))
+        plan = make_plan(config, _inventory_of(cluster, config))
+        save_plan(run_dir, plan)
+        view, log = stack.enter_context(_observed(config, run_dir, algebra, COLUMNS))
+        for note in notes:
+            view.say(note)
+        view.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
+        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos_token_ids(config, tokenizer), stack)
+        final = train_rl(run, view, log)
+        _export(config, run_dir, run.export, tokenizer, view)
+    return final
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
+    from hotseat.loop.inputs import load_tokenizer, sft_examples
+
+    tokenizer = load_tokenizer(config)
+    examples, held_out, notes = sft_examples(config, tokenizer)
+    if launched:
+        return _run_launched(config, tokenizer, examples, held_out, notes)
+    dry = make_plan(config, _local_inventory(config))
+    num_ranks = num_data_parallel(config, dry)
+    algebra = batch_algebra(config, num_ranks, len(examples))
+    run_dir = make_run_dir(config)
+    with ExitStack() as stack, _stoppable():
+        from hotseat.cluster import Cluster
+        from hotseat.loop.supervised import SupervisedWorker
+
+        cluster = stack.enter_context(_cluster(Cluster, config, dry))
+        plan = make_plan(config, _inventory_of(cluster, config))
+        save_plan(run_dir, plan)
+        view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS))
+        for note in notes:
+            view.say(note)
+        actor = cluster.launch(
+            "actor",
+            SupervisedWorker,
+            args=_supervised_args(config, algebra, examples, held_out),
+            per_rank=[{"rank": rank, "num_ranks": num_ranks} for rank in range(num_ranks)],
+            processes=plan.role("actor").processes,
+            num_threads=config.cluster.threads_per_process,
+            timeout_s=config.cluster.call_timeout_s,
+        )
+        final = _train_supervised(
+            config,
+            algebra,
+            lambda: actor.call("step")[0],
+            (lambda: actor.call("evaluate")[0]) if held_out else None,
+            view,
+            log,
+        )
+        _export(config, run_dir, lambda path: actor.call("export", str(path)), tokenizer, view)
+    return final
+
+
+_SUPERVISED_COLUMNS = {"loss": ".4f", "eval/loss": ".4f", "grad_norm": ".2f", "tokens_per_s": ",.0f", "step_s": ".2f"}
+
+
+def _supervised_args(config: Config, algebra: BatchAlgebra, examples: Any, held_out: Any) -> tuple[Any, ...]:
+    from hotseat.loop import settings
+
+    assert algebra.schedule_length is not None
+    return (
+        config.actor.model,
+        settings.train_options(config, algebra.schedule_length),
+        examples,
+        held_out,
+        config.train.batch_size,
+        settings.train_batches(config),
+        config.seed,
+        config.trust_remote_code,
+    )
+
+
+def _train_supervised(config: Config, algebra: BatchAlgebra, step_once: Any, evaluate: Any, view: Any, log: Any) -> Any:
+    final: dict[str, float] = {}
+    assert algebra.num_steps is not None
+    for step in range(1, algebra.num_steps + 1):
+        started_s = time.monotonic()
+        view.phase("update")
+        report = step_once()
+        seconds = time.monotonic() - started_s
+        metrics = {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "skipped_updates": float(report.num_skipped),
+            "tokens_per_s": report.num_tokens / seconds,
+            "step_s": seconds,
+        }
+        every = config.eval.every
+        if evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0)):
+            view.phase("evaluate")
+            final = {"eval/loss": evaluate().nll}
+            metrics |= final
+        log(step, metrics)
+    return final
+
+
+def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, notes: Sequence[str]) -> Any:
+    """This process is one rank: no cluster, no driver. The first rank writes and prints."""
+    from rich.console import Console
+
+    from hotseat.loop.supervised import SupervisedWorker
+
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    algebra = batch_algebra(config, num_ranks, len(examples))
+    worker = SupervisedWorker(*_supervised_args(config, algebra, examples, held_out), rank=rank, num_ranks=num_ranks)
+    try:
+        with ExitStack() as stack:
+            if rank == 0:
+                run_dir = make_run_dir(config)
+                view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS))
+                for note in notes:
+                    view.say(note)
+            else:
+                from hotseat.observe import LiveView
+
+                run_dir = Path(config.run_dir) / config.name
+                view, log = LiveView("", 1, {}, Console(quiet=True)), lambda step, metrics: None
+            final = _train_supervised(config, algebra, worker.step, worker.evaluate if held_out else None, view, log)
+            _export(config, run_dir, lambda path: worker.export(str(path)), tokenizer if rank == 0 else None, view)
+        return final
+    finally:
+        worker.close()
+
+
+# --- what both share --------------------------------------------------------------------------------------------------
+
+
+def _local_inventory(config: Config) -> Inventory | None:
+    """For checks before a cluster is there: without a named inventory, as many devices as the placement takes."""
+    return Inventory.parse(config.cluster.inventory) if config.cluster.inventory is not None else None
+
+
+def _cluster(make: Any, config: Config, dry: Plan) -> Any:
+    """A cluster with room for the plan: an existing one, or our own with one logical device per planned device."""
+    num_devices = 1 + max((device for role in dry.roles for device in role.devices), default=0)
+    return make(config.cluster.runtime, num_devices=num_devices, timeout_s=config.cluster.call_timeout_s)
+
+
+def _inventory_of(cluster: Any, config: Config) -> Inventory:
+    """What the cluster really has."""
+    from hotseat.placement import Node
+
+    nodes = tuple(Node(rank, num_devices=node.num_devices) for rank, node in enumerate(cluster.nodes))
+    return Inventory(nodes)
+
+
+@contextmanager
+def _observed(config: Config, run_dir: Path, algebra: BatchAlgebra, columns: Any) -> Iterator[tuple[Any, Any]]:
+    """A live view, and a function that logs a step to every sink."""
+    from hotseat.observe import LiveView, MetricsFile, TensorBoard
+
+    board_path = Path(config.log.tensorboard_path) if config.log.tensorboard_path else run_dir / "tensorboard"
+    with ExitStack() as stack:
+        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl"))
+        board = TensorBoard(board_path)
+        stack.callback(board.close)
+        view = stack.enter_context(LiveView(config.task, algebra.num_steps or 0, columns))
+
+        def log(step: int, metrics: dict[str, float]) -> None:
+            metrics_file.write(step, metrics)
+            board.write(step, metrics)
+            if metrics and (step % config.log.every == 0 or step == algebra.num_steps):
+                view.step(step, metrics)
+
+        yield view, log
+
+
+def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, view: Any) -> None:
+    """The Hugging Face model, with its tokenizer."""
+    path = Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / "model"
+    view.phase("export")
+    export(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    view.say(f"model: {path}")
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: through the clean-up of everything that was started."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,29 @@
+"""The run's own directory: resolved config, plan, metrics, exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hotseat.config import Config, to_yaml
+from hotseat.errors import UserError
+from hotseat.placement import Plan
+
+
+def make_run_dir(config: Config) -> Path:
+    """Make `run_dir/name`. One that holds a run already is refused: nothing is overwritten."""
+    name = Path(config.name)
+    if name.is_absolute() or ".." in name.parts or len(name.parts) != 1:
+        raise UserError(f"name {config.name!r}: give one plain word, it becomes a directory under run_dir")
+    path = Path(config.run_dir) / name
+    if path.exists() and any(path.iterdir()):
+        raise UserError(f"{path} holds a run already: choose another name (name=...) or remove it")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; choose another run_dir") from None
+    return path
+
+
+def save_plan(path: Path, plan: Plan) -> None:
+    (path / "plan.json").write_text(plan.to_json())

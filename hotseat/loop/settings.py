@@ -1,0 +1,124 @@
+"""From the config to what each worker is told. Workers never see the config."""
+
+from __future__ import annotations
+
+from hotseat.config import Config
+from hotseat.loop.experience import AdvantageSettings
+from hotseat.loop.losses import PolicyObjective
+from hotseat.loop.workers import BatchSettings, EngineSettings, PolicySettings
+from hotseat.train.backend import AdamW, Precision, TrainOptions
+from hotseat.train.schedule import Schedule
+from hotseat.types import Sampling
+
+
+def max_new_tokens(config: Config) -> int:
+    """Tokens that one episode may sample at most."""
+    if config.rollout.max_new_tokens is not None:
+        return config.rollout.max_new_tokens
+    return config.data.max_length - prompt_max_length(config)
+
+
+def prompt_max_length(config: Config) -> int:
+    if config.data.prompt_max_length is not None:
+        return config.data.prompt_max_length
+    if config.rollout.max_new_tokens is not None and config.task == "rl":
+        return config.data.max_length - config.rollout.max_new_tokens
+    return config.data.max_length // 2
+
+
+def sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        max_new_tokens=max_new_tokens(config),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def eval_sampling(config: Config) -> Sampling:
+    return Sampling(max_new_tokens=max_new_tokens(config), temperature=config.eval.temperature)
+
+
+def train_options(config: Config, schedule_length: int, *, is_trained: bool = True) -> TrainOptions:
+    """For the actor; a model that is only scored has no optimizer."""
+    optimizer, train = config.actor.optimizer, config.train
+    return TrainOptions(
+        precision=_precision(config),
+        optimizer=AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay) if is_trained else None,
+        schedule=Schedule(
+            kind=optimizer.schedule,
+            peak=optimizer.learning_rate,
+            num_warmup_steps=int(schedule_length * optimizer.warmup_ratio),
+            num_steps=schedule_length,
+            min_ratio=optimizer.min_learning_rate_ratio,
+        ),
+        max_grad_norm=optimizer.max_grad_norm or None,
+        gradient_checkpointing=train.gradient_checkpointing,
+        layout="auto" if train.packing else "padded",
+        max_non_finite=train.max_skipped_steps,
+        timeout_s=config.cluster.call_timeout_s,
+    )
+
+
+def _precision(config: Config) -> Precision:
+    if config.train.dtype == "fp32":
+        return "fp32"
+    return "bf16_master" if config.train.fp32_master else "bf16"
+
+
+def engine_settings(config: Config, eos_token_ids: tuple[int, ...]) -> EngineSettings:
+    assert config.actor.model is not None
+    return EngineSettings(
+        model=config.actor.model,
+        max_length=config.data.max_length,
+        num_slots=config.rollout.num_slots,
+        eos_token_ids=eos_token_ids,
+        dtype="float32" if config.train.dtype == "fp32" else "bfloat16",
+        num_threads=config.cluster.threads_per_process,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
+    algorithm, reward = config.algorithm, config.reward
+    kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
+    is_filtered = config.rollout.top_p < 1 or config.rollout.top_k > 0
+    return PolicySettings(
+        objective=PolicyObjective(
+            ratio=algorithm.policy_loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            correction=None if algorithm.correction.kind == "none" else algorithm.correction.kind,
+            correction_low=algorithm.correction.low,
+            correction_high=algorithm.correction.high,
+            kl_estimator=algorithm.kl.estimator,
+            kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
+            entropy_coefficient=algorithm.entropy_coef,
+        ),
+        advantages=AdvantageSettings(
+            estimator=algorithm.estimator,
+            gamma=algorithm.gamma,
+            gae_lambda=algorithm.gae_lambda,
+            divide_by_std=algorithm.std_norm,
+            reward_clip=reward.clip,
+            kl_in_reward=kl_in_reward,
+            kl_estimator=algorithm.kl.estimator,
+            overlong_buffer=reward.overlong.buffer_length,
+            overlong_factor=reward.overlong.penalty_factor,
+            truncation_penalty=reward.truncation_penalty,
+            max_new_tokens=max_new_tokens(config),
+        ),
+        aggregation=algorithm.aggregation,
+        max_epochs=config.train.max_epochs,
+        # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
+        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered,
+        temperature=config.rollout.temperature,
+        score=BatchSettings(config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
+        train=train_batches(config),
+    )
+
+
+def train_batches(config: Config) -> BatchSettings:
+    return BatchSettings(config.train.micro_batch_size, config.train.max_tokens_per_device)

@@ -1,0 +1,331 @@
+"""What happens in one iteration: phases, who works in each, and what must be on the device meanwhile.
+
+`parse_flow` reads the written form (its schema is in docs/placement.md), `default_flow` gives the usual one of a task.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hotseat.errors import PlacementError
+from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role, nearest
+
+Order = Literal["together", "in_turn"]
+Task = Literal["rl", "embodied", "sft", "rm", "dpo"]
+
+_TRAINS = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A role's work in a phase, and the parts that must be on its devices for it."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def is_training(self) -> bool:
+        return Part.GRADIENTS in self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Works that belong together. `pushes` names the roles that get the actor's weights in this phase."""
+
+    name: str
+    works: tuple[Work, ...]
+    order: Order = "together"
+    pushes: tuple[str, ...] = ()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(work.role for work in self.works)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How far the rollout of later batches may run beside the training on earlier ones.
+
+    `queue` batches may wait for training; a batch may be `staleness` weight versions old. Both 0: no overlap.
+    """
+
+    queue: int = 0
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("queue", self.queue), ("staleness", self.staleness)):
+            if value < 0:
+                raise PlacementError(f"overlap.{name} is {value}: it must be 0 (no overlap) or more")
+
+    @property
+    def is_on(self) -> bool:
+        return self.queue > 0 or self.staleness > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The phases of one iteration, in order; after the last comes the first again."""
+
+    phases: tuple[Phase, ...]
+    overlap: Overlap = Overlap()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Every role that works in some phase, in order of its first work."""
+        return tuple(dict.fromkeys(role for phase in self.phases for role in phase.roles))
+
+    @property
+    def rollout_phases(self) -> tuple[Phase, ...]:
+        """Phases that make episodes."""
+        return tuple(phase for phase in self.phases if "rollout" in phase.roles and not phase.pushes)
+
+    @property
+    def training_phases(self) -> tuple[Phase, ...]:
+        """Phases that use episodes: with overlap, the rollout of later ones goes on meanwhile."""
+        return tuple(phase for phase in self.phases if "rollout" not in phase.roles)
+
+    def parts_of(self, role: str) -> tuple[Part, ...]:
+        """The parts of a role that some phase needs."""
+        needed = {part for phase in self.phases for work in phase.works if work.role == role for part in work.parts}
+        return tuple(part for part in Part if part in needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A phase, or one turn of a phase in which roles that share devices take turns: `prepare.1` is its second."""
+
+    name: str
+    phase: str
+    works: tuple[Work, ...]
+    pushes: tuple[str, ...] = ()
+    beside: tuple[Work, ...] = ()  # the rollout of later batches, where overlap lets it go on during this step
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(work.role for work in self.works)
+
+
+def default_flow(task: str, roles: Collection[str], overlap: Overlap | None = None) -> Flow:
+    """The usual flow of a task for the roles that are placed."""
+    for role in roles:
+        check_role(role)
+    makers = {"rl": _rl, "embodied": _embodied, "sft": _sft, "rm": _rm, "dpo": _dpo}
+    if task not in makers:
+        guess = nearest(task, tuple(makers))
+        hint = f"did you mean {guess!r}? " if guess else ""
+        raise PlacementError(f"unknown task {task!r}: {hint}the tasks are {', '.join(makers)}")
+    needed, phases = makers[task](frozenset(roles))
+    for role in needed:
+        if role not in roles:
+            raise PlacementError(f"task {task} needs the role {role}, which is not placed: give it a selection")
+    flow = Flow(tuple(phase for phase in phases if phase.works), overlap or Overlap())
+    idle = [role for role in roles if role not in flow.roles]
+    if idle:
+        raise PlacementError(
+            f"task {task} has no work for {', '.join(idle)}: leave {'it' if len(idle) == 1 else 'them'} out of the"
+            f" placement, or write a flow that uses {'it' if len(idle) == 1 else 'them'}"
+        )
+    return flow
+
+
+_Made = tuple[tuple[str, ...], tuple[Phase, ...]]
+
+
+def _forward(roles: frozenset[str], *names: str) -> tuple[Work, ...]:
+    return tuple(Work(name, (Part.WEIGHTS,)) for name in names if name in roles)
+
+
+def _train(roles: frozenset[str], *names: str) -> tuple[Work, ...]:
+    return tuple(Work(name, _TRAINS) for name in names if name in roles)
+
+
+def _rollout_phase(roles: frozenset[str]) -> Phase:
+    env = (Work("env", (Part.SIMULATOR,)),) if "env" in roles else ()
+    engine = (Work("rollout", (Part.WEIGHTS, Part.KV_CACHE)),) if "rollout" in roles else ()
+    return Phase("rollout", env + engine)
+
+
+def _sync_phase(roles: frozenset[str]) -> Phase:
+    targets = tuple(role for role in ("rollout", "inference") if role in roles)
+    return Phase("sync", _forward(roles, "actor", *targets), pushes=targets)
+
+
+def _rl(roles: frozenset[str]) -> _Made:
+    scorer = "inference" if "inference" in roles else "actor"
+    return ("actor", "rollout"), (
+        _rollout_phase(roles),
+        Phase("prepare", _forward(roles, "reward", "reference", "critic", scorer), "in_turn"),
+        Phase("update", _train(roles, "critic", "actor"), "in_turn"),
+        _sync_phase(roles),
+    )
+
+
+def _embodied(roles: frozenset[str]) -> _Made:
+    # The engine's own log-probs serve as the old ones unless an inference role is there to recompute them.
+    return ("actor", "rollout", "env"), (
+        _rollout_phase(roles),
+        Phase("prepare", _forward(roles, "reward", "reference", "critic", "inference"), "in_turn"),
+        Phase("update", _train(roles, "critic", "actor"), "in_turn"),
+        _sync_phase(roles),
+    )
+
+
+def _sft(roles: frozenset[str]) -> _Made:
+    return ("actor",), (Phase("update", _train(roles, "actor")),)
+
+
+def _rm(roles: frozenset[str]) -> _Made:
+    trained = "actor" if "actor" in roles and "reward" not in roles else "reward"
+    return (trained,), (Phase("update", _train(roles, trained)),)
+
+
+def _dpo(roles: frozenset[str]) -> _Made:
+    # Both at once: the loss of a micro-batch takes the log-probs of the two models on it.
+    works = _forward(roles, "reference") + _train(roles, "actor")
+    return ("actor", "reference"), (Phase("update", works),)
+
+
+_PHASE_KEYS = ("name", "run", "train", "push", "order")
+
+
+def parse_flow(phases: Sequence[Mapping[str, object]], roles: Collection[str], overlap: Overlap | None = None) -> Flow:
+    """A flow from its written form, for these placed roles.
+
+    Each phase has a `name`, an `order` (together or in_turn), and its works: `run` (a list of roles, or a mapping from
+    role to parts), `train` (roles whose weights are updated), `push` (roles that get the actor's weights).
+    """
+    if not phases:
+        raise PlacementError("the flow has no phases: write at least one, for instance {name: update, train: [actor]}")
+    flow = Flow(tuple(_parse_phase(written, index) for index, written in enumerate(phases)), overlap or Overlap())
+    check_flow(flow, roles)
+    return flow
+
+
+def _parse_phase(written: Mapping[str, object], index: int) -> Phase:
+    if not isinstance(written, Mapping):
+        raise PlacementError(
+            f"flow: phase {index} is {written!r}: write a mapping such as {{name: update, train: [actor]}}"
+        )
+    name = written.get("name")
+    if not isinstance(name, str) or not name:
+        raise PlacementError(f"flow: phase {index} has no name: write name: rollout or the like")
+    where = f"flow: phase {name!r}"
+    for key in written:
+        if key not in _PHASE_KEYS:
+            guess = nearest(str(key), _PHASE_KEYS)
+            hint = f"did you mean {guess!r}? " if guess else ""
+            raise PlacementError(f"{where}: unknown key {key!r}: {hint}the keys are {', '.join(_PHASE_KEYS)}")
+    order = written.get("order", "together")
+    if order not in get_args(Order):
+        raise PlacementError(f"{where}: order is {order!r}: write together or in_turn")
+    works = _run_works(written.get("run", ()), where)
+    works += [Work(role, _TRAINS) for role in _names(written.get("train", ()), "train", where)]
+    pushes = _names(written.get("push", ()), "push", where)
+    if pushes:
+        works += [Work(role, (Part.WEIGHTS,)) for role in ("actor", *pushes) if role not in {w.role for w in works}]
+    return Phase(name, tuple(works), "in_turn" if order == "in_turn" else "together", tuple(pushes))
+
+
+def _run_works(run: object, where: str) -> list[Work]:
+    if not isinstance(run, Mapping):
+        return [Work(role, _usual_parts(role)) for role in _names(run, "run", where)]
+    works = []
+    for role, parts in run.items():
+        names = [parts] if isinstance(parts, str) else parts
+        if not isinstance(names, Sequence) or not names:
+            raise PlacementError(f"{where}: parts of {role} are {parts!r}: write a list such as [weights, kv_cache]")
+        works.append(Work(check_role(str(role)), tuple(sorted({_part(n, where) for n in names}, key=list(Part).index))))
+    return works
+
+
+def _usual_parts(role: str) -> tuple[Part, ...]:
+    """What a role needs for work that trains nothing."""
+    return tuple(p for p in Part if p in PARTS_OF_ROLE[role] and p not in (Part.GRADIENTS, Part.OPTIMIZER))
+
+
+def _part(name: object, where: str) -> Part:
+    try:
+        return Part(str(name))
+    except ValueError:
+        choices = tuple(part.value for part in Part)
+        guess = nearest(str(name), choices)
+        hint = f"did you mean {guess!r}? " if guess else ""
+        raise PlacementError(f"{where}: unknown part {name!r}: {hint}the parts are {', '.join(choices)}") from None
+
+
+def _names(given: object, key: str, where: str) -> list[str]:
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence):
+        raise PlacementError(f"{where}: {key} is {given!r}: write a list of roles")
+    return [check_role(str(name)) for name in names]
+
+
+def check_flow(flow: Flow, roles: Collection[str]) -> None:
+    """Refuse a flow that cannot be carried out by these placed roles."""
+    names: set[str] = set()
+    for phase in flow.phases:
+        where = f"flow: phase {phase.name!r}"
+        if not re.fullmatch(r"[\w-]+", phase.name):
+            raise PlacementError(f"{where}: use letters, digits, '_' and '-' in its name")
+        if phase.name in names:
+            raise PlacementError(f"flow: two phases are named {phase.name!r}: give each its own name")
+        names.add(phase.name)
+        if not phase.works:
+            raise PlacementError(f"{where}: nobody works: name roles under run, train or push")
+        _check_push(phase, where)
+        for work in phase.works:
+            _check_work(work, where, roles)
+            if phase.roles.count(work.role) > 1:
+                raise PlacementError(f"{where}: {work.role} is named twice: name it once, or make two phases")
+
+
+def _check_work(work: Work, where: str, roles: Collection[str]) -> None:
+    for part in work.parts:
+        if part not in PARTS_OF_ROLE[check_role(work.role)]:
+            can = ", ".join(p for p in Part if p in PARTS_OF_ROLE[work.role])
+            raise PlacementError(f"{where}: {work.role} has no {part}: it can have {can}")
+    if work.role not in roles:
+        raise PlacementError(
+            f"{where}: {work.role} works and is not placed: give it a selection or take it out of the phase"
+            f" (placed are {', '.join(roles) or 'none'})"
+        )
+
+
+def _check_push(phase: Phase, where: str) -> None:
+    if not phase.pushes:
+        return
+    for role in phase.pushes:
+        if role not in ("rollout", "inference", "reference"):
+            raise PlacementError(
+                f"{where}: {role} cannot get the actor's weights: push to rollout, inference or reference"
+            )
+    if phase.order == "in_turn":
+        raise PlacementError(f"{where}: a push needs both sides at once: leave order out or set it to together")
+    for role in ("actor", *phase.pushes):
+        if not any(work.role == role and Part.WEIGHTS in work.parts for work in phase.works):
+            raise PlacementError(f"{where}: a push needs the weights of {role} on the device: add them to its parts")
+
+
+def make_steps(flow: Flow, devices: Mapping[str, Collection[int]]) -> tuple[Step, ...]:
+    """The flow's steps, given each role's devices.
+
+    In an `in_turn` phase a work comes one turn after the last earlier work of the phase that shares a device with it;
+    works that share none go at the same time.
+    """
+    steps: list[Step] = []
+    beside = tuple(work for phase in flow.rollout_phases for work in phase.works) if flow.overlap.is_on else ()
+    for phase in flow.phases:
+        turns = [0] * len(phase.works)
+        if phase.order == "in_turn":
+            sets = [frozenset(devices.get(work.role, ())) for work in phase.works]
+            for index in range(len(turns)):
+                shared = [turns[earlier] for earlier in range(index) if not sets[earlier].isdisjoint(sets[index])]
+                turns[index] = 1 + max(shared, default=-1)
+        for turn in range(max(turns) + 1):
+            name = phase.name if max(turns) == 0 else f"{phase.name}.{turn}"
+            works = tuple(work for work, own in zip(phase.works, turns, strict=True) if own == turn)
+            steps.append(Step(name, phase.name, works, phase.pushes, beside if phase in flow.training_phases else ()))
+    return tuple(steps)

@@ -1,0 +1,445 @@
+"""From selections to processes: which devices of which node each process of each role gets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hotseat.errors import PlacementError, TooFewDevicesError
+from hotseat.placement.inventory import (
+    DEFAULT_POOL,
+    MAX_DEVICES,
+    UNKNOWN_KIND,
+    Inventory,
+    Node,
+    format_ranks,
+)
+from hotseat.placement.selection import (
+    Blocks,
+    CpuProcesses,
+    Elsewhere,
+    InPools,
+    Ranks,
+    SameAs,
+    Selection,
+    check_divides,
+)
+
+Where = Literal["devices", "cpu", "elsewhere"]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a role: its rank in the role, its node, its devices (global ids, in order)."""
+
+    rank: int
+    node: int
+    devices: tuple[int, ...] = ()
+    fraction: float = 1.0  # of each of its devices; below 1 where processes of this role share one
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Request:
+    """What `locate` needs to know of a role. `engine_size` is an engine's tensor-parallel size, None for others."""
+
+    role: str
+    selection: Selection
+    engine_size: int | None = None
+    num_procs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where a role is."""
+
+    role: str
+    where: Where
+    processes: tuple[Process, ...]
+    devices: tuple[int, ...]  # each once, in process order
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Spots:
+    """Devices or nodes in order, cut into the pieces within which processes are laid out."""
+
+    where: Where
+    pieces: tuple[tuple[int, ...], ...]
+    procs: tuple[int | None, ...]  # processes asked for on each piece; None: not said
+
+    @property
+    def items(self) -> tuple[int, ...]:
+        return tuple(item for piece in self.pieces for item in piece)
+
+
+def locate(inventory: Inventory, requests: Sequence[Request]) -> dict[str, Located]:
+    """Every role's processes. Raises PlacementError where a selection cannot be had."""
+    by_role = {request.role: request for request in requests}
+    targets = {request.role: _follow(request, by_role) for request in requests}
+    spots: dict[str, _Spots] = {}
+    for request in requests:
+        pools, selection = _split_pools(request.selection)
+        if isinstance(selection, Ranks):
+            spots[request.role] = _spots_of_ranks(inventory, pools, selection, request.role)
+        elif isinstance(selection, CpuProcesses):
+            spots[request.role] = _spots_of_cpu(inventory, pools, selection)
+        elif isinstance(selection, Elsewhere):
+            spots[request.role] = _Spots("elsewhere", (), ())
+    spots |= _pack(inventory, [r for r in requests if isinstance(_split_pools(r.selection)[1], Blocks)], spots)
+    found: dict[str, Located] = {}
+    for request in sorted(requests, key=lambda request: targets[request.role] != request.role):
+        target = targets[request.role]
+        own = (
+            spots[target]
+            if target == request.role
+            else _shared_spots(request.role, target, spots[target], found[target])
+        )
+        processes = _processes(inventory, request, own, target)
+        devices = own.items if own.where == "devices" else ()
+        found[request.role] = Located(request.role, own.where, processes, devices)
+    return {request.role: found[request.role] for request in requests}
+
+
+def _shared_spots(role: str, target: str, spots: _Spots, located: Located) -> _Spots:
+    """The devices of the role that `@role` leads to, or for a role without devices the nodes of its processes."""
+    if spots.where == "elsewhere":
+        raise PlacementError(
+            f"{role}: @{target} has no devices to share, {target} is served elsewhere; place {role} itself"
+        )
+    if spots.where == "cpu":
+        return _Spots("cpu", (tuple(process.node for process in located.processes),), (None,))
+    return _Spots("devices", spots.pieces, (None,) * len(spots.pieces))
+
+
+def _follow(request: Request, by_role: Mapping[str, Request]) -> str:
+    """The role whose own selection this one's `@role` leads to."""
+    path = [request.role]
+    while isinstance(selection := by_role[path[-1]].selection, SameAs):
+        if selection.role not in by_role:
+            raise PlacementError(
+                f"{path[-1]}: @{selection.role} is not placed: place {selection.role}, or give {path[-1]} devices"
+                f" of its own (placed are {', '.join(by_role)})"
+            )
+        if selection.role in path:
+            cycle = [*path[path.index(selection.role) :], selection.role]
+            raise PlacementError(
+                f"placement goes in a circle: {' -> '.join('@' + role for role in cycle)[1:]}:"
+                f" give one of {', '.join(cycle[:-1])} devices of its own"
+            )
+        path.append(selection.role)
+    return path[-1]
+
+
+def _split_pools(selection: Selection) -> tuple[tuple[str, ...], Selection]:
+    if isinstance(selection, InPools):
+        return selection.pools, selection.selection
+    return (DEFAULT_POOL,), selection
+
+
+def _nodes(inventory: Inventory, pools: Sequence[str]) -> tuple[int, ...]:
+    return tuple(rank for label in pools for rank in inventory.pool_nodes(label))
+
+
+def _spots_of_ranks(inventory: Inventory, pools: tuple[str, ...], selection: Ranks, role: str) -> _Spots:
+    by_node = [inventory.places_by_node(label) for label in pools]
+    if any(by_node) and not all(by_node):
+        raise PlacementError(
+            f"{role}: pools {', '.join(pools)} mix nodes with and without devices, so ranks have no single meaning:"
+            f" name pools of one sort"
+        )
+    nodes = _nodes(inventory, pools)
+    available = nodes if by_node[0] else tuple(device for rank in nodes for device in inventory.devices_of(rank))
+    unit = "node" if by_node[0] else "device"
+    pieces: list[tuple[int, ...]] = []
+    procs: list[int | None] = []
+    for segment in selection.segments:
+        if segment.ranks is None:
+            piece = available
+        else:
+            if segment.ranks.last >= len(available):
+                raise _out_of_range(role, selection, segment.ranks.last, len(available), unit, pools)
+            piece = available[segment.ranks.first : segment.ranks.last + 1]
+        if segment.procs is not None:
+            check_divides(len(piece), len(segment.procs), f"{role}: {segment}")
+        pieces.append(piece)
+        procs.append(None if segment.procs is None else len(segment.procs))
+    return _Spots("cpu" if by_node[0] else "devices", tuple(pieces), tuple(procs))
+
+
+def _out_of_range(
+    role: str, selection: Ranks, rank: int, count: int, unit: str, pools: tuple[str, ...]
+) -> PlacementError:
+    where = "the inventory" if pools == (DEFAULT_POOL,) else f"pool {','.join(pools)}"
+    plural = unit if count == 1 else f"{unit}s"
+    text = f"{role}: rank {rank} is out of range: {where} has {count} {plural}, ranks 0-{count - 1}"
+    if selection.from_int and rank >= 60:
+        minutes, seconds = divmod(rank, 60)
+        # More devices would hide this slip, so it is not an error of that kind.
+        return PlacementError(
+            f"{text}; YAML 1.1 reads an unquoted {minutes}:{seconds} as the number {rank}:"
+            f' if that was meant, write "{minutes}:{seconds}" in quotes'
+        )
+    return TooFewDevicesError(text)
+
+
+def _spots_of_cpu(inventory: Inventory, pools: tuple[str, ...], selection: CpuProcesses) -> _Spots:
+    """Spread evenly, on nodes without devices where there are any: those have no one else's host memory to share."""
+    nodes = _nodes(inventory, pools)
+    nodes = tuple(rank for rank in nodes if inventory.nodes[rank].num_devices == 0) or nodes
+    count = selection.count
+    chosen = tuple(nodes[index * len(nodes) // count] for index in range(count))
+    return _Spots("cpu", (chosen,), (count,))
+
+
+def _pack(inventory: Inventory, requests: Sequence[Request], placed: Mapping[str, _Spots]) -> dict[str, _Spots]:
+    """Blocks onto nodes, first fit: in the order given or, where that fails, the largest blocks first."""
+    claimed = {device for spots in placed.values() if spots.where == "devices" for device in spots.items}
+    largest_first = sorted(requests, key=lambda request: -_blocks(request).size)
+    failed = None
+    for order in (requests, largest_first):
+        packed, failed = _first_fit(inventory, order, claimed)
+        if failed is None:
+            return packed
+    assert failed is not None
+    raise TooFewDevicesError(_does_not_pack(inventory, requests, placed, failed))
+
+
+def _blocks(request: Request) -> Blocks:
+    blocks = _split_pools(request.selection)[1]
+    assert isinstance(blocks, Blocks)
+    return blocks
+
+
+def _first_fit(
+    inventory: Inventory, requests: Sequence[Request], claimed: set[int]
+) -> tuple[dict[str, _Spots], Request | None]:
+    """The packed blocks, and the first request that found no room."""
+    free = [
+        [device for device in inventory.devices_of(rank) if device not in claimed]
+        for rank in range(inventory.num_nodes)
+    ]
+    packed: dict[str, _Spots] = {}
+    for request in requests:
+        blocks = _blocks(request)
+        nodes = _nodes(inventory, _split_pools(request.selection)[0])
+        fits_one = any(inventory.nodes[rank].num_devices >= blocks.size for rank in nodes)
+        pieces: list[tuple[int, ...]] = []
+        start = 0  # nodes before this one have too little room, and room never grows
+        for _ in range(blocks.count):
+            if fits_one:
+                while start < len(nodes) and len(free[nodes[start]]) < blocks.size:
+                    start += 1
+                piece = free[nodes[start]][: blocks.size] if start < len(nodes) else []
+            else:
+                piece = _spread(inventory, nodes, free, blocks.size)
+            if not piece:
+                return packed, request
+            taken = set(piece)
+            for rank in {inventory.node_of(device) for device in piece}:
+                free[rank] = [device for device in free[rank] if device not in taken]
+            pieces.append(tuple(piece))
+        packed[request.role] = _Spots("devices", tuple(pieces), (None,) * len(pieces))
+    return packed, None
+
+
+def _spread(inventory: Inventory, nodes: Sequence[int], free: list[list[int]], size: int) -> list[int]:
+    """A block larger than any node: whole free nodes, and for the rest of it the first node with room."""
+    piece: list[int] = []
+    used: set[int] = set()
+    for rank in nodes:
+        whole = inventory.nodes[rank].num_devices
+        if whole and len(free[rank]) == whole and whole <= size - len(piece):
+            piece.extend(free[rank])
+            used.add(rank)
+    rest = size - len(piece)
+    if rest == 0:
+        return piece
+    for rank in nodes:
+        if rank not in used and len(free[rank]) >= rest:
+            return sorted(piece + free[rank][:rest])
+    return []
+
+
+def _does_not_pack(
+    inventory: Inventory, requests: Sequence[Request], placed: Mapping[str, _Spots], failed: Request
+) -> str:
+    pools = _split_pools(failed.selection)[0]
+    nodes = set(_nodes(inventory, pools))
+    where = "the inventory" if pools == (DEFAULT_POOL,) else f"pool {','.join(pools)}"
+    total = sum(inventory.nodes[rank].num_devices for rank in nodes)
+    here = [r for r in requests if set(_nodes(inventory, _split_pools(r.selection)[0])) & nodes]
+    by_rank = {
+        role: devices
+        for role, spots in placed.items()
+        if spots.where == "devices" and (devices := {d for d in spots.items if inventory.node_of(d) in nodes})
+    }
+    claimed = set().union(*by_rank.values())
+    need = len(claimed) + sum(_blocks(r).count * _blocks(r).size for r in here)
+    sums = [f"{role} {len(devices)} (by rank)" for role, devices in by_rank.items()]
+    sums += [f"{r.role} {_blocks(r).count * _blocks(r).size} ({_blocks(r)})" for r in here]
+    size = max((inventory.nodes[rank].num_devices for rank in nodes), default=0)
+    if not size:
+        return f"{failed.role}: {failed.selection} needs devices and {where} has none: write cpu*1"
+    enough = _enough_nodes(here, size, len(claimed))
+    fix = f"{enough} node{'s' * (enough > 1)} of {size} devices would do"
+    share = f"{fix}; or let roles share devices, for instance {failed.role}: '@{_other(here, by_rank, failed)}'"
+    if need > total:
+        has = f"{where} has {total} ({_of(inventory, nodes)})"
+        return f"the roles need {need} devices and {has}: {', '.join(sums)}; {share}"
+    return (
+        f"{failed.role}: {failed.selection} finds no room in {where} ({_of(inventory, nodes)}): {need} of {total}"
+        f" devices are asked for ({', '.join(sums)}), a block of {_blocks(failed).size} must lie on one node; {share}"
+    )
+
+
+def _other(here: Sequence[Request], by_rank: Mapping[str, set[int]], failed: Request) -> str:
+    others = [*by_rank, *(request.role for request in here if request.role != failed.role)]
+    return "actor" if "actor" in others or not others else others[0]
+
+
+def _of(inventory: Inventory, nodes: set[int]) -> str:
+    return str(Inventory(tuple(_renumber(inventory.nodes[rank], index) for index, rank in enumerate(sorted(nodes)))))
+
+
+def _renumber(node: Node, rank: int) -> Node:
+    return Node(rank, node.pool, node.num_devices, node.device_kind)
+
+
+def _enough_nodes(requests: Sequence[Request], size: int, num_claimed: int) -> int:
+    """How many nodes of this size hold everything, found by packing."""
+    bare = [Request(r.role, _blocks(r)) for r in requests]
+    need = num_claimed + sum(_blocks(r).count * _blocks(r).size for r in requests)
+    fewest = -(-need // size)
+    if need > MAX_DEVICES:
+        return fewest
+    for count in itertools.count(fewest):
+        hypothetical = Inventory(tuple(Node(rank, DEFAULT_POOL, size, UNKNOWN_KIND) for rank in range(count)))
+        for order in (bare, sorted(bare, key=lambda request: -_blocks(request).size)):
+            if _first_fit(hypothetical, order, set(range(num_claimed)))[1] is None:
+                return count
+    raise AssertionError("a node per block is always enough")
+
+
+def _processes(inventory: Inventory, request: Request, spots: _Spots, target: str) -> tuple[Process, ...]:
+    if spots.where == "elsewhere":
+        return ()
+    if spots.where == "cpu":
+        return _cpu_processes(request, spots)
+    size = request.engine_size
+    said = [count for count in spots.procs if count is not None]
+    if said:
+        counts = [len(p) if n is None else n for p, n in zip(spots.pieces, spots.procs, strict=True)]
+        _check_said(request, spots, counts)
+        layout = list(zip(spots.pieces, counts, strict=True))
+    elif size is not None:
+        layout = _engine_layout(request, spots, size, target)
+    else:
+        num_procs = request.num_procs or len(spots.items)
+        check_divides(len(spots.items), num_procs, f"{request.role}: {request.selection}")
+        layout = [(spots.items, num_procs)]
+    processes: list[Process] = []
+    for piece, count in layout:
+        per_device = max(1, count // len(piece))
+        width = max(1, len(piece) // count)
+        for index in range(count):
+            start = index // per_device * width
+            devices = piece[start : start + width]
+            node = _one_node(inventory, request, len(processes), devices)
+            processes.append(Process(len(processes), node, devices, 1 / per_device))
+    return tuple(processes)
+
+
+def _cpu_processes(request: Request, spots: _Spots) -> tuple[Process, ...]:
+    is_shared = isinstance(request.selection, SameAs)
+    processes: list[Process] = []
+    for piece, said in zip(spots.pieces, spots.procs, strict=True):
+        count = said or (request.num_procs if len(spots.pieces) == 1 else None) or len(piece)
+        if count < len(piece) and not is_shared:
+            raise PlacementError(
+                f"{request.role}: {request.selection} gives {count} processes {len(piece)} nodes: a process is on one"
+                f" node, so ask for at least {len(piece)} processes"
+            )
+        processes += [Process(len(processes) + index, piece[index * len(piece) // count]) for index in range(count)]
+    if request.num_procs not in (None, len(processes)):
+        raise PlacementError(
+            f"{request.role}: {request.selection} makes {len(processes)} processes and {request.num_procs} are asked"
+            f" for: drop one of the two"
+        )
+    return tuple(processes)
+
+
+def _check_said(request: Request, spots: _Spots, counts: Sequence[int]) -> None:
+    """Explicit PROCS must agree with what else was said of the role."""
+    if request.num_procs not in (None, sum(counts)):
+        raise PlacementError(
+            f"{request.role}: {request.selection} makes {sum(counts)} processes and {request.num_procs} are asked"
+            f" for: drop one of the two"
+        )
+    if request.engine_size is None:
+        return
+    for piece, count in zip(spots.pieces, counts, strict=True):
+        width = max(1, len(piece) // count)
+        if width != request.engine_size:
+            raise PlacementError(
+                f"{request.role}: {request.selection} gives an engine {width} device{'s' * (width > 1)}, tensor"
+                f" parallel size is {request.engine_size}: set tensor_parallel_size to {width} or write the ranks"
+                f" without processes"
+            )
+
+
+def _engine_layout(request: Request, spots: _Spots, size: int, target: str) -> list[tuple[tuple[int, ...], int]]:
+    """One process per engine of `size` devices, cut piece by piece for blocks, else over all the devices in order."""
+    role, num_devices = request.role, len(spots.items)
+    if request.num_procs is not None and request.num_procs * size != num_devices:
+        raise PlacementError(_engines_do_not_match(request, size, num_devices, target))
+    is_blocks = isinstance(_split_pools(request.selection)[1], Blocks)
+    pieces = spots.pieces if is_blocks else (spots.items,)
+    for piece in pieces:
+        if len(piece) % size:
+            what = "a block of" if is_blocks else "its"
+            raise PlacementError(
+                f"{role}: {what} {len(piece)} devices cannot be cut into engines of tensor parallel size {size}:"
+                f" set tensor_parallel_size to {_divisor_at_most(len(piece), size)} or give it"
+                f" {'blocks' if is_blocks else 'a number of devices'} that {size} divides"
+            )
+    return [(piece, len(piece) // size) for piece in pieces]
+
+
+def _engines_do_not_match(request: Request, size: int, num_devices: int, target: str) -> str:
+    role, num_engines = request.role, request.num_procs or 0
+    owner = target if target != role else "its selection"
+    why = "with colocated roles they must be equal" if target != role else "they must be equal"
+    fixes = []
+    if num_devices % size == 0:
+        fixes.append(f"set {role}.num_engines to {num_devices // size}")
+    if num_devices % num_engines == 0:
+        fixes.append(f"{'' if fixes else 'set '}{role}.tensor_parallel_size to {num_devices // num_engines}")
+    if not fixes:
+        fixes.append(f"set {role}.num_engines to {num_devices} and {role}.tensor_parallel_size to 1")
+    return (
+        f"{role}: {num_engines} engines x tp {size} need {num_engines * size} devices, {owner} has {num_devices}:"
+        f" {why}; {' or '.join(fixes)}"
+    )
+
+
+def _divisor_at_most(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
+
+
+def _one_node(inventory: Inventory, request: Request, rank: int, devices: tuple[int, ...]) -> int:
+    nodes = sorted({inventory.node_of(device) for device in devices})
+    if len(nodes) == 1:
+        return nodes[0]
+    sizes = sorted({inventory.nodes[node].num_devices for node in nodes})
+    if request.engine_size is not None:
+        fits = _divisor_at_most(sizes[0], request.engine_size)
+        raise PlacementError(
+            f"{request.role}: engine {rank} of tensor parallel size {request.engine_size} would span nodes"
+            f" {format_ranks(nodes)} (devices {format_ranks(devices)}): an engine stays on one node;"
+            f" set tensor_parallel_size to {fits}, or choose ranks so that {request.engine_size} in a row are on one"
+        )
+    raise PlacementError(
+        f"{request.role}: process {rank} would have devices {format_ranks(devices)} on nodes {format_ranks(nodes)}:"
+        f" a process stays on one node; choose ranks so that {len(devices)} in a row are on one node"
+    )

@@ -1,0 +1,535 @@
+"""How much memory a role takes: named terms, each with its arithmetic, all per device unless said otherwise.
+
+Nothing here is measured. The constants below are the assumptions; a calibration against real devices changes them and
+nothing else. N is the number of parameters of the model, GiB are 2^30 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hotseat.errors import PlacementError
+from hotseat.placement.roles import Part
+from hotseat.placement.shapes import ModelShape
+
+GIB = 2**30
+
+# --- assumptions ------------------------------------------------------------------------------------------------------
+CONTEXT_GIB = 0.5  # driver context, library handles and kernels that a process keeps on every device it uses
+COMMUNICATOR_GIB = 0.4  # collective buffers of a process that talks to others of its role
+WEIGHT_BUCKET_GIB = 1.0  # staging of a weight push, on the sending and on the receiving side
+ALLOCATOR_SLACK = 0.08  # of a trainer's working memory: fragments that the caching allocator cannot use
+LOGITS_CHUNK_TOKENS = 1024  # tokens whose logits exist at once where log-probs are chunked
+FP32 = 4  # bytes; losses, norms and log-softmax are in fp32 whatever the model's dtype
+RECOMPUTE_PEAK = 1.5  # a recomputed layer: its activations and the gradients on the way back through it
+FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
+DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
+DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
+STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist during the optimizer step
+ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
+ENGINE_WORKSPACE_GIB = 0.5  # attention workspace, sampler and input buffers of an engine
+CUDA_GRAPH_GIB_PER_LAYER = 0.02  # captured graphs of an engine
+HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
+FITS_BELOW = 0.9  # of a device's memory: at most this fits well
+# ----------------------------------------------------------------------------------------------------------------------
+
+Activity = Literal["forward", "train", "generate", "simulate", "push", "receive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One named amount of memory. `part` is what it belongs to; None: there while the role works, or always."""
+
+    role: str
+    name: str
+    gib: float
+    formula: str
+    part: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainMemory:
+    """A model that is trained: which parameters, gradients and optimizer state, in which dtype, cut how.
+
+    FSDP with fp32 weights cast to bf16 is `weight_bytes=4, master_bytes=0`; bf16 weights with an fp32 copy in the
+    optimizer is `weight_bytes=2, master_bytes=4`; pure bf16 is `weight_bytes=2, master_bytes=0, moment_bytes=2`.
+    `zero_stage` holds for FSDP too: 3 gathers layer by layer, 1 and 2 the whole model for each step, 0 copies it.
+    """
+
+    max_tokens: int  # of the longest sequence, prompt and answer together
+    micro_batch: int = 1  # sequences per forward and backward
+    forward_micro_batch: int | None = None  # sequences per forward without backward; None: micro_batch
+    backend: Literal["fsdp", "deepspeed"] = "fsdp"
+    zero_stage: int = 3
+    sequence_parallel: int = 1
+    weight_bytes: int = 2
+    compute_bytes: int = 2
+    gradient_bytes: int = 4
+    master_bytes: int = 4
+    moment_bytes: int = 4
+    num_moments: int = 2
+    optimizer_offload: bool = False  # moments and master weights live on the host, always
+    weight_offload: bool = False  # weights live on the host and stream through
+    gradient_checkpointing: bool = True
+    packing: bool = True
+    chunked_logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            "a trained model", self, "max_tokens", "micro_batch", "forward_micro_batch", "sequence_parallel"
+        )
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise PlacementError(f"zero_stage is {self.zero_stage}: it must be 0, 1, 2 or 3")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank keeps only its shard of the weights."""
+        return self.zero_stage == 3 or (self.backend == "fsdp" and self.zero_stage > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardMemory:
+    """A model that only scores: reference, reward, inference."""
+
+    max_tokens: int
+    micro_batch: int = 1
+    weight_bytes: int = 2
+    is_sharded: bool = False  # each rank keeps a shard and gathers layer by layer
+    weight_offload: bool = False
+    packing: bool = True
+    chunked_logprobs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive("a scoring model", self, "max_tokens", "micro_batch")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """A rollout engine. With a memory share, its cache takes what the rest leaves of it; without, what `slots` need."""
+
+    max_tokens: int
+    slots: int  # sequences at once
+    engine: Literal["vllm", "transformers"] = "vllm"
+    weight_bytes: int = 2
+    kv_bytes: int = 2
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive("an engine", self, "max_tokens", "slots")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatorMemory:
+    """A simulator process whose needs are known: on its device, and on the host."""
+
+    gib: float
+    host_gib: float = 0.0
+
+
+Memory = TrainMemory | ForwardMemory | EngineMemory | SimulatorMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a role lies on one device: enough to turn its settings into GiB."""
+
+    num_procs: int  # of the whole role
+    tensor_parallel: int = 1
+    procs_per_device: int = 1
+    share: float | None = None  # of the device's memory, per process
+    device_gib: float | None = None  # the device's memory; None: not known
+    has_device: bool = True  # False: everything is on the host
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class RoleMemory:
+    """A role on one of its devices. `host` is per process, `min_share` the least share an engine can start with."""
+
+    fixed: tuple[Term, ...]  # from the start of its processes to their end
+    parts: dict[Part, tuple[Term, ...]]
+    working: dict[Activity, tuple[Term, ...]]
+    host: tuple[Term, ...]
+    min_share: float | None = None
+
+    def part_gib(self, part: Part) -> float:
+        return total(self.parts.get(part, ()))
+
+
+def total(terms: Iterable[Term]) -> float:
+    return sum(term.gib for term in terms)
+
+
+def estimate(role: str, memory: Memory | None, model: ModelShape | None, layout: Layout) -> RoleMemory | None:
+    """What a role takes on one of its devices, or None where its settings do not say."""
+    if memory is None:
+        found = _simulator(role, None, layout) if role == "env" and layout.share is not None else None
+    elif isinstance(memory, SimulatorMemory):
+        found = _simulator(role, memory, layout)
+    elif model is None:
+        found = None
+    elif isinstance(memory, TrainMemory):
+        found = _train(role, memory, model, layout)
+    elif isinstance(memory, ForwardMemory):
+        found = _forward(role, memory, model, layout)
+    else:
+        found = _engine(role, memory, model, layout)
+    if found is None or layout.procs_per_device == 1:
+        return found
+    return _times(found, layout.procs_per_device)
+
+
+def _check_positive(what: str, memory: object, *names: str) -> None:
+    for name in names:
+        value = getattr(memory, name)
+        if value is not None and value < 1:
+            raise PlacementError(f"{name} of {what} is {value}: it must be 1 or more")
+
+
+def _times(memory: RoleMemory, count: int) -> RoleMemory:
+    def each(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+        return tuple(replace(t, gib=t.gib * count, formula=f"{count} processes x ({t.formula})") for t in terms)
+
+    return RoleMemory(
+        each(memory.fixed),
+        {part: each(terms) for part, terms in memory.parts.items()},
+        {activity: each(terms) for activity, terms in memory.working.items()},
+        memory.host,
+        memory.min_share,
+    )
+
+
+def _n(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.3f}"
+
+
+def _fixed(role: str, layout: Layout, is_group: bool) -> tuple[Term, ...]:
+    if not layout.has_device:
+        return ()
+    terms = [Term(role, "device context", CONTEXT_GIB, "constant, per process")]
+    if is_group:
+        terms.append(Term(role, "communicator", COMMUNICATOR_GIB, "constant, per process in a group"))
+    return tuple(terms)
+
+
+def process_on_host(role: str) -> Term:
+    """What any process takes on its host."""
+    return Term(role, "process", HOST_PROCESS_GIB, "constant, per process")
+
+
+def _bytes(role: str, name: str, count: float, formula: str, part: Part | None = None) -> Term:
+    return Term(role, name, count / GIB, formula, part)
+
+
+def _slack(role: str, terms: list[Term]) -> tuple[Term, ...]:
+    working = total(terms)
+    slack = Term(role, "allocator slack", ALLOCATOR_SLACK * working, f"{ALLOCATOR_SLACK:.0%} of {working:.2f} GiB")
+    return (*terms, slack)
+
+
+def _push(role: str, name: str) -> tuple[Term, ...]:
+    return (Term(role, name, WEIGHT_BUCKET_GIB, "constant"),)
+
+
+def _per(divisor: int, what: str) -> str:
+    return f" / {divisor} {what}" if divisor > 1 else ""
+
+
+def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) -> RoleMemory:
+    tp = layout.tensor_parallel
+    shards = max(1, layout.num_procs // tp)
+    n = model.num_parameters
+    weight_cut = shards if memory.is_sharded else 1
+    is_fsdp_cut = memory.backend == "fsdp" and memory.zero_stage > 0
+    gradient_cut = shards if memory.zero_stage >= 2 or is_fsdp_cut else 1
+    optimizer_cut = shards if memory.zero_stage >= 1 else 1
+
+    def share(name: str, num_bytes: int, cut: int, part: Part) -> Term:
+        formula = f"{_n(n)} parameters x {num_bytes} B{_per(cut, 'ranks')}{_per(tp, 'tensor parallel')}"
+        return _bytes(role, name, n * num_bytes / cut / tp, formula, part)
+
+    weights = share("weights", memory.weight_bytes, weight_cut, Part.WEIGHTS)
+    gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
+    moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
+    state = [moments]
+    if memory.master_bytes:
+        state.append(share("master weights", memory.master_bytes, optimizer_cut, Part.OPTIMIZER))
+    host = [process_on_host(role)]
+    parts: dict[Part, tuple[Term, ...]] = {
+        Part.WEIGHTS: (weights,),
+        Part.GRADIENTS: (gradients,),
+        Part.OPTIMIZER: tuple(state),
+    }
+    if memory.weight_offload:
+        host.append(replace(weights, name="weights, streamed (pinned)"))
+        parts[Part.WEIGHTS] = (replace(weights, gib=0.0, formula="on the host"),)
+    if memory.optimizer_offload:
+        host += [replace(term, name=f"{term.name} (pinned)") for term in state]
+        parts[Part.OPTIMIZER] = tuple(replace(term, gib=0.0, formula="on the host") for term in state)
+        if memory.backend == "deepspeed" and gradient_cut > 1:
+            # ZeRO-Offload sends each reduced bucket to the host and keeps no gradient shard on the device.
+            host.append(replace(gradients, name="gradients (pinned)"))
+            parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="on the host"),)
+    gathered = _gathered(role, memory, model, shards, tp)
+    back = [*gathered, *_reduce(role, memory, model, shards, tp), *_activations(role, memory, model, tp)]
+    back += _logits(
+        role, model, _tokens(memory, memory.micro_batch), memory.chunked_logprobs, memory.compute_bytes, tp, 2
+    )
+    step: list[Term] = []
+    if not memory.optimizer_offload:
+        step = [
+            _bytes(
+                role,
+                "optimizer step",
+                n * STEP_BYTES / optimizer_cut / tp,
+                f"{_n(n)} parameters x {STEP_BYTES} B{_per(optimizer_cut, 'ranks')}{_per(tp, 'tensor parallel')}",
+            )
+        ]
+    forward_batch = memory.forward_micro_batch or memory.micro_batch
+    forward = [*gathered, *_forward_terms(role, model, memory, forward_batch, memory.compute_bytes, tp)]
+    working: dict[Activity, tuple[Term, ...]] = {
+        # Activations are gone when the optimizer steps, so the larger of the two is the peak.
+        "train": _slack(role, back if total(back) >= total(step) else step),
+        "forward": _slack(role, forward),
+        "push": _push(role, "weight bucket, sending"),
+        "receive": _push(role, "weight bucket, receiving"),
+    }
+    return RoleMemory(_fixed(role, layout, layout.num_procs > 1), parts, working, tuple(host))
+
+
+def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
+    cut = memory.sequence_parallel if isinstance(memory, TrainMemory) else 1
+    return -(-micro_batch * memory.max_tokens // cut)
+
+
+def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
+    """Whole weights that exist while the role works, beside its shard."""
+    is_cast = memory.weight_bytes != memory.compute_bytes
+    if not (memory.is_sharded and shards > 1) and not is_cast and not memory.weight_offload:
+        return []
+    n, layer, rest = model.num_parameters, model.num_layer_parameters, model.num_embedding_parameters
+    if memory.zero_stage < 3 and not memory.weight_offload:
+        live, how = n, f"{_n(n)} parameters"
+    elif memory.backend == "fsdp":
+        live = min(n, rest + FSDP_LIVE_LAYERS * layer)
+        how = f"({_n(rest)} outside the layers + {FSDP_LIVE_LAYERS} layers x {_n(layer)})"
+    else:
+        live = min(n, max(DEEPSPEED_LIVE_PARAMETERS, layer))
+        how = f"{_n(live)} live parameters"
+    formula = f"{how} x {memory.compute_bytes} B{_per(tp, 'tensor parallel')}"
+    return [_bytes(role, "gathered weights", live * memory.compute_bytes / tp, formula)]
+
+
+def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
+    """Gradients on their way to the ranks that keep them."""
+    if shards == 1:
+        return []
+    if memory.backend == "fsdp" and memory.zero_stage > 0:
+        count = model.num_embedding_parameters + model.num_layer_parameters
+        how = (
+            f"({_n(model.num_embedding_parameters)} outside the layers + one layer of {_n(model.num_layer_parameters)})"
+        )
+    else:
+        count = min(model.num_parameters, DEEPSPEED_BUCKET_ELEMENTS)
+        how = f"bucket of {_n(count)}"
+    formula = f"{how} x {memory.gradient_bytes} B{_per(tp, 'tensor parallel')}"
+    return [_bytes(role, "gradient reduction", count * memory.gradient_bytes / tp, formula)]
+
+
+def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -> float:
+    """What one layer keeps of one token for the backward pass, with an attention kernel that stores no scores.
+
+    Two norms keep their input in fp32 and their output; attention keeps q, k, v and its output; the gated MLP keeps
+    gate, up, activation and product:  2 (4 + c) h + 2 c (q + kv) / tp + 4 c m / tp  bytes. (Counted from the layer's
+    graph, as Korthikanti et al. 2022 do for GPT.)
+    """
+    c = compute_bytes
+    norms = 2 * (FP32 + c) * model.hidden_size
+    return norms + (2 * c * (model.q_size + model.kv_size) + 4 * c * model.mlp_width) / tp
+
+
+def _activations(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> list[Term]:
+    tokens = _tokens(memory, memory.micro_batch)
+    layer = layer_activation_bytes(model, memory.compute_bytes, tp)
+    if memory.gradient_checkpointing:
+        width = model.hidden_size * memory.compute_bytes
+        terms = [
+            _bytes(
+                role,
+                "checkpointed activations",
+                tokens * model.num_layers * width,
+                f"{_n(tokens)} tokens x {model.num_layers} layers x {_n(width)} B",
+            ),
+            _bytes(
+                role,
+                "recomputed layer",
+                tokens * layer * RECOMPUTE_PEAK,
+                f"{_n(tokens)} tokens x {_n(layer)} B x {RECOMPUTE_PEAK}",
+            ),
+        ]
+    else:
+        terms = [
+            _bytes(
+                role,
+                "activations",
+                tokens * model.num_layers * layer,
+                f"{_n(tokens)} tokens x {model.num_layers} layers x {_n(layer)} B",
+            )
+        ]
+    return terms + _mask(role, memory, memory.micro_batch, memory.compute_bytes)
+
+
+def _mask(role: str, memory: TrainMemory | ForwardMemory, micro_batch: int, compute_bytes: int) -> list[Term]:
+    if memory.packing:
+        return []
+    side = memory.max_tokens
+    formula = f"{micro_batch} sequences x {_n(side)}^2 x {compute_bytes} B"
+    return [_bytes(role, "attention mask", micro_batch * side * side * compute_bytes, formula)]
+
+
+def _logits(
+    role: str, model: ModelShape, tokens: int, is_chunked: bool, compute_bytes: int, tp: int, passes: int
+) -> list[Term]:
+    """Logits in the model's dtype and in fp32, in a backward pass (passes = 2) the gradients of both."""
+    if model.head == "scalar":
+        return []
+    rows = min(tokens, LOGITS_CHUNK_TOKENS) if is_chunked else tokens
+    each = (compute_bytes + FP32) * passes
+    name = "logits chunk" if is_chunked else "logits"
+    formula = f"{_n(rows)} tokens x {_n(model.vocab_size)} x {each} B{_per(tp, 'tensor parallel')}"
+    return [_bytes(role, name, rows * model.vocab_size * each / tp, formula)]
+
+
+def _forward_terms(
+    role: str, model: ModelShape, memory: TrainMemory | ForwardMemory, micro_batch: int, compute_bytes: int, tp: int
+) -> list[Term]:
+    tokens = _tokens(memory, micro_batch)
+    width = (2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp) * compute_bytes
+    terms = [_bytes(role, "forward activations", tokens * width, f"{_n(tokens)} tokens x {_n(width)} B")]
+    terms += _mask(role, memory, micro_batch, compute_bytes)
+    return terms + _logits(role, model, tokens, memory.chunked_logprobs, compute_bytes, tp, 1)
+
+
+def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout) -> RoleMemory:
+    tp = layout.tensor_parallel
+    shards = max(1, layout.num_procs // tp) if memory.is_sharded else 1
+    n = model.num_parameters
+    formula = f"{_n(n)} parameters x {memory.weight_bytes} B{_per(shards, 'ranks')}{_per(tp, 'tensor parallel')}"
+    weights = _bytes(role, "weights", n * memory.weight_bytes / shards / tp, formula, Part.WEIGHTS)
+    host = [process_on_host(role)]
+    terms: list[Term] = []
+    if shards > 1 or memory.weight_offload:
+        live = min(n, model.num_embedding_parameters + FSDP_LIVE_LAYERS * model.num_layer_parameters)
+        formula = f"{_n(live)} live parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}"
+        terms.append(_bytes(role, "gathered weights", live * memory.weight_bytes / tp, formula))
+    if memory.weight_offload:
+        host.append(replace(weights, name="weights, streamed (pinned)"))
+        weights = replace(weights, gib=0.0, formula="on the host")
+    terms += _forward_terms(role, model, memory, memory.micro_batch, memory.weight_bytes, tp)
+    working: dict[Activity, tuple[Term, ...]] = {
+        "forward": _slack(role, terms),
+        "receive": _push(role, "weight bucket, receiving"),
+    }
+    parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,)}
+    return RoleMemory(_fixed(role, layout, shards > 1 or tp > 1), parts, working, tuple(host))
+
+
+def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:
+    """Keys and values of one token in all layers; heads are copied where there are fewer of them than ranks."""
+    heads = max(1.0, model.num_kv_heads / tp)
+    return 2 * model.num_layers * heads * model.head_dim * kv_bytes
+
+
+def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
+    tp = layout.tensor_parallel
+    n = model.num_parameters
+    weights = _bytes(
+        role,
+        "weights",
+        n * memory.weight_bytes / tp,
+        f"{_n(n)} parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}",
+        Part.WEIGHTS,
+    )
+    if layout.has_device and layout.share is not None and layout.device_gib is None:
+        return None  # a share of what?
+    fixed = list(_fixed(role, layout, tp > 1))
+    if memory.engine == "vllm" and memory.cuda_graphs and layout.has_device:
+        graphs = model.num_layers * CUDA_GRAPH_GIB_PER_LAYER
+        formula = f"{model.num_layers} layers x {CUDA_GRAPH_GIB_PER_LAYER} GiB"
+        fixed.append(Term(role, "captured graphs", graphs, formula))
+    tokens = min(ENGINE_BATCH_TOKENS, memory.slots * memory.max_tokens)
+    width = (
+        2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp
+    ) * memory.weight_bytes
+    rows = memory.slots * model.vocab_size * (memory.weight_bytes + FP32)
+    workspace = Term(
+        role,
+        "engine workspace",
+        ENGINE_WORKSPACE_GIB + (tokens * width + rows / tp) / GIB,
+        f"{ENGINE_WORKSPACE_GIB} GiB + {_n(tokens)} tokens x {_n(width)} B + {memory.slots} slots x"
+        f" {_n(model.vocab_size)} x {memory.weight_bytes + FP32} B{_per(tp, 'tensor parallel')}",
+    )
+    per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
+    one = memory.max_tokens * per_token / GIB
+    rest = total(fixed) + weights.gib + workspace.gib
+    min_share = None
+    if layout.share is not None and layout.device_gib is not None:
+        left = layout.share * layout.device_gib - rest
+        held = int(max(left, 0.0) * GIB / per_token)
+        formula = (
+            f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, workspace, context)"
+            f" = {_n(held)} tokens of {_n(per_token)} B"
+        )
+        cache = Term(role, "kv cache", max(left, one), formula, Part.KV_CACHE)
+        min_share = (rest + one) / layout.device_gib
+    else:
+        formula = f"{memory.slots} slots x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"
+        cache = Term(role, "kv cache", memory.slots * one, formula, Part.KV_CACHE)
+    working: dict[Activity, tuple[Term, ...]] = {
+        "generate": (workspace,),
+        "forward": (workspace,),
+        "receive": _push(role, "weight bucket, receiving"),
+    }
+    parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,), Part.KV_CACHE: (cache,)}
+    return RoleMemory(tuple(fixed), parts, working, (process_on_host(role),), min_share)
+
+
+def _simulator(role: str, memory: SimulatorMemory | None, layout: Layout) -> RoleMemory | None:
+    fixed = _fixed(role, layout, False)
+    host = [process_on_host(role)]
+    if memory is not None:
+        state = Term(role, "simulator", memory.gib, "as given", Part.SIMULATOR)
+        if memory.host_gib:
+            host.append(Term(role, "simulator on the host", memory.host_gib, "as given"))
+    elif layout.share is not None and layout.device_gib is not None:
+        gib = max(0.0, layout.share * layout.device_gib - total(fixed))
+        formula = f"{layout.share:g} x {layout.device_gib:g} GiB - {total(fixed):.2f} GiB (context)"
+        state = Term(role, "simulator", gib, formula, Part.SIMULATOR)
+    else:
+        return None
+    return RoleMemory(fixed, {Part.SIMULATOR: (state,)}, {}, tuple(host))
+
+
+def savings(memory: Memory, is_training: bool) -> list[tuple[str, Sequence[bool | int]]]:
+    """Settings with values that take less memory, each value less than the one before; cheapest settings first."""
+    found: list[tuple[str, Sequence[bool | int]]] = []
+    if isinstance(memory, TrainMemory):
+        found.append(("zero_stage", [3] * (memory.zero_stage < 3)))
+        found.append(("chunked_logprobs", [True] * (not memory.chunked_logprobs)))
+        if is_training:
+            found.append(("gradient_checkpointing", [True] * (not memory.gradient_checkpointing)))
+            found.append(("micro_batch", range(memory.micro_batch - 1, 0, -1)))
+            found.append(("optimizer_offload", [True] * (not memory.optimizer_offload)))
+        else:
+            found.append(("forward_micro_batch", range((memory.forward_micro_batch or memory.micro_batch) - 1, 0, -1)))
+        found.append(("weight_offload", [True] * (not memory.weight_offload)))
+    elif isinstance(memory, ForwardMemory):
+        found.append(("is_sharded", [True] * (not memory.is_sharded)))
+        found.append(("chunked_logprobs", [True] * (not memory.chunked_logprobs)))
+        found.append(("micro_batch", range(memory.micro_batch - 1, 0, -1)))
+        found.append(("weight_offload", [True] * (not memory.weight_offload)))
+    elif isinstance(memory, EngineMemory):
+        found.append(("cuda_graphs", [False] * (memory.engine == "vllm" and memory.cuda_graphs)))
+        found.append(("slots", range(memory.slots - 1, 0, -1)))
+    return [(setting, values) for setting, values in found if values]

@@ -1,0 +1,694 @@
+"""The planner: `plan(inventory, roles, flow)` says who is where, when, with what, and whether it fits.
+
+Pure and deterministic: equal arguments give equal plans and equal JSON. Work is done once per class of identical
+devices (same kind, same roles), never per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hotseat.errors import PlacementError
+from hotseat.placement.advice import Change, Settings, advise, can_start
+from hotseat.placement.flow import Flow, Step, check_flow, make_steps
+from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
+from hotseat.placement.locate import Located, Process, Request, Where, locate
+from hotseat.placement.memory import (
+    FITS_BELOW,
+    EngineMemory,
+    ForwardMemory,
+    Layout,
+    Memory,
+    Term,
+    TrainMemory,
+    estimate,
+    process_on_host,
+    total,
+)
+from hotseat.placement.residency import (
+    HandOver,
+    Holding,
+    Mode,
+    Stuck,
+    Tenant,
+    activity,
+    hand_overs,
+    settle,
+    working_terms,
+    works_here,
+)
+from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role
+from hotseat.placement.selection import Elsewhere, InPools, Ranks, Selection, parse_selection
+from hotseat.placement.shapes import ModelShape
+
+PutAside = Literal["always", "never"]
+Verdict = Literal["fits", "tight", "does_not_fit", "unknown"]
+RouteKind = Literal["same_device", "same_node", "other_node"]
+Label = Literal["colocated", "disaggregated", "hybrid"]
+
+_ROUNDING = 1e-9  # GiB; sums of the same numbers in another order
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """A role as the planner takes it.
+
+    `on` is a selection or what `parse_selection` reads. `num_procs` counts engines for an engine, otherwise processes.
+    `share` is the part of a device's memory that each process claims. `put_aside` None means as needed; "always" covers
+    `put_aside_parts`, by default all that `can_put_aside` allows; what a backend can put aside it must declare.
+    """
+
+    name: str
+    on: Selection | str | int | Mapping[str, object]
+    tensor_parallel: int = 1
+    num_procs: int | None = None
+    share: float | None = None
+    put_aside: PutAside | None = None
+    put_aside_parts: frozenset[Part] | None = None
+    can_put_aside: frozenset[Part] = frozenset()
+    memory: Memory | None = None
+    model: ModelShape | None = None
+    model_assumed: str | None = None  # the public model whose shape was taken from the name alone
+
+    @property
+    def is_engine(self) -> bool:
+        """One process for several devices, rather than one each."""
+        return self.name == "rollout" or isinstance(self.memory, EngineMemory)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRole:
+    """Where a role is. `on` is its selection as written."""
+
+    name: str
+    on: str
+    where: Where
+    processes: tuple[Process, ...]
+    tensor_parallel: int = 1
+    share: float | None = None
+    is_engine: bool = False
+    model_assumed: str | None = None
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Its devices, each once, in process order."""
+        return tuple(dict.fromkeys(device for process in self.processes for device in process.devices))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """A class of devices in one step. `used_gib` counts what is known; `verdict` unknown: not all of it is."""
+
+    step: str
+    roles: tuple[str, ...]  # that work here
+    holdings: tuple[Holding, ...]
+    terms: tuple[Term, ...]
+    used_gib: float
+    verdict: Verdict
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Devices on which the same happens: ranges of global ids, both ends included."""
+
+    devices: tuple[tuple[int, int], ...]
+    kind: str
+    memory_gib: float | None
+    roles: tuple[str, ...]
+    steps: tuple[GroupStep, ...]
+    hand_overs: tuple[HandOver, ...]
+
+    def __contains__(self, device: int) -> bool:
+        return any(first <= device <= last for first, last in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class HostGroup:
+    """Nodes whose hosts hold the same: ranges of node ranks."""
+
+    nodes: tuple[tuple[int, int], ...]
+    memory_gib: float | None
+    terms: tuple[Term, ...]
+    used_gib: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How an engine gets the actor's weights, and from which actor ranks."""
+
+    role: str
+    rank: int
+    kind: RouteKind
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that follows from an inventory, roles and a flow."""
+
+    inventory: Inventory
+    flow: Flow
+    roles: tuple[PlannedRole, ...]
+    steps: tuple[Step, ...]
+    groups: tuple[DeviceGroup, ...]
+    hosts: tuple[HostGroup, ...]
+    routes: tuple[Route, ...]
+    label: Label
+    verdict: Verdict
+    warnings: tuple[str, ...]
+
+    def role(self, name: str) -> PlannedRole:
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise PlacementError(f"{name} is not placed: placed are {', '.join(role.name for role in self.roles)}")
+
+    def group_of(self, device: int) -> DeviceGroup | None:
+        """The class that a device belongs to; None: no role uses it."""
+        return next((group for group in self.groups if device in group), None)
+
+    def to_json(self) -> str:
+        import json
+
+        from hotseat.placement._codec import encode
+
+        return json.dumps(encode(self), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        import json
+
+        from hotseat.placement._codec import decode
+
+        found: Plan = decode(cls, json.loads(text))
+        return found
+
+
+def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
+    """The plan, or a PlacementError that says what to change.
+
+    A plan whose memory does not fit is returned with that verdict and with changes that would make it fit; a part that
+    must leave a device but may not is an error.
+    """
+    specs = _checked(roles)
+    selections = {spec.name: _selection(spec) for spec in roles}
+    check_flow(flow, specs)
+    _check_working(specs, selections, flow)
+    located = locate(
+        inventory,
+        [
+            Request(spec.name, selections[spec.name], spec.tensor_parallel if spec.is_engine else None, spec.num_procs)
+            for spec in roles
+        ],
+    )
+    for spec in roles:
+        _check_parallel(spec, located[spec.name])
+    steps = make_steps(flow, {name: found.devices for name, found in located.items()})
+    _check_overlap(flow, located)
+    groups = _groups(inventory, specs, located, flow, steps)
+    hosts = _hosts(inventory, specs, located, flow, steps, groups)
+    planned = tuple(
+        PlannedRole(
+            name=spec.name,
+            on=str(selections[spec.name]),
+            where=located[spec.name].where,
+            processes=located[spec.name].processes,
+            tensor_parallel=spec.tensor_parallel,
+            share=spec.share,
+            is_engine=spec.is_engine,
+            model_assumed=spec.model_assumed,
+        )
+        for spec in roles
+    )
+    return Plan(
+        inventory=inventory,
+        flow=flow,
+        roles=planned,
+        steps=steps,
+        groups=groups,
+        hosts=hosts,
+        routes=_routes(flow, located),
+        label=_label(located),
+        verdict=_overall(groups, hosts),
+        warnings=tuple(_warnings(inventory, specs, selections, located, groups)),
+    )
+
+
+def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
+    specs: dict[str, RoleSpec] = {}
+    if not roles:
+        raise PlacementError("no role is placed: place at least the actor, for instance actor: all")
+    for spec in roles:
+        name = check_role(spec.name)
+        if name in specs:
+            raise PlacementError(f"{name} is placed twice: keep one of the two")
+        specs[name] = spec
+        if spec.tensor_parallel < 1:
+            raise PlacementError(f"{name}: tensor_parallel_size is {spec.tensor_parallel}: it must be 1 or more")
+        if spec.num_procs is not None and spec.num_procs < 1:
+            what = "num_engines" if spec.is_engine else "num_procs"
+            raise PlacementError(f"{name}: {what} is {spec.num_procs}: it must be 1 or more")
+        if spec.share is not None and not 0 < spec.share <= 1:
+            raise PlacementError(f"{name}: its memory share is {spec.share:g}: it must be above 0 and at most 1")
+        _check_put_aside(spec)
+    return specs
+
+
+def _check_put_aside(spec: RoleSpec) -> None:
+    if spec.put_aside_parts is not None and spec.put_aside != "always":
+        raise PlacementError(
+            f"{spec.name}: parts to put aside are named, which only put_aside always uses:"
+            f" set put_aside to always or leave the parts out"
+        )
+    if spec.put_aside != "always":
+        return
+    can = spec.can_put_aside & PARTS_OF_ROLE[spec.name]
+    if not can:
+        raise PlacementError(
+            f"{spec.name}: put_aside is always, but its backend can put nothing aside: leave put_aside unset"
+        )
+    cannot = (spec.put_aside_parts or frozenset()) - can
+    if cannot:
+        raise PlacementError(
+            f"{spec.name}: {_list(cannot)} cannot be put aside by its backend, which can put aside {_list(can)}:"
+            f" name only those"
+        )
+
+
+def _list(parts: Iterable[Part]) -> str:
+    names = set(parts)
+    return ", ".join(part for part in Part if part in names)
+
+
+def _selection(spec: RoleSpec) -> Selection:
+    return spec.on if isinstance(spec.on, Selection) else parse_selection(spec.on, spec.name)
+
+
+def _check_working(specs: Mapping[str, RoleSpec], selections: Mapping[str, Selection], flow: Flow) -> None:
+    for name in specs:
+        is_elsewhere = isinstance(selections[name], Elsewhere)
+        if name not in flow.roles and not is_elsewhere:
+            raise PlacementError(
+                f"{name} is placed and works in no phase: take it out of the placement, or put it into a phase"
+            )
+        if is_elsewhere and any(w.role == name and w.is_training for phase in flow.phases for w in phase.works):
+            raise PlacementError(f"{name}: it is trained here, so it cannot be none: give it devices or cpu*1")
+
+
+def _check_parallel(spec: RoleSpec, found: Located) -> None:
+    """A trainer's processes fall into tensor- and sequence-parallel groups without a rest."""
+    if spec.is_engine or found.where != "devices":
+        return
+    sequence = spec.memory.sequence_parallel if isinstance(spec.memory, TrainMemory) else 1
+    size = spec.tensor_parallel * sequence
+    if len(found.processes) % size:
+        what = f"tensor parallel size {spec.tensor_parallel}" + (
+            f" x sequence parallel size {sequence}" * (sequence > 1)
+        )
+        raise PlacementError(
+            f"{spec.name}: {len(found.processes)} processes cannot be cut into groups of {size} ({what}):"
+            f" choose sizes whose product divides {len(found.processes)}"
+        )
+
+
+def _check_overlap(flow: Flow, located: Mapping[str, Located]) -> None:
+    if not flow.overlap.is_on:
+        return
+    given = f"overlap (queue {flow.overlap.queue}, staleness {flow.overlap.staleness})"
+    rollout, training = flow.rollout_phases, flow.training_phases
+    if not rollout or not training:
+        raise PlacementError(f"{given} has no effect: this flow has no rollout beside training; set both to 0")
+    for first in dict.fromkeys(role for phase in rollout for role in phase.roles):
+        for second in dict.fromkeys(role for phase in training for role in phase.roles):
+            shared = sorted(set(located[first].devices) & set(located[second].devices))
+            if shared:
+                plural = "device" if len(shared) == 1 else "devices"
+                raise PlacementError(
+                    f"{given} needs rollout and training on separate devices, and {first} and {second} share {plural}"
+                    f" {format_ranks(shared)}: set overlap.queue and overlap.staleness to 0, or give {first} devices of"
+                    f" its own"
+                )
+
+
+def _modes(spec: RoleSpec, flow: Flow) -> tuple[tuple[Part, Mode], ...]:
+    always = spec.put_aside_parts if spec.put_aside_parts is not None else spec.can_put_aside
+
+    def mode(part: Part) -> Mode:
+        if spec.put_aside == "never":
+            return "never"
+        if spec.put_aside == "always" and part in always:
+            return "always"
+        return "as_needed" if part in spec.can_put_aside else "cannot"
+
+    return tuple((part, mode(part)) for part in flow.parts_of(spec.name))
+
+
+def _groups(
+    inventory: Inventory,
+    specs: Mapping[str, RoleSpec],
+    located: Mapping[str, Located],
+    flow: Flow,
+    steps: tuple[Step, ...],
+) -> tuple[DeviceGroup, ...]:
+    tenancy: dict[int, list[tuple[str, int]]] = {}  # device: (role, its processes there)
+    for name, found in located.items():
+        counts: dict[int, int] = {}
+        for process in found.processes:
+            for device in process.devices:
+                counts[device] = counts.get(device, 0) + 1
+        for device, count in counts.items():
+            tenancy.setdefault(device, []).append((name, count))
+    classes: dict[tuple[Any, ...], list[int]] = {}
+    for node in inventory.nodes:
+        for device in inventory.devices_of(node.rank):
+            if device in tenancy:
+                classes.setdefault((node.device_kind, tuple(tenancy[device])), []).append(device)
+    groups = []
+    for (kind, tenants), devices in classes.items():
+        settings = {
+            name: Settings(
+                specs[name].memory,
+                specs[name].model,
+                Layout(
+                    num_procs=len(located[name].processes),
+                    tensor_parallel=specs[name].tensor_parallel,
+                    procs_per_device=count,
+                    share=specs[name].share,
+                    device_gib=kind.memory_gib,
+                ),
+            )
+            for name, count in tenants
+        }
+        groups.append(_group(ranges(devices), str(kind), kind.memory_gib, settings, specs, flow, steps))
+    return tuple(groups)
+
+
+def _group(
+    devices: tuple[tuple[int, int], ...],
+    kind: str,
+    memory_gib: float | None,
+    settings: Mapping[str, Settings],
+    specs: Mapping[str, RoleSpec],
+    flow: Flow,
+    steps: tuple[Step, ...],
+) -> DeviceGroup:
+    text = f"device{'s' * (devices != ((devices[0][0], devices[0][0]),))} {format_ranges(devices)}"
+    _check_shares(settings, steps, text)
+    tenants = [Tenant(name, own.estimate(name), _modes(specs[name], flow)) for name, own in settings.items()]
+    holdings, stuck = settle(tenants, steps, memory_gib)
+    if stuck is not None and memory_gib is not None:
+        changes = advise(tenants, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
+        raise PlacementError(_stuck(stuck, steps[stuck.step].name, text, memory_gib, changes))
+    return DeviceGroup(
+        devices=devices,
+        kind=kind,
+        memory_gib=memory_gib,
+        roles=tuple(settings),
+        steps=tuple(
+            _group_step(tenants, settings, step, held, memory_gib) for step, held in zip(steps, holdings, strict=True)
+        ),
+        hand_overs=hand_overs(tenants, steps, holdings),
+    )
+
+
+def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, changes: Sequence[Change]) -> str:
+    why = (
+        "put_aside is never: leave it unset or set it to always"
+        if stuck.mode == "never"
+        else "its backend cannot put that aside: use one that can"
+    )
+    others = "".join(f", or {change}" for change in changes[:3] if not change.together)
+    return (
+        f"{stuck.role}: its {stuck.part} ({stuck.gib:.1f} GiB) must leave {devices} in step {step}, which needs"
+        f" {stuck.needed_gib:.1f} of {capacity:.1f} GiB and finds {stuck.free_gib:.1f} free, but {why}{others}, or give"
+        f" {stuck.role} devices of its own"
+    )
+
+
+def _check_shares(settings: Mapping[str, Settings], steps: Sequence[Step], devices: str) -> None:
+    """Memory shares of the processes that work at the same time cannot exceed the device."""
+    for step in steps:
+        claims = {
+            work.role: layout.share * layout.procs_per_device
+            for work in works_here(step, settings)
+            if (layout := settings[work.role].layout).share is not None
+        }
+        over = sum(claims.values()) - 1
+        if over > _ROUNDING:
+            largest = max(claims, key=lambda role: (claims[role], role))
+            count = settings[largest].layout.procs_per_device
+            rest = 1 - sum(claim for role, claim in claims.items() if role != largest)
+            sums = " + ".join(
+                f"{role} {n} x {settings[role].layout.share:g}"
+                if (n := settings[role].layout.procs_per_device) > 1
+                else f"{role} {claim:g}"
+                for role, claim in claims.items()
+            )
+            fix = (
+                f"set the share of {largest} to at most {int((rest / count + _ROUNDING) * 100) / 100:g}"
+                if rest / count >= 0.01
+                else "lower several of them"
+            )
+            raise PlacementError(
+                f"step {step.name} on {devices}: memory shares sum to {over + 1:.2f}, over 1 ({sums}): {fix},"
+                f" or use separate devices"
+            )
+
+
+def _group_step(
+    tenants: Sequence[Tenant],
+    settings: Mapping[str, Settings],
+    step: Step,
+    holdings: tuple[Holding, ...],
+    capacity: float | None,
+) -> GroupStep:
+    memories = {tenant.role: tenant.memory for tenant in tenants}
+    resident = [
+        term
+        for holding in holdings
+        if holding.is_resident and (memory := memories[holding.role]) is not None
+        for term in memory.parts.get(holding.part, ())
+    ]
+    working = working_terms(tenants, step)
+    terms = tuple(sorted((*resident, *working), key=lambda term: list(settings).index(term.role)))
+    used = total(terms)
+    works = works_here(step, settings)
+    starts = capacity is None or can_start(step, settings)
+    if all(memory is not None for memory in memories.values()):
+        verdict = _verdict(used, capacity) if starts else "does_not_fit"
+    else:
+        # Not everything is known: certain only if what the step cannot do without is too much already.
+        needed = total(working) + sum(
+            memory.part_gib(h.part)
+            for h in holdings
+            if h.state == "needed" and (memory := memories[h.role]) is not None
+        )
+        is_over = capacity is not None and (needed > capacity + _ROUNDING or not starts)
+        verdict = "does_not_fit" if is_over else "unknown"
+    changes: tuple[Change, ...] = ()
+    if verdict == "does_not_fit" and capacity is not None:
+        changes = advise(tenants, settings, step, holdings, capacity)
+    return GroupStep(step.name, tuple(work.role for work in works), holdings, terms, used, verdict, changes)
+
+
+def _verdict(used: float, capacity: float | None) -> Verdict:
+    if capacity is None:
+        return "unknown"
+    if used > capacity + _ROUNDING:
+        return "does_not_fit"
+    return "fits" if used <= FITS_BELOW * capacity + _ROUNDING else "tight"
+
+
+def _hosts(
+    inventory: Inventory,
+    specs: Mapping[str, RoleSpec],
+    located: Mapping[str, Located],
+    flow: Flow,
+    steps: Sequence[Step],
+    groups: Sequence[DeviceGroup],
+) -> tuple[HostGroup, ...]:
+    """Host memory of each node that has a process: the processes themselves, and what is put aside there."""
+    procs: list[dict[str, int]] = [{} for _ in inventory.nodes]
+    for name, found in located.items():
+        for process in found.processes:
+            procs[process.node][name] = procs[process.node].get(name, 0) + 1
+    devices: list[dict[int, int]] = [{} for _ in inventory.nodes]  # node: group: number of its devices
+    for index, group in enumerate(groups):
+        for first, last in group.devices:
+            for device in range(first, last + 1):
+                rank = inventory.node_of(device)
+                devices[rank][index] = devices[rank].get(index, 0) + 1
+    classes: dict[tuple[Any, ...], list[int]] = {}
+    for node in inventory.nodes:
+        if procs[node.rank]:
+            key = (node.host_memory_gib, tuple(procs[node.rank].items()), tuple(devices[node.rank].items()))
+            classes.setdefault(key, []).append(node.rank)
+    per_process = {name: _host_terms(specs[name], found, flow, steps) for name, found in located.items()}
+    hosts = []
+    for (memory_gib, counts, group_counts), nodes in classes.items():
+        terms = [
+            Term(name, term.name, term.gib * count, f"{count} x {term.gib:.2f} GiB ({term.formula})", term.part)
+            for name, count in counts
+            for term in per_process[name] or (process_on_host(name),)
+        ]
+        terms += [term for index, count in group_counts for term in _aside_terms(groups[index], count)]
+        is_known = all(per_process[name] is not None for name, _ in counts)
+        is_known &= all(s.verdict != "unknown" for index, _ in group_counts for s in groups[index].steps)
+        used = total(terms)
+        verdict = _verdict(used, memory_gib)
+        if not is_known and verdict != "does_not_fit":
+            verdict = "unknown"
+        hosts.append(HostGroup(ranges(nodes), memory_gib, tuple(terms), used, verdict))
+    return tuple(hosts)
+
+
+def _host_terms(spec: RoleSpec, found: Located, flow: Flow, steps: Sequence[Step]) -> tuple[Term, ...] | None:
+    """Of one process: what it always has on the host; for a role without devices, everything it has. None: unknown."""
+    if found.where != "cpu":
+        # Of a device of any size: only what is on the host matters here.
+        layout = Layout(len(found.processes), spec.tensor_parallel, share=spec.share, device_gib=1.0)
+        memory = estimate(spec.name, spec.memory, spec.model, layout)
+        return memory.host if memory is not None else None
+    layout = Layout(len(found.processes), spec.tensor_parallel, has_device=False)
+    memory = estimate(spec.name, spec.memory, spec.model, layout)
+    if memory is None:
+        return None
+    parts = [term for part in flow.parts_of(spec.name) for term in memory.parts.get(part, ())]
+    kinds = {activity(step, work) for step in steps for work in step.works if work.role == spec.name}
+    peak = max((memory.working.get(kind, ()) for kind in sorted(kinds)), key=total, default=())
+    return (*memory.host, *parts, *peak)
+
+
+def _aside_terms(group: DeviceGroup, count: int) -> list[Term]:
+    """Copies on the host of what leaves these devices in some step. Their buffers stay, so they add up."""
+    copies: dict[tuple[str, Part], float] = {}
+    for step in group.steps:
+        for holding in step.holdings:
+            if holding.state == "aside" and holding.gib:
+                copies[holding.role, holding.part] = holding.gib
+    return [
+        Term(role, f"{part} put aside (pinned)", gib * count, f"{count} devices x {gib:.2f} GiB", part)
+        for (role, part), gib in copies.items()
+    ]
+
+
+def _routes(flow: Flow, located: Mapping[str, Located]) -> tuple[Route, ...]:
+    """From the actor's process on the engine's own devices, else one on its node, else the actor's rank 0."""
+    targets = tuple(dict.fromkeys(role for phase in flow.phases for role in phase.pushes))
+    if not targets:
+        return ()
+    on_device: dict[int, int] = {}
+    on_node: dict[int, int] = {}
+    for process in located["actor"].processes:
+        on_node.setdefault(process.node, process.rank)
+        for device in process.devices:
+            on_device.setdefault(device, process.rank)
+    routes = []
+    for role in targets:
+        for process in located[role].processes:
+            if process.devices and all(device in on_device for device in process.devices):
+                sources = tuple(dict.fromkeys(on_device[device] for device in process.devices))
+                routes.append(Route(role, process.rank, "same_device", sources))
+            elif process.node in on_node:
+                routes.append(Route(role, process.rank, "same_node", (on_node[process.node],)))
+            else:
+                routes.append(Route(role, process.rank, "other_node", (0,)))
+    return tuple(routes)
+
+
+def _label(located: Mapping[str, Located]) -> Label:
+    """All roles on the same devices, all on separate ones, or a mixture. Roles without devices do not count."""
+    sets = [frozenset(found.devices) for found in located.values() if found.devices]
+    if len(set(sets)) <= 1:
+        return "colocated"
+    if sum(len(each) for each in sets) == len(frozenset().union(*sets)):
+        return "disaggregated"
+    return "hybrid"
+
+
+def _overall(groups: Sequence[DeviceGroup], hosts: Sequence[HostGroup]) -> Verdict:
+    verdicts = {step.verdict for group in groups for step in group.steps}
+    verdicts |= {host.verdict for host in hosts if host.memory_gib is not None}
+    order: tuple[Verdict, ...] = ("does_not_fit", "unknown", "tight", "fits")
+    return next((verdict for verdict in order if verdict in verdicts), "unknown")
+
+
+def _warnings(
+    inventory: Inventory,
+    specs: Mapping[str, RoleSpec],
+    selections: Mapping[str, Selection],
+    located: Mapping[str, Located],
+    groups: Sequence[DeviceGroup],
+) -> list[str]:
+    warnings = []
+    for name, spec in specs.items():
+        found = located[name]
+        given = selections[name]
+        selection = given.selection if isinstance(given, InPools) else given
+        if spec.model_assumed:
+            warnings.append(f"{name}: the model's shape is assumed to be that of {spec.model_assumed}, from its name")
+        if isinstance(selection, Ranks) and selection.from_int and (rank := selection.segments[0].ranks) is not None:
+            if rank.first >= 60:
+                minutes, seconds = divmod(rank.first, 60)
+                warnings.append(
+                    f"{name}: placed on rank {rank.first}; if {minutes}:{seconds} was meant, quote it,"
+                    f" because YAML 1.1 reads it as {rank.first}"
+                )
+        widths = {len(process.devices) for process in found.processes}
+        if not spec.is_engine and name != "env" and max(widths, default=0) > 1:
+            warnings.append(
+                f"{name}: its processes have {max(widths)} devices each, and a trainer process uses only the first:"
+                f" leave the process ranks out to have one process per device"
+            )
+        kinds = {str(inventory.nodes[process.node].device_kind) for process in found.processes if process.devices}
+        if len(kinds) > 1:
+            warnings.append(f"{name}: spread over devices of different kinds ({', '.join(sorted(kinds))})")
+        alone = found.devices and all(
+            set(located[other].devices).isdisjoint(found.devices) for other in specs if other != name
+        )
+        if spec.put_aside == "always" and not _is_ever_away(name, groups):
+            warnings.append(f"{name}: put_aside always has no effect: it has no part on a device that is ever idle")
+        elif spec.put_aside == "always" and alone:
+            warnings.append(f"{name}: always put aside although no other role uses its devices: it moves for nothing")
+        if spec.share is not None and found.where != "devices":
+            warnings.append(f"{name}: a memory share has no effect on a role without devices")
+    warnings += _unknown_memory(specs, groups)
+    used = {device for found in located.values() for device in found.devices}
+    if any(found.where == "devices" for found in located.values()) and len(used) < inventory.num_devices:
+        unused = [device for device in range(inventory.num_devices) if device not in used]
+        warnings.append(f"{len(unused)} of {inventory.num_devices} devices are used by no role: {format_ranks(unused)}")
+    return warnings
+
+
+def _is_ever_away(role: str, groups: Sequence[DeviceGroup]) -> bool:
+    holdings = (holding for group in groups for step in group.steps for holding in step.holdings)
+    return any(holding.role == role and not holding.is_resident for holding in holdings)
+
+
+def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]) -> list[str]:
+    """One warning for all devices that cannot be checked for the same reason."""
+    reasons: dict[str, list[tuple[int, int]]] = {}
+    for group in groups:
+        if group.memory_gib is None:
+            why = "the memory of the devices is not known (give the inventory a device kind, for instance 1x8xH100-80G)"
+        else:
+            unknown = [name for name in group.roles if _is_unknown(specs[name])]
+            if not unknown:
+                continue
+            why = f"the model or the settings of {', '.join(unknown)} are not known"
+        reasons.setdefault(why, []).extend(group.devices)
+    return [
+        f"memory is not checked on devices {format_ranges(sorted(devices))}, and nothing moves there but what is always"
+        f" put aside: {why}"
+        for why, devices in reasons.items()
+    ]
+
+
+def _is_unknown(spec: RoleSpec) -> bool:
+    if isinstance(spec.memory, TrainMemory | ForwardMemory | EngineMemory):
+        return spec.model is None
+    return spec.memory is None and not (spec.name == "env" and spec.share is not None)

@@ -1,0 +1,53 @@
+"""The words of placement: which roles there are, and which parts each can keep on a device."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from hotseat.errors import PlacementError
+
+
+class Part(StrEnum):
+    """Something of a role that takes device memory for longer than one kernel."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"  # moments, and the fp32 master weights where there are any
+    KV_CACHE = "kv_cache"
+    SIMULATOR = "simulator"
+
+
+_FORWARD = frozenset({Part.WEIGHTS})
+_TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
+
+# A reward model can be trained (task rm), hence its three parts.
+PARTS_OF_ROLE: dict[str, frozenset[Part]] = {
+    "actor": _TRAINED,
+    "critic": _TRAINED,
+    "reference": _FORWARD,
+    "reward": _TRAINED,
+    "rollout": frozenset({Part.WEIGHTS, Part.KV_CACHE}),
+    "env": frozenset({Part.SIMULATOR}),
+    "inference": _FORWARD,
+}
+ROLES: tuple[str, ...] = tuple(PARTS_OF_ROLE)
+
+
+def nearest(word: str, choices: tuple[str, ...]) -> str | None:
+    """The choice that `word` was probably meant to be."""
+    import difflib  # only on the way to an error message
+
+    for choice in choices:
+        if word and (choice.startswith(word) or word.startswith(choice)):
+            return choice
+    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return found[0] if found else None
+
+
+def check_role(name: str) -> str:
+    """`name` if it is a role, otherwise an error with the nearest one."""
+    if name in PARTS_OF_ROLE:
+        return name
+    guess = nearest(name.lower(), ROLES)
+    hint = f"did you mean {guess!r}? " if guess else ""
+    raise PlacementError(f"unknown role {name!r}: {hint}the roles are {', '.join(ROLES)}")

@@ -1,0 +1,251 @@
+"""The grammar that says where a role goes. Text in, a small tree out; `locate` in locate.py finds the devices.
+
+    selection := RANKS[:PROCS]{,RANKS[:PROCS]} | all | NxG | @role | cpu*K | none | POOL{,POOL}/SELECTION
+    RANKS     := a | a-b | all         ascending and unique over the whole text, counted from 0 within the pool
+    PROCS     := a | a-b               contiguous from 0 over the whole text; left out: one per device
+
+The number of ranks and of processes must divide one another in each segment: more processes than devices share the
+devices, fewer have several devices each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hotseat.errors import PlacementError
+from hotseat.placement.roles import check_role, nearest
+
+MAX_PROCESSES = 65_536  # of one role; more is a slip of the pen
+
+FORMS = "0-3,6 or 0-3:0-7 (ranks), all, 2x8 (blocks of devices), @actor, cpu*4, none, or pool/0-3"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Whole numbers from first to last, both included."""
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some ranks (None: all there are) and the processes on them (None: one each)."""
+
+    ranks: Span | None
+    procs: Span | None = None
+
+    def __str__(self) -> str:
+        ranks = "all" if self.ranks is None else str(self.ranks)
+        return ranks if self.procs is None else f"{ranks}:{self.procs}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Devices (or nodes, in a pool without devices) by number."""
+
+    segments: tuple[Segment, ...]
+    from_int: bool = field(default=False, compare=False)  # came as a number, so YAML may have eaten a colon
+
+    def __str__(self) -> str:
+        return ",".join(str(segment) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """`count` blocks of `size` devices each, nobody else's."""
+
+    count: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class SameAs:
+    """The devices of another role."""
+
+    role: str
+
+    def __str__(self) -> str:
+        return f"@{self.role}"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuProcesses:
+    """Processes without a device."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"cpu*{self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Served by something outside this run."""
+
+    def __str__(self) -> str:
+        return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class InPools:
+    """A selection within named pools; ranks run on from one pool to the next."""
+
+    pools: tuple[str, ...]
+    selection: Ranks | Blocks | CpuProcesses
+
+    def __str__(self) -> str:
+        return f"{','.join(self.pools)}/{self.selection}"
+
+
+Selection = Ranks | Blocks | SameAs | CpuProcesses | Elsewhere | InPools
+
+
+def parse_selection(given: object, role: str = "placement") -> Selection:
+    """The selection that a config gives for a role: text, a bare rank, or RLinf's `{node_group, placement}`."""
+    if isinstance(given, Mapping):
+        return _parse_mapping(given, role)
+    if isinstance(given, bool) or given is None:
+        fix = "write none in quotes for a role served elsewhere" if given is None else f"write {FORMS}"
+        raise PlacementError(f"{role}: {given!r} is no selection: {fix}")
+    if isinstance(given, int):
+        if given < 0:
+            raise PlacementError(f"{role}: rank {given} is negative: ranks count from 0")
+        return Ranks((Segment(Span(given, given)),), from_int=True)
+    if not isinstance(given, str):
+        raise PlacementError(f"{role}: {given!r} is no selection: write {FORMS}")
+    return _parse_text(given.strip(), role)
+
+
+def parse_placement(placement: Mapping[str, object]) -> dict[str, Selection]:
+    """Every role's selection. `actor,rollout: all` places both; a role is placed once."""
+    found: dict[str, Selection] = {}
+    for names, given in placement.items():
+        for name in str(names).split(","):
+            role = check_role(name.strip())
+            if role in found:
+                raise PlacementError(f"{role} is placed twice: keep one of the two entries")
+            found[role] = parse_selection(given, role)
+    return found
+
+
+def _parse_mapping(given: Mapping[object, object], role: str) -> Selection:
+    keys = ("node_group", "placement")
+    for key in given:
+        if key not in keys:
+            guess = nearest(str(key), keys)
+            hint = f"did you mean {guess!r}? " if guess else ""
+            raise PlacementError(f"{role}: unknown key {key!r}: {hint}the keys are node_group and placement")
+    if "placement" not in given:
+        raise PlacementError(f"{role}: a placement by node group needs the key placement, for instance placement: 0-7")
+    inner = parse_selection(given["placement"], role)
+    group = given.get("node_group")
+    if group is None:
+        return inner
+    labels = group if isinstance(group, Sequence) and not isinstance(group, str) else str(group).split(",")
+    return _in_pools(tuple(str(label).strip() for label in labels), inner, role)
+
+
+def _parse_text(text: str, role: str) -> Selection:
+    if "/" in text:
+        pools, _, rest = text.partition("/")
+        return _in_pools(tuple(label.strip() for label in pools.split(",")), _parse_text(rest.strip(), role), role)
+    if text == "none":
+        return Elsewhere()
+    if text.startswith("@"):
+        return SameAs(check_role(text[1:].strip()))
+    if match := re.fullmatch(r"cpu\s*\*\s*(\d+)", text):
+        if int(match[1]) < 1:
+            raise PlacementError(f"{role}: {text!r} has no processes: write cpu*1 or more, or none")
+        _check_number(int(match[1]), text, role)
+        return CpuProcesses(int(match[1]))
+    if match := re.fullmatch(r"(\d+)x(\d+)", text):
+        if int(match[1]) < 1 or int(match[2]) < 1:
+            raise PlacementError(
+                f"{role}: {text!r} has no devices: write at least 1x1, @role to share another role's devices, or none"
+            )
+        return Blocks(int(match[1]), int(match[2]))
+    return Ranks(_parse_segments(text, role))
+
+
+def _in_pools(pools: tuple[str, ...], inner: Selection, role: str) -> InPools:
+    if not isinstance(inner, Ranks | Blocks | CpuProcesses):
+        raise PlacementError(f"{role}: {inner} cannot be within a pool: write it without {','.join(pools)}/")
+    for label in pools:
+        if not re.fullmatch(r"[\w.-]+", label):
+            raise PlacementError(f"{role}: {label!r} is no pool name: write pool/{inner}")
+    if len(set(pools)) < len(pools):
+        raise PlacementError(f"{role}: a pool is named twice in {','.join(pools)}: name each once")
+    return InPools(pools, inner)
+
+
+def _parse_segments(text: str, role: str) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    last_rank, next_proc = -1, 0
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(all|\d+(?:\s*-\s*\d+)?)\s*(?::\s*(\d+(?:\s*-\s*\d+)?)\s*)?", item)
+        if match is None:
+            raise PlacementError(f"{role}: cannot read {item.strip()!r} in {text!r}: write {FORMS}")
+        if match[1] == "all":
+            if "," in text:
+                raise PlacementError(f"{role}: 'all' leaves no ranks for the rest of {text!r}: write all alone")
+            ranks = None
+        else:
+            ranks = _parse_span(match[1], "ranks", text, role)
+            if ranks.first <= last_rank:
+                what = "named twice" if ranks.first == last_rank else "not in ascending order"
+                raise PlacementError(
+                    f"{role}: ranks {what} in {text!r}: {ranks} comes after {last_rank};"
+                    f" write each rank once, in ascending order"
+                )
+            last_rank = ranks.last
+        procs = _parse_span(match[2], "processes", text, role) if match[2] else None
+        _check_number(0 if procs is None else procs.last + 1, text, role)
+        if procs is not None and procs.first != next_proc:
+            where = "start at 0" if next_proc == 0 else f"continue with {next_proc}"
+            fixed = Span(next_proc, next_proc + len(procs) - 1)
+            raise PlacementError(
+                f"{role}: process ranks must {where} in {text!r}: write {match[1]}:{fixed}, not {match[1]}:{procs}"
+            )
+        if ranks is not None:
+            if procs is not None:
+                check_divides(len(ranks), len(procs), f"{role}: {item.strip()!r}")
+            next_proc += len(procs or ranks)
+        segments.append(Segment(ranks, procs))
+    return tuple(segments)
+
+
+def _check_number(num_procs: int, text: str, role: str) -> None:
+    if num_procs > MAX_PROCESSES:
+        raise PlacementError(f"{role}: {text!r} makes {num_procs:,} processes: a role has at most {MAX_PROCESSES:,}")
+
+
+def check_divides(num_devices: int, num_procs: int, what: str) -> None:
+    """Processes are spread evenly over devices, or devices over processes."""
+    if num_devices % num_procs and num_procs % num_devices:
+        whole = num_procs // num_devices * num_devices
+        below = whole or max(n for n in range(1, num_procs) if num_devices % n == 0)
+        above = whole + num_devices
+        raise PlacementError(
+            f"{what} puts {num_procs} processes on {num_devices} devices and neither number divides the other:"
+            f" take {below} or {above} processes"
+        )
+
+
+def _parse_span(text: str, what: str, whole: str, role: str) -> Span:
+    first, _, last = text.replace(" ", "").partition("-")
+    span = Span(int(first), int(last or first))
+    if span.last < span.first:
+        raise PlacementError(f"{role}: {what} {text} descend in {whole!r}: write {span.last}-{span.first}")
+    return span

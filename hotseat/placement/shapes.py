@@ -1,0 +1,264 @@
+"""The shape of a decoder-only transformer, as far as memory depends on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hotseat.errors import PlacementError
+
+Head = Literal["lm", "scalar"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Llama-like: RMSNorm, rotary positions, grouped-query attention, gated MLP or a mixture of such MLPs."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # on q, k and v (Qwen2)
+    output_bias: bool = False  # on the attention's output projection too (Llama with attention_bias)
+    qk_norm: bool = False  # a norm over each head of q and k (Qwen3)
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0  # of one expert; 0: intermediate_size
+    shared_expert_size: int = 0  # intermediate size of the expert that every token takes
+    shared_expert_gate: bool = False
+    num_dense_layers: int = 0  # of a mixture: layers with a plain MLP
+    head: Head = "lm"  # scalar: a value or reward model
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Embedding, output head and last norm: what is outside the layers."""
+        embedding = self.vocab_size * self.hidden_size
+        head = self.hidden_size if self.head == "scalar" else 0 if self.tie_embeddings else embedding
+        return embedding + head + self.hidden_size
+
+    @property
+    def num_attention_parameters(self) -> int:
+        """Of one layer: q, k, v, output, their biases, the norms of the layer."""
+        h = self.hidden_size
+        bias = (self.q_size + 2 * self.kv_size) * self.attention_bias + h * self.output_bias
+        norms = 2 * h + 2 * self.head_dim * self.qk_norm
+        return h * (2 * self.q_size + 2 * self.kv_size) + bias + norms
+
+    @property
+    def num_dense_layer_parameters(self) -> int:
+        return self.num_attention_parameters + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Of one layer; in a mixture, of one layer with all its experts."""
+        if not self.num_experts:
+            return self.num_dense_layer_parameters
+        h = self.hidden_size
+        experts = self.num_experts * 3 * h * self.expert_size + h * self.num_experts
+        shared = 3 * h * self.shared_expert_size + h * self.shared_expert_gate
+        return self.num_attention_parameters + experts + shared
+
+    @property
+    def num_parameters(self) -> int:
+        layers = (self.num_layers - self.num_dense_layers) * self.num_layer_parameters
+        return self.num_embedding_parameters + layers + self.num_dense_layers * self.num_dense_layer_parameters
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate values that one token makes in a layer: of the experts it takes, in a mixture."""
+        if not self.num_experts:
+            return self.intermediate_size
+        return self.experts_per_token * self.expert_size + self.shared_expert_size
+
+    def with_scalar_head(self) -> ModelShape:
+        """The value or reward model on this body."""
+        return replace(self, head="scalar")
+
+
+_REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+def from_hf_config(config: Mapping[str, object]) -> ModelShape:
+    """The shape that a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model describes."""
+    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    if missing:
+        hint = "; it is in text_config: pass that" if isinstance(config.get("text_config"), Mapping) else ""
+        raise PlacementError(
+            f"model config lacks {', '.join(missing)}{hint}: memory can be estimated for decoders with these keys:"
+            f" {', '.join(_REQUIRED)}"
+        )
+    if config.get("kv_lora_rank"):
+        raise PlacementError(
+            "model config has kv_lora_rank: latent attention is not described here; leave the model's shape unset"
+            " and its memory is not checked"
+        )
+    family = str(config.get("model_type", ""))
+    num_heads = _whole(config, "num_attention_heads", 0)
+    hidden_size = _whole(config, "hidden_size", 0)
+    num_layers = _whole(config, "num_hidden_layers", 0)
+    num_experts = _whole(config, "num_local_experts", 0) or _whole(config, "num_experts", 0)
+    has_bias = bool(config.get("attention_bias", config.get("qkv_bias", False)))
+    is_qwen2 = family.startswith("qwen2")
+    architectures = config.get("architectures")
+    named = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    return ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=_whole(config, "intermediate_size", 0),
+        num_heads=num_heads,
+        num_kv_heads=_whole(config, "num_key_value_heads", num_heads),
+        head_dim=_whole(config, "head_dim", hidden_size // num_heads),
+        vocab_size=_whole(config, "vocab_size", 0),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=has_bias or is_qwen2,
+        output_bias=has_bias and not is_qwen2,
+        qk_norm=family.startswith("qwen3"),
+        num_experts=num_experts,
+        experts_per_token=_whole(config, "num_experts_per_tok", 0) if num_experts else 0,
+        moe_intermediate_size=_whole(config, "moe_intermediate_size", 0) if num_experts else 0,
+        shared_expert_size=_whole(config, "shared_expert_intermediate_size", 0) if num_experts else 0,
+        shared_expert_gate=bool(num_experts and config.get("shared_expert_intermediate_size")),
+        num_dense_layers=_num_dense_layers(config, num_layers) if num_experts else 0,
+        head="scalar" if "SequenceClassification" in named or "Reward" in named else "lm",
+    )
+
+
+def _whole(config: Mapping[str, object], key: str, otherwise: int) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) else otherwise
+
+
+def _num_dense_layers(config: Mapping[str, object], num_layers: int) -> int:
+    """Of a Qwen mixture: layers named in mlp_only_layers or skipped by decoder_sparse_step have a plain MLP."""
+    named = config.get("mlp_only_layers")
+    plain = set(named) if isinstance(named, list) else set()
+    step = _whole(config, "decoder_sparse_step", 1)
+    return sum(layer in plain or (layer + 1) % step != 0 for layer in range(num_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedShape:
+    """A shape taken from a model's name alone, and the public model it is the shape of."""
+
+    model: str
+    shape: ModelShape
+
+
+_Sizes = tuple[int, int, int, int, int, int, int]
+
+
+def _llama(*shape: *_Sizes, tied: bool = False) -> ModelShape:
+    return ModelShape(*shape, tie_embeddings=tied)
+
+
+def _qwen2(*shape: *_Sizes, tied: bool = False) -> ModelShape:
+    return ModelShape(*shape, tie_embeddings=tied, attention_bias=True)
+
+
+def _qwen3(*shape: *_Sizes, tied: bool = False) -> ModelShape:
+    return ModelShape(*shape, tie_embeddings=tied, qk_norm=True)
+
+
+# layers, hidden size, MLP size, heads, key-value heads, head size, vocabulary
+KNOWN_SHAPES: dict[str, ModelShape] = {
+    "CodeLlama-7B": _llama(32, 4096, 11008, 32, 32, 128, 32016),
+    "CodeLlama-13B": _llama(40, 5120, 13824, 40, 40, 128, 32016),
+    "CodeLlama-34B": _llama(48, 8192, 22016, 64, 8, 128, 32000),
+    "DeepSeek-Math-7B": _llama(30, 4096, 11008, 32, 32, 128, 102400),
+    "DeepSeek-R1-Distill-Llama-8B": _llama(32, 4096, 14336, 32, 8, 128, 128256),
+    "DeepSeek-R1-Distill-Llama-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936),
+    "DeepSeek-R1-Distill-Qwen-7B": _qwen2(28, 3584, 18944, 28, 4, 128, 152064),
+    "DeepSeek-R1-Distill-Qwen-14B": _qwen2(48, 5120, 13824, 40, 8, 128, 152064),
+    "DeepSeek-R1-Distill-Qwen-32B": _qwen2(64, 5120, 27648, 40, 8, 128, 152064),
+    "Llama-2-7B": _llama(32, 4096, 11008, 32, 32, 128, 32000),
+    "Llama-2-13B": _llama(40, 5120, 13824, 40, 40, 128, 32000),
+    "Llama-2-70B": _llama(80, 8192, 28672, 64, 8, 128, 32000),
+    "Llama-3-8B": _llama(32, 4096, 14336, 32, 8, 128, 128256),
+    "Llama-3-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
+    "Llama-3.1-8B": _llama(32, 4096, 14336, 32, 8, 128, 128256),
+    "Llama-3.1-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
+    "Llama-3.1-405B": _llama(126, 16384, 53248, 128, 8, 128, 128256),
+    "Llama-3.2-1B": _llama(16, 2048, 8192, 32, 8, 64, 128256, tied=True),
+    "Llama-3.2-3B": _llama(28, 3072, 8192, 24, 8, 128, 128256, tied=True),
+    "Llama-3.3-70B": _llama(80, 8192, 28672, 64, 8, 128, 128256),
+    "Mistral-7B": _llama(32, 4096, 14336, 32, 8, 128, 32000),
+    "Mixtral-8x7B": replace(_llama(32, 4096, 14336, 32, 8, 128, 32000), num_experts=8, experts_per_token=2),
+    "Qwen2-0.5B": _qwen2(24, 896, 4864, 14, 2, 64, 151936, tied=True),
+    "Qwen2-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
+    "Qwen2-7B": _qwen2(28, 3584, 18944, 28, 4, 128, 152064),
+    "Qwen2-72B": _qwen2(80, 8192, 29568, 64, 8, 128, 152064),
+    "Qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2, 64, 151936, tied=True),
+    "Qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, 128, 151936, tied=True),
+    "Qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, 128, 151936, tied=True),
+    "Qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, 128, 152064),
+    "Qwen2.5-14B": _qwen2(48, 5120, 13824, 40, 8, 128, 152064),
+    "Qwen2.5-32B": _qwen2(64, 5120, 27648, 40, 8, 128, 152064),
+    "Qwen2.5-72B": _qwen2(80, 8192, 29568, 64, 8, 128, 152064),
+    "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, 8, 128, 151936, tied=True),
+    "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, 8, 128, 151936, tied=True),
+    "Qwen3-4B": _qwen3(36, 2560, 9728, 32, 8, 128, 151936, tied=True),
+    "Qwen3-8B": _qwen3(36, 4096, 12288, 32, 8, 128, 151936),
+    "Qwen3-14B": _qwen3(40, 5120, 17408, 40, 8, 128, 151936),
+    "Qwen3-32B": _qwen3(64, 5120, 25600, 64, 8, 128, 151936),
+    "Qwen3-30B-A3B": replace(
+        _qwen3(48, 2048, 6144, 32, 4, 128, 151936), num_experts=128, experts_per_token=8, moe_intermediate_size=768
+    ),
+    "SmolLM2-135M": _llama(30, 576, 1536, 9, 3, 64, 49152, tied=True),
+    "SmolLM2-360M": _llama(32, 960, 2560, 15, 5, 64, 49152, tied=True),
+    "SmolLM2-1.7B": _llama(24, 2048, 8192, 32, 32, 64, 49152, tied=True),
+    "TinyLlama-1.1B": _llama(22, 2048, 5632, 32, 4, 64, 32000),
+}
+
+_OTHER_ARCHITECTURE = r"(?<![a-z])(vl|vla|vision|audio|omni|embedding|moe)(?![a-z])"
+
+
+def known_shape(name: str) -> AssumedShape | None:
+    """The shape of the public model that a hub-like name names, or None.
+
+    `OpenRLHF/Llama-3-8b-sft-mixture` is taken for Llama-3-8B: family and size must both stand in the last part of the
+    name. The result is an assumption, and plans say so.
+    """
+    last = re.sub(r"[\s_]+", "-", name.rstrip("/").rpartition("/")[2].lower())
+    if re.search(_OTHER_ARCHITECTURE, last):
+        return None
+    matches = [model for model in KNOWN_SHAPES if _names(model.lower(), last)]
+    if not matches:
+        return None
+    model = max(matches, key=lambda match: (len(match), match))
+    return AssumedShape(model, KNOWN_SHAPES[model])
+
+
+def _names(model: str, text: str) -> bool:
+    """Whether `text` has the model's family and, anywhere after it, its size as words of their own."""
+    family, _, size = model.partition("-") if model.startswith("mixtral") else _split_size(model)
+    pattern = r"(?<![a-z\d.])" + r"-?".join(re.escape(word) for word in re.findall(r"[a-z]+|\d+(?:\.\d+)?", family))
+    found = re.search(pattern + r"(?!\.?\d)", text)
+    if found is None:
+        return False
+    return re.search(r"(?<![\d.a-z])" + re.escape(size) + r"(?![a-z\d])", text[found.end() :]) is not None
+
+
+def _split_size(model: str) -> tuple[str, str, str]:
+    """`llama-3-8b` into `llama-3`, '', `8b`; a mixture's `30b-a3b` is one size."""
+    match = re.fullmatch(r"(.+?)-(\d+(?:\.\d+)?[bm](?:-a\d+b)?)", model)
+    assert match is not None
+    return match[1], "", match[2]

@@ -1,0 +1,114 @@
+"""The `hotseat` command: what it prints, and its exit codes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hotseat.cli.main import main, make_parser
+
+PLANS = Path(__file__).parent.parent.parent / "examples" / "plans"
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "rollout: {batch_size: 32, samples_per_prompt: 8}\ntrain: {batch_size: 64}\ndata: {max_samples: 100}\n"
+    )
+    return str(path)
+
+
+def test_help_answers_at_once_and_loads_nothing_heavy():
+    code = "import sys; from hotseat.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print(sorted({'torch', 'ray', 'pydantic', 'rich', 'transformers'} & set(sys.modules)))"
+    started = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert "explain" in result.stdout
+    assert time.monotonic() - started < 5  # measured 0.1 s alone; generous, because this is no benchmark
+
+
+def test_every_command_documents_every_option():
+    parser = make_parser()
+    commands = next(action for action in parser._actions if action.dest == "==SUPPRESS==" or action.choices)
+    for name, command in commands.choices.items():
+        assert command.description, name
+        for action in command._actions:
+            assert action.help, f"{name} {action.dest}"
+
+
+def test_plan_prints_the_table(capsys):
+    assert main(["plan", str(PLANS / "embodied_hybrid_8.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert "hybrid on 1 node x 8 devices" in out
+    assert "node 0: 4-7" in out
+
+
+def test_plan_that_does_not_fit_exits_with_2(capsys):
+    assert main(["plan", str(PLANS / "llama70b_hybrid_16.yaml"), "--inventory", "2x8xA100-80G"]) == 2
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "train.gradient_checkpointing" in out
+
+
+def test_plan_that_is_refused_exits_with_2_and_says_why(capsys):
+    assert main(["plan", str(PLANS / "multi_node_40.yaml"), "--inventory", "4x8"]) == 2
+    assert "need 40 devices and the inventory has 32" in capsys.readouterr().err
+
+
+def test_plan_explains_its_figures(capsys):
+    main(["plan", str(PLANS / "hybrid_engine_8.yaml"), "--inventory", "1x8xA100-80G", "--explain"])
+    assert "8,030,261,248" in capsys.readouterr().out
+
+
+def test_plan_as_json_is_the_whole_plan(capsys):
+    main(["plan", str(PLANS / "embodied_hybrid_8.yaml"), "--json"])
+    assert json.loads(capsys.readouterr().out)["label"] == "hybrid"
+
+
+def test_explain_shows_the_batch_algebra(config, capsys):
+    assert main(["explain", config, "--num-rows", "1000", "train.max_epochs=2"]) == 0
+    out = capsys.readouterr().out
+    assert "256  32 prompts x 8" in out
+    assert "31  1,000 rows x 1 pass(es) / 32, 8 left over" in out
+    assert "248  31 steps x 8" in out
+
+
+def test_explain_refuses_sizes_that_do_not_divide(config, capsys):
+    assert main(["explain", config, "train.batch_size=100"]) == 2
+    assert "train.batch_size 100 does not divide the 256 samples" in capsys.readouterr().err
+
+
+def test_explain_refuses_a_number_of_rows_below_one(config, capsys):
+    assert main(["explain", config, "--num-rows", "0"]) == 2
+    assert "--num-rows 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_config_prints_what_differs_and_what_is_missing(config, capsys):
+    assert main(["config", config]) == 0
+    captured = capsys.readouterr()
+    assert "samples_per_prompt: 8" in captured.out
+    assert "to start this run: actor.model: not set" in captured.err
+
+
+def test_a_wrong_key_exits_with_2_and_names_the_line(tmp_path, capsys):
+    path = tmp_path / "bad.yaml"
+    path.write_text("rolout: {}\n")
+    assert main(["config", str(path)]) == 2
+    assert "bad.yaml:1: rolout: unknown key; did you mean rollout?" in capsys.readouterr().err
+
+
+def test_options_lists_keys_with_meaning(capsys):
+    assert main(["options", "algorithm.kl"]) == 0
+    out = capsys.readouterr().out
+    assert "algorithm.kl.target" in out
+    assert "algorithm.gamma" not in out
+
+
+def test_options_of_nothing_names_the_sections(capsys):
+    assert main(["options", "foo"]) == 2
+    assert "no option 'foo'; the sections are task" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+from placement_cases import refused
+
+from hotseat.placement import Flow, Overlap, Part, Phase, Work, check_flow, default_flow, make_steps, parse_flow
+
+W, G, O, K, S = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.KV_CACHE, Part.SIMULATOR  # noqa: E741
+PPO = ("actor", "critic", "reference", "reward", "rollout")
+
+
+def test_the_usual_rl_flow():
+    assert default_flow("rl", PPO) == Flow(
+        (
+            Phase("rollout", (Work("rollout", (W, K)),)),
+            Phase(
+                "prepare",
+                (Work("reward", (W,)), Work("reference", (W,)), Work("critic", (W,)), Work("actor", (W,))),
+                "in_turn",
+            ),
+            Phase("update", (Work("critic", (W, G, O)), Work("actor", (W, G, O))), "in_turn"),
+            Phase("sync", (Work("actor", (W,)), Work("rollout", (W,))), pushes=("rollout",)),
+        )
+    )
+
+
+def test_a_separate_inference_role_scores_instead_of_the_actor_and_gets_the_weights():
+    flow = default_flow("rl", ("actor", "rollout", "inference", "env"))
+    assert [phase.roles for phase in flow.phases] == [
+        ("env", "rollout"),
+        ("inference",),
+        ("actor",),
+        ("actor", "rollout", "inference"),
+    ]
+    assert flow.phases[3].pushes == ("rollout", "inference")
+
+
+def test_the_usual_embodied_flow_has_no_preparation_without_a_scorer():
+    flow = default_flow("embodied", ("actor", "rollout", "env"))
+    assert [(phase.name, phase.roles) for phase in flow.phases] == [
+        ("rollout", ("env", "rollout")),
+        ("update", ("actor",)),
+        ("sync", ("actor", "rollout")),
+    ]
+    flow = default_flow("embodied", ("actor", "critic", "rollout", "env", "inference"))
+    assert [phase.roles for phase in flow.phases][1:3] == [("critic", "inference"), ("critic", "actor")]
+
+
+def test_supervised_flows():
+    assert default_flow("sft", ("actor",)).phases == (Phase("update", (Work("actor", (W, G, O)),)),)
+    assert default_flow("rm", ("reward",)).phases == (Phase("update", (Work("reward", (W, G, O)),)),)
+    assert default_flow("rm", ("actor",)).phases == (Phase("update", (Work("actor", (W, G, O)),)),)
+    dpo = default_flow("dpo", ("actor", "reference"))
+    assert dpo.phases == (Phase("update", (Work("reference", (W,)), Work("actor", (W, G, O)))),)
+
+
+def test_default_flow_refuses_what_it_cannot_use():
+    with refused("unknown task 'rlhf'", "did you mean 'rl'?", "rl, embodied, sft, rm, dpo"):
+        default_flow("rlhf", PPO)
+    with refused("task rl needs the role rollout"):
+        default_flow("rl", ("actor",))
+    with refused("task sft has no work for rollout", "leave it out"):
+        default_flow("sft", ("actor", "rollout"))
+    with refused("unknown role 'ref'"):
+        default_flow("rl", ("actor", "rollout", "ref"))
+
+
+def test_the_written_form_of_the_usual_flow():
+    written = [
+        {"name": "rollout", "run": ["rollout"]},
+        {"name": "prepare", "run": ["reward", "reference", "critic", "actor"], "order": "in_turn"},
+        {"name": "update", "train": ["critic", "actor"], "order": "in_turn"},
+        {"name": "sync", "push": "rollout"},
+    ]
+    assert parse_flow(written, PPO) == default_flow("rl", PPO)
+    assert parse_flow(written, PPO, Overlap(2, 1)).overlap == Overlap(2, 1)
+
+
+def test_parts_can_be_written_out():
+    flow = parse_flow(
+        [{"name": "a", "run": {"rollout": ["kv_cache", "weights"], "env": "simulator"}}], ("rollout", "env")
+    )
+    assert flow.phases[0].works == (Work("rollout", (W, K)), Work("env", (S,)))
+    pushed = parse_flow([{"name": "s", "run": {"actor": ["weights"]}, "push": ["rollout"]}], ("actor", "rollout"))
+    assert pushed.phases[0].roles == ("actor", "rollout")
+
+
+def test_wrong_flows_are_refused_with_the_fix():
+    def written(**phase):
+        return lambda: parse_flow([{"name": "p", **phase}], ("actor", "rollout", "env"))
+
+    with refused("has no phases"):
+        parse_flow([], PPO)
+    with refused("phase 0 is 'rollout'", "write a mapping"):
+        parse_flow(["rollout"], PPO)
+    with refused("phase 0 has no name"):
+        parse_flow([{"run": ["actor"]}], PPO)
+    with refused("unknown key 'runs'", "did you mean 'run'?", "name, run, train, push, order"):
+        written(runs=["actor"])()
+    with refused("order is 'parallel'", "together or in_turn"):
+        written(run=["actor"], order="parallel")()
+    with refused("nobody works"):
+        written()()
+    with refused("run is 3", "list of roles"):
+        written(run=3)()
+    with refused("unknown role 'acto'"):
+        written(run=["acto"])()
+    with refused("parts of actor are []", "[weights, kv_cache]"):
+        written(run={"actor": []})()
+    with refused("unknown part 'weight'", "did you mean 'weights'?"):
+        written(run={"actor": ["weight"]})()
+    with refused("rollout has no optimizer", "it can have weights, kv_cache"):
+        written(run={"rollout": ["optimizer"]})()
+    with refused("env has no weights", "it can have simulator"):
+        written(train=["env"])()
+    with refused("critic works and is not placed", "placed are actor, rollout, env"):
+        written(run=["critic"])()
+    with refused("actor is named twice"):
+        written(run=["actor"], train=["actor"])()
+    with refused("actor cannot get the actor's weights"):
+        written(push=["actor"])()
+    with refused("env cannot get the actor's weights"):
+        written(run=["env"], push=["env"])()
+    with refused("critic cannot get the actor's weights", "rollout, inference or reference"):
+        parse_flow([{"name": "s", "push": ["critic"]}], PPO)
+    with refused("a push needs both sides at once"):
+        written(push=["rollout"], order="in_turn")()
+    with refused("a push needs the weights of rollout"):
+        written(run={"rollout": ["kv_cache"]}, push=["rollout"])()
+    with refused("two phases are named 'a'"):
+        parse_flow([{"name": "a", "run": ["actor"]}, {"name": "a", "run": ["actor"]}], PPO)
+    with refused("phase 'a.0'", "letters, digits"):
+        parse_flow([{"name": "a.0", "run": ["actor"]}], PPO)
+    with refused("overlap.queue is -1"):
+        Overlap(-1)
+    with refused("nobody works"):
+        check_flow(Flow((Phase("p", ()),)), PPO)
+
+
+def test_roles_that_share_devices_take_turns():
+    flow = default_flow("rl", PPO)
+    everywhere = dict.fromkeys(PPO, (0, 1))
+    assert [(step.name, step.roles) for step in make_steps(flow, everywhere)] == [
+        ("rollout", ("rollout",)),
+        ("prepare.0", ("reward",)),
+        ("prepare.1", ("reference",)),
+        ("prepare.2", ("critic",)),
+        ("prepare.3", ("actor",)),
+        ("update.0", ("critic",)),
+        ("update.1", ("actor",)),
+        ("sync", ("actor", "rollout")),
+    ]
+
+
+def test_roles_on_separate_devices_go_at_the_same_time():
+    flow = default_flow("rl", PPO)
+    apart = {role: (index,) for index, role in enumerate(PPO)}
+    assert [step.name for step in make_steps(flow, apart)] == ["rollout", "prepare", "update", "sync"]
+
+
+def test_turns_come_from_pairs_of_roles_that_share():
+    # reward with critic, reference with actor: two turns, each with two roles at once.
+    devices = {"reward": (0, 1), "critic": (0, 1), "reference": (2, 3), "actor": (2, 3), "rollout": (4,)}
+    steps = make_steps(default_flow("rl", PPO), devices)
+    assert [(step.name, step.roles) for step in steps] == [
+        ("rollout", ("rollout",)),
+        ("prepare.0", ("reward", "reference")),
+        ("prepare.1", ("critic", "actor")),
+        ("update", ("critic", "actor")),
+        ("sync", ("actor", "rollout")),
+    ]
+
+
+def test_a_chain_of_sharing_makes_a_chain_of_turns():
+    # b shares with a, c shares with b but not with a: c waits for b.
+    devices = {"reward": (0,), "reference": (0, 1), "critic": (1,), "actor": (2,), "rollout": (3,)}
+    steps = make_steps(default_flow("rl", PPO), devices)
+    assert [(step.name, step.roles) for step in steps][1:4] == [
+        ("prepare.0", ("reward", "actor")),
+        ("prepare.1", ("reference",)),
+        ("prepare.2", ("critic",)),
+    ]
+
+
+def test_overlap_lets_the_rollout_go_on_beside_training_but_not_beside_the_push():
+    flow = default_flow("rl", ("actor", "rollout"), Overlap(queue=1))
+    steps = make_steps(flow, {"actor": (0,), "rollout": (1,)})
+    beside = {step.name: tuple(work.role for work in step.beside) for step in steps}
+    assert beside == {"rollout": (), "prepare": ("rollout",), "update": ("rollout",), "sync": ()}

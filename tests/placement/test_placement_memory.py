@@ -1,0 +1,268 @@
+import pytest
+from placement_cases import refused, shape
+
+from hotseat.placement import (
+    EngineMemory,
+    ForwardMemory,
+    Layout,
+    ModelShape,
+    Part,
+    SimulatorMemory,
+    TrainMemory,
+    estimate,
+)
+from hotseat.placement import memory as assumed
+
+GIB = 2**30
+# 340 parameters: 84 outside the layers, 128 in each of two (counted in the test of shapes).
+SMALL = ModelShape(2, 4, 6, 2, 1, 2, 10)
+
+
+def in_bytes(terms):
+    return {term.name: round(term.gib * GIB, 3) for term in terms}
+
+
+def parts(found, part):
+    return in_bytes(found.parts[part])
+
+
+def train(num_procs=4, tensor_parallel=1, model=SMALL, procs_per_device=1, **settings):
+    memory = TrainMemory(**({"max_tokens": 8, "micro_batch": 3} | settings))
+    layout = Layout(num_procs, tensor_parallel, procs_per_device, device_gib=80.0)
+    return estimate("actor", memory, model, layout)
+
+
+def working(found, activity):
+    """Without the slack, which must be the stated fraction of the rest."""
+    terms = in_bytes(found.working[activity])
+    slack = terms.pop("allocator slack")
+    assert slack == pytest.approx(assumed.ALLOCATOR_SLACK * sum(terms.values()), abs=0.01)
+    return terms
+
+
+def test_fully_sharded_training_counted_by_hand():
+    found = train()
+    assert parts(found, Part.WEIGHTS) == {"weights": 340 * 2 / 4}
+    assert parts(found, Part.GRADIENTS) == {"gradients": 340 * 4 / 4}
+    assert parts(found, Part.OPTIMIZER) == {"optimizer moments": 340 * 8 / 4, "master weights": 340 * 4 / 4}
+    # 24 tokens. A layer keeps: norms 2 x (4 + 2) x 4, attention 2 x 2 x (4 + 2), MLP 4 x 2 x 6, together 120 bytes.
+    assert working(found, "train") == {
+        "gathered weights": (84 + 2 * 128) * 2,
+        "gradient reduction": (84 + 128) * 4,
+        "checkpointed activations": 24 * 2 * 8,
+        "recomputed layer": 24 * 120 * 1.5,
+        "logits chunk": 24 * 10 * 12,
+    }
+    # Forward: 2 x 4 + q 4 + k and v 4 + gate and up 12 = 28 values of 2 bytes per token.
+    assert working(found, "forward") == {
+        "gathered weights": 680,
+        "forward activations": 24 * 28 * 2,
+        "logits chunk": 24 * 10 * 6,
+    }
+    assert in_bytes(found.fixed) == {
+        "device context": assumed.CONTEXT_GIB * GIB,
+        "communicator": round(assumed.COMMUNICATOR_GIB * GIB, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "stage", "weights", "gradients", "optimizer"),
+    [
+        ("deepspeed", 0, 680, 1360, 4080),
+        ("deepspeed", 1, 680, 1360, 1020),
+        ("deepspeed", 2, 680, 340, 1020),
+        ("deepspeed", 3, 170, 340, 1020),
+        ("fsdp", 0, 680, 1360, 4080),
+        ("fsdp", 2, 170, 340, 1020),
+        ("fsdp", 3, 170, 340, 1020),
+    ],
+)
+def test_what_each_stage_shards(backend, stage, weights, gradients, optimizer):
+    found = train(backend=backend, zero_stage=stage)
+    assert sum(parts(found, Part.WEIGHTS).values()) == weights
+    assert sum(parts(found, Part.GRADIENTS).values()) == gradients
+    assert sum(parts(found, Part.OPTIMIZER).values()) == optimizer
+
+
+def test_dtypes():
+    pure = train(num_procs=1, weight_bytes=2, gradient_bytes=2, master_bytes=0, moment_bytes=2)
+    assert sum(parts(pure, Part.OPTIMIZER).values()) == 340 * 4
+    assert "master weights" not in parts(pure, Part.OPTIMIZER)
+    cast = train(num_procs=1, weight_bytes=4, master_bytes=0)
+    assert parts(cast, Part.WEIGHTS) == {"weights": 1360}
+    assert working(cast, "train")["gathered weights"] == 680
+    assert "gathered weights" not in working(train(num_procs=1), "train")
+    assert "gradient reduction" not in working(train(num_procs=1), "train")
+
+
+def test_tensor_and_sequence_parallel_cut_weights_and_tokens():
+    found = train(num_procs=4, tensor_parallel=2, sequence_parallel=2)
+    assert parts(found, Part.WEIGHTS) == {"weights": 340 * 2 / 2 / 2}
+    terms = working(found, "train")
+    assert terms["checkpointed activations"] == 12 * 2 * 8
+    assert terms["recomputed layer"] == 12 * (48 + (24 + 48) / 2) * 1.5
+    assert terms["logits chunk"] == 12 * 10 * 12 / 2
+
+
+def test_activations_without_checkpointing_padding_and_full_logits():
+    terms = working(train(gradient_checkpointing=False, packing=False, chunked_logprobs=False), "train")
+    assert terms["activations"] == 24 * 2 * 120
+    assert terms["attention mask"] == 3 * 8 * 8 * 2
+    assert terms["logits"] == 24 * 10 * 12
+    many = working(train(max_tokens=4096, micro_batch=1), "train")
+    assert many["logits chunk"] == assumed.LOGITS_CHUNK_TOKENS * 10 * 12
+    assert "logits chunk" not in working(train(model=SMALL.with_scalar_head()), "train")
+    assert working(train(forward_micro_batch=1), "forward")["forward activations"] == 8 * 28 * 2
+
+
+def test_the_optimizer_step_counts_where_it_takes_more_than_the_backward_pass():
+    few = working(train(num_procs=1, max_tokens=1, micro_batch=1), "train")
+    assert few == {"optimizer step": 340 * 4}
+
+
+def test_deepspeed_buckets():
+    large = shape("Llama-3-8B")
+    terms = working(train(model=large, backend="deepspeed", num_procs=8), "train")
+    assert terms["gathered weights"] == 1e9 * 2
+    assert terms["gradient reduction"] == 5e8 * 4
+
+
+def test_offload_moves_terms_to_the_host():
+    found = train(optimizer_offload=True, backend="deepspeed")
+    assert sum(parts(found, Part.OPTIMIZER).values()) == 0
+    assert sum(parts(found, Part.GRADIENTS).values()) == 0
+    host = in_bytes(found.host)
+    assert host["optimizer moments (pinned)"] == 680
+    assert host["master weights (pinned)"] == 340
+    assert host["gradients (pinned)"] == 340
+    assert host["process"] == assumed.HOST_PROCESS_GIB * GIB
+    assert parts(train(optimizer_offload=True), Part.GRADIENTS) == {"gradients": 340}
+    streamed = train(weight_offload=True)
+    assert parts(streamed, Part.WEIGHTS) == {"weights": 0}
+    assert in_bytes(streamed.host)["weights, streamed (pinned)"] == 170
+    assert working(streamed, "forward")["gathered weights"] == 680
+
+
+def test_scoring_models():
+    full = estimate("reference", ForwardMemory(8, 3), SMALL, Layout(4, device_gib=80.0))
+    assert parts(full, Part.WEIGHTS) == {"weights": 680}
+    assert "gathered weights" not in working(full, "forward")
+    assert in_bytes(full.fixed).keys() == {"device context"}
+    cut = estimate("reference", ForwardMemory(8, 3, is_sharded=True, packing=False), SMALL, Layout(4, device_gib=80.0))
+    assert parts(cut, Part.WEIGHTS) == {"weights": 170}
+    assert working(cut, "forward") == {
+        "gathered weights": 680,
+        "forward activations": 24 * 28 * 2,
+        "attention mask": 3 * 64 * 2,
+        "logits chunk": 24 * 10 * 6,
+    }
+    away = estimate("reward", ForwardMemory(8, 3, weight_offload=True), SMALL, Layout(1, device_gib=80.0))
+    assert parts(away, Part.WEIGHTS) == {"weights": 0}
+    assert in_bytes(away.host)["weights, streamed (pinned)"] == 680
+
+
+def engine(share=None, device_gib=80.0, tensor_parallel=1, model=SMALL, procs_per_device=1, **settings):
+    memory = EngineMemory(**({"max_tokens": 100, "slots": 5} | settings))
+    layout = Layout(4, tensor_parallel, procs_per_device, share, device_gib)
+    return estimate("rollout", memory, model, layout)
+
+
+def test_an_engine_without_a_share_takes_cache_for_its_slots():
+    # A token: 2 (key, value) x 2 layers x 1 head x 2 x 2 bytes = 16 bytes.
+    found = engine()
+    assert parts(found, Part.WEIGHTS) == {"weights": 680}
+    assert parts(found, Part.KV_CACHE) == {"kv cache": 5 * 100 * 16}
+    assert found.min_share is None
+    # 500 tokens x 28 values x 2 bytes, 5 slots x 10 logits x 6 bytes, and the constant
+    constant = assumed.ENGINE_WORKSPACE_GIB * GIB
+    assert in_bytes(found.working["generate"]) == {"engine workspace": constant + 500 * 56 + 5 * 10 * 6}
+    assert in_bytes(found.fixed)["captured graphs"] == round(2 * assumed.CUDA_GRAPH_GIB_PER_LAYER * GIB, 3)
+    assert "captured graphs" not in in_bytes(engine(cuda_graphs=False).fixed)
+    assert "captured graphs" not in in_bytes(engine(engine="transformers").fixed)
+
+
+def test_an_engine_with_a_share_fills_it_exactly():
+    found = engine(share=0.5, model=shape("Llama-3-8B"))
+    used = sum(t.gib for terms in found.parts.values() for t in terms)
+    used += sum(t.gib for t in found.fixed) + sum(t.gib for t in found.working["generate"])
+    assert used == pytest.approx(40.0)
+    assert found.min_share < 0.5
+
+
+def test_tensor_parallel_cuts_weights_and_cache_until_heads_run_out():
+    model = shape("Llama-3-8B")  # 8 key-value heads
+    assert assumed.kv_bytes_per_token(model, 2) == 2 * 32 * 8 * 128 * 2
+    assert assumed.kv_bytes_per_token(model, 2, tp=8) == 2 * 32 * 1 * 128 * 2
+    assert assumed.kv_bytes_per_token(model, 2, tp=16) == 2 * 32 * 1 * 128 * 2
+    found = engine(tensor_parallel=2, model=model)
+    assert parts(found, Part.WEIGHTS)["weights"] == model.num_parameters
+    assert "communicator" in in_bytes(found.fixed)
+
+
+def test_a_share_too_small_to_start_with():
+    found = engine(share=0.1, model=shape("Llama-3-8B"))
+    rest = 14.96 + 0.5 + 0.64  # weights, context, graphs; more with the workspace
+    assert found.min_share > rest / 80
+    kv = found.parts[Part.KV_CACHE][0].gib
+    assert kv == pytest.approx(100 * 2 * 32 * 8 * 128 * 2 / GIB)
+
+
+def test_processes_that_share_a_device_add_up():
+    one, two = engine(), engine(procs_per_device=2)
+    assert two.part_gib(Part.WEIGHTS) == 2 * one.part_gib(Part.WEIGHTS)
+    assert two.fixed[0].formula.startswith("2 processes x (")
+
+
+def test_simulators():
+    given = estimate("env", SimulatorMemory(12.0, host_gib=3.0), None, Layout(4, device_gib=80.0))
+    assert given.part_gib(Part.SIMULATOR) == 12.0
+    assert [term.gib for term in given.host] == [assumed.HOST_PROCESS_GIB, 3.0]
+    shared = estimate("env", None, None, Layout(4, share=0.25, device_gib=80.0))
+    assert shared.part_gib(Part.SIMULATOR) == 20.0 - assumed.CONTEXT_GIB
+    assert estimate("env", None, None, Layout(4, share=0.25)) is None
+    assert estimate("env", None, None, Layout(4, device_gib=80.0)) is None
+
+
+def test_on_a_device_of_unknown_memory_only_shares_are_unknown():
+    assert engine(device_gib=None).part_gib(Part.WEIGHTS) * GIB == 680
+    assert engine(share=0.5, device_gib=None) is None
+
+
+def test_what_is_not_known_is_not_estimated():
+    assert estimate("actor", None, SMALL, Layout(1, device_gib=80.0)) is None
+    assert estimate("actor", TrainMemory(8), None, Layout(1, device_gib=80.0)) is None
+
+
+def test_a_role_without_a_device_has_no_context():
+    assert estimate("actor", TrainMemory(8), SMALL, Layout(2, has_device=False)).fixed == ()
+
+
+def test_every_term_shows_its_arithmetic():
+    found = train()
+    for terms in (found.fixed, *found.parts.values(), *found.working.values(), found.host):
+        for term in terms:
+            assert term.formula
+    assert found.parts[Part.WEIGHTS][0].formula == "340 parameters x 2 B / 4 ranks"
+    share = engine(share=0.5, model=shape("Llama-3-8B")).parts[Part.KV_CACHE][0].formula
+    assert share.startswith("0.5 x 80 GiB - ")
+    assert share.endswith("tokens of 131,072 B")
+
+
+def test_wrong_settings_are_refused():
+    with refused("max_tokens", "is 0", "1 or more"):
+        TrainMemory(0)
+    with refused("forward_micro_batch", "is 0"):
+        TrainMemory(8, forward_micro_batch=0)
+    with refused("zero_stage is 4", "0, 1, 2 or 3"):
+        TrainMemory(8, zero_stage=4)
+    with refused("micro_batch", "is 0"):
+        ForwardMemory(8, 0)
+    with refused("slots", "is 0"):
+        EngineMemory(8, 0)
+
+
+def test_the_rule_of_thumb_of_sixteen_bytes_a_parameter():
+    # bf16 weights and gradients, fp32 master and two moments: 2 + 2 + 4 + 8
+    found = train(num_procs=8, model=shape("Llama-3-8B"), gradient_bytes=2)
+    total = sum(found.part_gib(part) for part in (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER))
+    assert total == pytest.approx(8.03e9 * 16 / 8 / GIB, rel=1e-3)

@@ -1,0 +1,168 @@
+import io
+from dataclasses import replace
+
+import pytest
+from placement_cases import actor, bare, make_plan, rollout, scorer
+from rich.console import Console
+
+from hotseat.cli.plan_view import render
+from hotseat.placement import (
+    EngineMemory,
+    Inventory,
+    Overlap,
+    Part,
+    Plan,
+    RoleSpec,
+    SimulatorMemory,
+    TrainMemory,
+    default_flow,
+    plan,
+)
+
+
+def printed(found: Plan, explain=False, width=100, terminal=False) -> str:
+    out = io.StringIO()
+    system = "standard" if terminal else "auto"
+    render(found, Console(file=out, width=width, force_terminal=terminal, color_system=system, _environ={}), explain)
+    return out.getvalue()
+
+
+def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def hybrid() -> Plan:
+    sleep = frozenset({Part.GRADIENTS, Part.OPTIMIZER})
+    roles = [
+        actor("0-7", put_aside="always", can_put_aside=sleep),
+        scorer("reference"),
+        rollout("4-7", share=0.6, put_aside="always"),
+    ]
+    return make_plan("1x8xA100-80G", roles)
+
+
+def everything() -> list[Plan]:
+    """One plan of each sort."""
+    engine = EngineMemory(2048, slots=32)
+    return [
+        hybrid(),
+        make_plan("1x8xA100-80G", [actor(), scorer("reference"), scorer("reward"), rollout(share=0.5)]),
+        make_plan("5x8", bare(reference="1x8", reward="1x8", critic="1x8", actor="1x8", rollout="2x4")),
+        make_plan("1x8xA100-80G", [actor("0-5"), rollout("6-7", share=0.9)], overlap=Overlap(1, 1)),
+        make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.1)]),
+        make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"),
+        make_plan("cpu", bare(actor="cpu*1", rollout="cpu*2", reward="none")),
+        make_plan(
+            "1x4xH200",
+            [
+                actor("all", model="SmolLM2-135M"),
+                RoleSpec("env", "0-1:0-3", memory=SimulatorMemory(4.0)),
+                rollout("2-3", model="SmolLM2-135M", memory=engine, tensor_parallel=2),
+            ],
+            task="embodied",
+        ),
+        make_plan(
+            "512x8xH100-80G", [actor("256x8"), scorer("reference", "0-1023"), rollout("512x2", tensor_parallel=2)]
+        ),
+    ]
+
+
+@pytest.mark.parametrize("explain", [False, True])
+def test_every_plan_prints_within_the_width_as_plain_text(explain):
+    for found in everything():
+        text = printed(found, explain)
+        assert "\x1b" not in text
+        assert max(len(line) for line in lines(text)) <= 100
+        assert lines(text)[0].startswith(f"Plan: {found.label} on {found.inventory}")
+        for role in found.roles:
+            assert role.name in text
+
+
+def test_a_terminal_gets_colour():
+    assert "\x1b[" in printed(hybrid(), terminal=True)
+
+
+def test_the_device_table_shows_what_is_at_work_kept_aside_and_dropped():
+    text = lines(printed(hybrid()))
+    start = text.index("Devices and steps")
+    assert text[start + 1].split() == ["devices", "rollout", "prepare.0", "prepare.1", "update", "sync"]
+    body = [line.split("  ") for line in text[start + 3 : start + 12]]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in body]
+    assert cells[0][:3] == ["node 0: 0-3", "actor w(o)[g]", "reference W"]
+    assert cells[0][3:] == ["actor W(o)[g]", "actor WGO", "actor W(o)[g]"]
+    assert cells[4][:2] == ["node 0: 4-7", "rollout WK"]
+    assert cells[4][-1] == "actor W(o)[g]"
+    assert cells[5][-1] == "rollout W[k]"
+    assert any("CAPITAL at work" in line for line in text)
+
+
+def test_roles_hand_overs_routes_and_host_memory_are_listed():
+    text = printed(hybrid())
+    for part in (
+        "4 engines",
+        "60% of memory",
+        "rollout -> prepare.0",
+        "- rollout kv cache",
+        "dropped",
+        "+ actor optimizer 11.2G from host",
+        "+ rollout weights 15.0G pushed by actor",
+        "sync -> rollout (next)",
+        "actor keeps it",
+        "At most 11.2 GiB per device are copied to the host and back",
+        "rollout 0-3   same device   4-7 (each from its own)",
+        "90 GiB",  # the optimizer of eight devices on the host
+    ):
+        assert part in text, part
+
+
+def test_devices_that_never_change_hands():
+    text = printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.9)]))
+    assert "No device changes hands and nothing moves." in text
+    assert "Hand-overs" not in text
+    shared = printed(make_plan("1x8xA100-80G", [actor("all"), rollout("4-7", share=0.4)]))
+    assert "Nothing is copied to the host and back." in shared
+
+
+def test_steps_that_do_not_fit_side_by_side_make_a_second_table():
+    roles = [*bare(actor="all"), *bare(critic="@actor", reference="@actor", reward="@actor", rollout="@actor")]
+    text = printed(make_plan("1x8", roles))
+    assert sum(line.startswith("devices") for line in lines(text)) == 2
+    assert "not checked" in text
+    assert "34.6G of ?" in printed(make_plan("1x4", [actor(), rollout("none")]))
+
+
+def test_what_does_not_fit_says_what_would():
+    text = printed(make_plan("1x8xA100-80G", [actor(memory=TrainMemory(8192, micro_batch=64))], task="sft"))
+    assert "does not fit" in lines(text)[0]
+    assert "update does not fit on node 0: 0-7: it takes" in text
+    assert "- set train.micro_batch_size to" in text
+    engine = printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.1)]))
+    assert "the engine's memory share has no room for its weights and one" in engine
+    assert "- set rollout.share to 0.2" in engine
+    assert "No setting makes it fit" in printed(make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"))
+    memory = TrainMemory(4096, micro_batch=8, gradient_checkpointing=False, chunked_logprobs=False, packing=False)
+    both = make_plan("1x1x40G", [actor(model="Qwen2.5-3B", memory=memory)], task="sft")
+    assert "All of these together make it fit:" in printed(both)
+
+
+def test_host_memory_that_does_not_fit():
+    roles = [actor(put_aside="always"), rollout(share=0.5)]
+    inventory = Inventory.parse("1x8xA100-80G").with_hosts(memory_gib=64.0)
+    text = printed(plan(inventory, roles, default_flow("rl", ["actor", "rollout"])))
+    assert "The host memory of node 0 does not fit" in text
+
+
+def test_explain_shows_the_arithmetic():
+    text = printed(hybrid(), explain=True)
+    assert "8,030,261,248 parameters x 2 B / 8 ranks" in text
+    assert "Memory on node 0: 4-7 (A100-80G of 80 GiB)" in text
+    assert "total" in text
+    assert "Host memory of node 0" in text
+
+
+def test_warnings_are_listed():
+    roles = [replace(actor("0-3"), model_assumed="Llama-3-8B"), rollout("0-3", share=0.4)]
+    text = printed(make_plan("1x8xA100-80G", roles))
+    assert "Warnings" in text
+    assert "assumed to be that of Llama-3-8B" in text
+    assert "4 of 8 devices are used by no role: 4-7" in text
