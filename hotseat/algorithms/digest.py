@@ -51,18 +51,23 @@ def golden_counter(key: int | Tensor, counter: Tensor) -> Tensor:
     return (counter + 1) * signed(_GOLDEN) + (key if isinstance(key, Tensor) else signed(key))
 
 
-def _axis_weights(dim: int, size: int, offset: int, stride: int, device: torch.device) -> Tensor:
-    """[size] int64, odd: the factors of positions offset, offset + stride, ... of dimension `dim`."""
-    positions = torch.arange(size, device=device, dtype=torch.int64) * stride + offset
-    return mix64(golden_counter(dim << 56, positions)) | 1
+class _AxisWeights:
+    """The factors of a dimension's positions, computed once per call: layers repeat the same few sizes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
+
+    def get(self, dim: int, size: int, offset: int, stride: int, device: torch.device) -> Tensor:
+        """[size] int64, odd: of positions offset, offset + stride, ... of dimension `dim`."""
+        key = (dim, size, offset, stride, device)
+        if key not in self._known:
+            positions = torch.arange(size, device=device, dtype=torch.int64) * stride + offset
+            self._known[key] = mix64(golden_counter(dim << 56, positions)) | 1
+        return self._known[key]
 
 
-def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[int] = ()) -> int:
-    """The digest of `tensor`, in [0, 2^64), or its share of the digest of the full tensor it is a slice of.
-
-    offset, stride: per dimension, the position in the full tensor of the slice's first element, and the distance
-    between neighbours (default 0 and 1 everywhere). Works on any layout; the answer does not depend on it.
-    """
+def _digest(tensor: Tensor, offset: Sequence[int], stride: Sequence[int], axes: _AxisWeights) -> Tensor:
+    """[] int64: the digest, still on the tensor's device."""
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if tensor.dim() == 0:
@@ -71,10 +76,11 @@ def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[i
     stride = tuple(stride) or (1,) * tensor.dim()
     if len(offset) != tensor.dim() or len(stride) != tensor.dim():
         raise ValueError(f"a tensor of {tensor.dim()} dimensions needs as many offsets and strides: {offset}, {stride}")
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
-        return 0
+        return total
     bits = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor.view(_INTEGERS[tensor.element_size()])
-    weights = [_axis_weights(d, tensor.shape[d], offset[d], stride[d], tensor.device) for d in range(tensor.dim())]
+    weights = [axes.get(d, tensor.shape[d], offset[d], stride[d], tensor.device) for d in range(tensor.dim())]
 
     # In the order of memory, so that a transposed view is read as fast as its base.
     order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
@@ -90,13 +96,33 @@ def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[i
     block = _GPU_BLOCK if tensor.is_cuda else _CPU_BLOCK
     num_columns = min(block, bits.shape[1])
     num_rows = max(1, block // num_columns)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for r in range(0, bits.shape[0], num_rows):
         for c in range(0, bits.shape[1], num_columns):
             part = bits[r : r + num_rows, c : c + num_columns].to(torch.int64)
             part = part.mul_(columns[c : c + num_columns]).sum(1)
             total += part.mul_(rows[r : r + num_rows]).sum()
-    return int(total) & _MASK_64
+    return total
+
+
+def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[int] = ()) -> int:
+    """The digest of `tensor`, in [0, 2^64), or its share of the digest of the full tensor it is a slice of.
+
+    offset, stride: per dimension, the position in the full tensor of the slice's first element, and the distance
+    between neighbours (default 0 and 1 everywhere). Works on any layout; the answer does not depend on it.
+    """
+    return int(_digest(tensor, offset, stride, _AxisWeights())) & _MASK_64
+
+
+def named_digests(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """`tensor_digest` of many whole tensors, with one wait for the device instead of one each."""
+    axes = _AxisWeights()
+    digests = {name: _digest(tensor, (), (), axes) for name, tensor in named_tensors}
+    if not digests:
+        return {}
+    devices = {digest.device for digest in digests.values()}
+    target = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    values = torch.stack([digest.to(target) for digest in digests.values()]).tolist()
+    return {name: value & _MASK_64 for name, value in zip(digests, values, strict=True)}
 
 
 def combine_digests(parts: Iterable[int]) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model
-from hotseat.config.schema import Config
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model, placed_roles
+from hotseat.config.schema import Config, Optimizer
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,18 @@ def _rl_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
 
 def _says(text: str) -> Callable[[Config], str]:
     return lambda _: text
+
+
+def _optimizer_rules(role: str, optimizer: Callable[[Config], Optimizer]) -> tuple[Rule, ...]:
+    at = f"{role}.optimizer"
+    return (
+        Rule((f"{at}.muon",), lambda c: optimizer(c).kind == "muon", _says(f"{at}.kind is adamw")),
+        Rule(
+            (f"{at}.min_learning_rate_ratio",),
+            lambda c: optimizer(c).schedule != "constant",
+            _says(f"{at}.schedule is constant"),
+        ),
+    )
 
 
 _SAMPLING_KEYS = ("rollout", "agent", "reward", "env", "inference", "overlap", "critic")
@@ -94,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         _says("algorithm.kl.target is not set, so the coefficient does not adapt"),
     ),
     Rule(
-        ("reward.normalize", "reward.enable_offload", "reward.shape"),
+        ("reward.normalize", "reward.enable_offload", "reward.shape", "reward.value_head_prefix"),
         _rl_but(has_reward_model),
         _says("rewards do not come from a model (reward.model is not set)"),
     ),
@@ -133,6 +145,8 @@ RULES: tuple[Rule, ...] = (
         _rl_but(lambda c: c.reward.overlong.buffer_length > 0),
         _says("reward.overlong.buffer_length is 0"),
     ),
+    *_optimizer_rules("actor", lambda c: c.actor.optimizer),
+    *_optimizer_rules("critic", lambda c: c.critic.optimizer),
     Rule(
         ("train.deepspeed",),
         lambda c: c.train.backend == "deepspeed",
@@ -168,6 +182,11 @@ RULES: tuple[Rule, ...] = (
         ("rollout.memory_share", "rollout.prefix_caching", "rollout.enforce_eager", "rollout.tensor_parallel_size"),
         _rl_but(lambda c: c.rollout.engine == "vllm"),
         _says("rollout.engine is transformers; this is for vllm"),
+    ),
+    Rule(
+        ("rollout.weight_transport",),
+        _rl_but(lambda c: not _is_on_actor(c, "rollout")),
+        _says("rollout is on the actor's devices, where weights are handed over in memory"),
     ),
     Rule(
         ("rollout.num_slots",),
@@ -224,8 +243,17 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def _is_on_actor(config: Config, role: str) -> bool:
+    """Whether the placement says in so many words that a role has the actor's devices."""
+    for names, selection in config.cluster.component_placement.items():
+        roles = names.replace(" ", "").split(",")
+        if role in roles:
+            return "actor" in roles or (isinstance(selection, str) and selection.replace(" ", "") == "@actor")
+    return not _is_placed(config, role)  # what is not placed goes where the actor is
+
+
 def _is_placed(config: Config, role: str) -> bool:
-    return any(role in names.replace(" ", "").split(",") for names in config.cluster.component_placement)
+    return role in placed_roles(config)
 
 
 def no_effect(config: Config, set_keys: Iterable[str]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
 from hotseat.config.schema import Config
-from hotseat.config.yaml_lines import Document, KeyPath, dotted, parse_value, read_yaml
+from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 
 
@@ -73,9 +73,7 @@ def validate(document: Document) -> tuple[Config, list[Problem]]:
 
 def to_yaml(config: Config) -> str:
     """The shortest YAML that loads as this config: only what differs from the defaults."""
-    import yaml
-
-    return yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True), sort_keys=False, width=110)
+    return dump(config.model_dump(mode="json", exclude_defaults=True))
 
 
 def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:
@@ -202,6 +200,7 @@ def _without(values: Mapping[str, Any], paths: Iterable[KeyPath]) -> dict[str, A
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
+    "finite": "a finite number",
     "bool": "true or false",
     "string": "text",
     "list": "a list",

@@ -16,7 +16,16 @@ def has_reference(config: Config) -> bool:
 
 
 def has_reward_model(config: Config) -> bool:
-    return config.task == "rl" and config.reward.model is not None
+    """A reward model that is placed while nothing says where rewards come from is there too: its name is missing."""
+    if config.task != "rl" or config.reward.model is not None:
+        return config.task == "rl"
+    reward = config.reward
+    has_other_source = reward.function is not None or reward.url is not None or config.agent.path is not None
+    return "reward" in placed_roles(config) and not has_other_source
+
+
+def placed_roles(config: Config) -> set[str]:
+    return {name.strip() for names in config.cluster.component_placement for name in names.split(",")}
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
@@ -26,7 +35,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
     """
     if config.task != "rl":
         return ("actor", "reference") if config.task == "dpo" else ("actor",)
-    placed = {name.strip() for names in config.cluster.component_placement for name in names.split(",")}
+    placed = placed_roles(config)
     present = {
         "rollout": True,
         "env": "env" in placed,

@@ -23,7 +23,12 @@ class Section(BaseModel):
     """A frozen part of the tree in which an unknown key is an error."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -97,6 +102,13 @@ class Overlap(Section):
 # --- models and roles -------------------------------------------------------------------------------------------------
 
 
+class Muon(Section):
+    learning_rate: Amount = 0.02
+    """Peak learning rate of the matrices; the optimizer's own is that of everything else."""
+    momentum: Fraction = 0.95
+    """Decay of the momentum."""
+
+
 class Optimizer(Section):
     kind: Literal["adamw", "muon"] = "adamw"
     """Which optimizer."""
@@ -116,6 +128,8 @@ class Optimizer(Section):
     """Learning rate at the end, as a share of its peak (cosine and linear)."""
     max_grad_norm: Amount = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""
+    muon: Muon = Muon()
+    """Options of Muon."""
 
 
 class CriticOptimizer(Optimizer):
@@ -186,14 +200,16 @@ class Reward(Section):
     """As `actor.shape`, for the reward model."""
     enable_offload: bool | None = None
     """Keep the reward model in host memory between turns: true always, false never, unset as needed."""
+    value_head_prefix: str = "score"
+    """Name of the reward head's parameters in the checkpoint."""
     normalize: bool = False
     """Subtract the mean and divide by the deviation stored with the reward model."""
     clip: Annotated[tuple[float, float], Field(strict=False)] | None = (-10.0, 10.0)
     """Rewards are clipped to this range after shaping; unset does not clip."""
     overlong: Overlong = Overlong()
     """DAPO's penalty on answers close to the length limit."""
-    truncation_penalty: float = 0.0
-    """Added to the reward of an answer that did not end by itself: at least 0 scales it, below 0 replaces it."""
+    truncation_penalty: Annotated[float, Field(le=1)] | None = None
+    """Reward of an answer that did not end by itself: 0 to 1 multiplies it, below 0 replaces it; unset keeps it."""
     timeout_s: Seconds = 60.0
     """Longest that scoring one group may take."""
     retries: NotNegative = 2
@@ -348,6 +364,8 @@ class RewardModelling(Section):
     """Use the data's margin column."""
     fp32_loss: bool = False
     """Compute the loss in fp32."""
+    value_head_prefix: str = "score"
+    """Name of the reward head's parameters in the checkpoint that is written."""
 
 
 class Algorithm(Section):
@@ -498,7 +516,7 @@ class Checkpoint(Section):
     resume: bool = False
     """Go on from the newest checkpoint."""
     best_metric: str | None = None
-    """Evaluation metric whose best checkpoint is kept; unset is the first one."""
+    """Evaluation metric whose best checkpoint is kept; unset is the first one, `none` keeps no best."""
     save_state: bool = True
     """Save what resuming needs, not the model alone."""
     export_each: bool = False

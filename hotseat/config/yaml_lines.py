@@ -25,6 +25,12 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT_TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that also quotes text which our loader would take for a number."""
+
+
 _INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$")
 _FLOAT = re.compile(
     r"""^(?: [-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?
@@ -32,10 +38,11 @@ _FLOAT = re.compile(
           | [-+]?\.(?:inf|Inf|INF) | \.(?:nan|NaN|NAN) )$""",
     re.X,
 )
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"^(?:{_INT.pattern})$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(rf"^{_FLOAT.pattern}$", re.X), list("-+.0123456789")
-)
+for _each in (_Loader, _Dumper):
+    _each.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"^(?:{_INT.pattern})$"), list("-+0123456789"))
+    _each.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(rf"^{_FLOAT.pattern}$", re.X), list("-+.0123456789")
+    )
 
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -99,6 +106,11 @@ def read_yaml(text: str, file: str | None = None) -> Document:
     loader.flatten_mapping(node)
     document.values = _build(node, (), document, loader)
     return document
+
+
+def dump(values: dict[str, Any]) -> str:
+    """YAML that reads back as these values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def parse_value(text: str) -> Any:

@@ -30,6 +30,20 @@ WITHOUT_EFFECT = {
     "train.fp32_master": ("train: {dtype: fp32, fp32_master: true}", "their own masters"),
     "train.sequence_parallel_head_stride": ("train: {sequence_parallel_head_stride: 2}", "size is 1"),
     "rollout.memory_share": ("rollout: {memory_share: 0.5}", "this is for vllm"),
+    "rollout.weight_transport": ("rollout: {weight_transport: nccl}", "on the actor's devices"),
+    "actor.optimizer.muon.momentum": ("actor: {optimizer: {muon: {momentum: 0.9}}}", "kind is adamw"),
+    "actor.optimizer.min_learning_rate_ratio": (
+        "actor: {optimizer: {schedule: constant, min_learning_rate_ratio: 0.5}}",
+        "schedule is constant",
+    ),
+    "critic.optimizer.muon.momentum": (
+        "algorithm: {estimator: gae}\ncritic: {optimizer: {muon: {momentum: 0.9}}}",
+        "kind is adamw",
+    ),
+    "critic.optimizer.min_learning_rate_ratio": (
+        "algorithm: {estimator: gae}\ncritic: {optimizer: {schedule: constant, min_learning_rate_ratio: 0.5}}",
+        "schedule is constant",
+    ),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "overlap.partial_rollout": ("overlap: {partial_rollout: true}", "no push meets"),

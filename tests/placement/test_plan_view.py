@@ -138,7 +138,7 @@ def test_what_does_not_fit_says_what_would():
     assert "- set train.micro_batch_size to" in text
     engine = printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.1)]))
     assert "the engine's memory share has no room for its weights and one" in engine
-    assert "- set rollout.share to 0.2" in engine
+    assert "- set rollout.memory_share to 0.2" in engine
     assert "No setting makes it fit" in printed(make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"))
     memory = TrainMemory(4096, micro_batch=8, gradient_checkpointing=False, chunked_logprobs=False, packing=False)
     both = make_plan("1x1x40G", [actor(model="Qwen2.5-3B", memory=memory)], task="sft")
