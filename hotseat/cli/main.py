@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from hotseat import __version__
 from hotseat.errors import HotseatError, UserError
 
-OK, FAILED, REFUSED = 0, 1, 2  # exit codes: done; failed while running; refused before anything ran
+# Exit codes: done; failed while running; refused before anything ran; stopped by Ctrl-C or SIGTERM.
+OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 
 
 def entry() -> None:
@@ -28,6 +29,9 @@ def main(argv: Sequence[str]) -> int:
     except HotseatError as error:
         print(f"hotseat: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print("hotseat: stopped", file=sys.stderr)
+        return STOPPED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
         sys.stderr.close()
@@ -54,6 +58,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hotseat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    run = _command(commands, "run", _run, "train: run a config to its end")
+    _takes_config(run)
+
+    demo = _command(commands, "demo", _demo, "make a small model and a task, train it by examples and by reinforcement")
+    demo.add_argument("--dir", default="runs/demo", metavar="DIR", help="where everything goes (default: %(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="the same seed gives the same curve (default: %(default)s)")
 
     plan = _command(commands, "plan", _plan, "show where roles go, what is on which device when, and whether it fits")
     _takes_config(plan)
@@ -97,6 +108,24 @@ def _takes_config(command: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="dotted keys that replace the file's, such as rollout.top_p=0.9",
     )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from hotseat.config import load
+
+    config = load(arguments.config, arguments.overrides)
+    from hotseat.loop.run import start
+
+    start(config)
+    return OK
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hotseat.cli.demo import run_demo
+
+    return run_demo(Path(arguments.dir), arguments.seed)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

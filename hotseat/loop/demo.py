@@ -47,7 +47,7 @@ def make_files(directory: Path, seed: int) -> DemoFiles:
         reward=directory / "reward.py",
     )
     directory.mkdir(parents=True, exist_ok=True)
-    _make_model(files.model, seed)
+    make_model(files.model, seed)
     rng = random.Random(seed)
     sums = [(a, b) for a in range(100) for b in range(100)]
     rng.shuffle(sums)
@@ -79,7 +79,7 @@ def careless(a: int, b: int) -> str:
     return f"{(a // 10 + b // 10) * 10 + (a + b) % 10:03d}"
 
 
-def _make_model(path: Path, seed: int) -> None:
+def make_model(path: Path, seed: int) -> None:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

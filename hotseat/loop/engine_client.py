@@ -1,7 +1,7 @@
 """A host's way to the engines: many concurrent requests, few calls.
 
-Each engine has one exchange under way at a time: it takes the requests that have come up since the last one and brings
-back what has finished. A request goes to the engine with the fewest in flight.
+Requests that come up in the same turn of the event loop are submitted together. One fetch per engine waits for whatever
+has finished there. A request goes to the engine with the fewest in flight.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from hotseat.cluster.group import Group
 from hotseat.errors import DeadlineError
 from hotseat.types import Completion, Request
 
-EXCHANGE_WAIT_S = 1.0  # an exchange that brings nothing back returns after this, so that new requests get through
+FETCH_WAIT_S = 5.0  # a fetch that has nothing to bring returns after this: every wait is bounded
 
 
 class EngineClient:
-    """Belongs to one event loop. `close` fails what is still in flight."""
+    """Belongs to one event loop. A failure of an engine reaches everybody who waits for it."""
 
     _numbers = itertools.count()
 
@@ -29,17 +29,19 @@ class EngineClient:
         self._name = f"{os.getpid()}-{next(self._numbers)}"
         self._outbox: dict[int, list[Request]] = {rank: [] for rank in engines.ranks}
         self._in_flight: dict[int, dict[str, asyncio.Future[Completion]]] = {rank: {} for rank in engines.ranks}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._fetching: dict[int, asyncio.Task[None]] = {}
+        self._submitting: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: Request) -> Completion:
         """The completion of one request."""
         rank = min(self._in_flight, key=lambda rank: len(self._in_flight[rank]))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._in_flight[rank][request.id] = future
+        if not self._outbox[rank]:
+            task = asyncio.create_task(self._submit(rank))
+            self._submitting.add(task)
+            task.add_done_callback(self._submitting.discard)
         self._outbox[rank].append(request)
-        task = self._tasks.get(rank)
-        if task is None or task.done():
-            self._tasks[rank] = asyncio.create_task(self._exchange(rank))
         try:
             return await asyncio.wait_for(future, self._timeout_s)
         except TimeoutError:
@@ -49,30 +51,35 @@ class EngineClient:
         finally:
             self._in_flight[rank].pop(request.id, None)
 
-    def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
+    async def _submit(self, rank: int) -> None:
+        """Send what has come up in this turn of the event loop."""
+        await asyncio.sleep(0)
+        requests, self._outbox[rank] = self._outbox[rank], []
+        try:
+            await self._engines.acall("submit", self._name, requests, ranks=[rank], timeout_s=self._timeout_s)
+        except Exception as error:
+            self._fail([self._in_flight[rank].get(request.id) for request in requests], error)
+            return
+        fetching = self._fetching.get(rank)
+        if fetching is None or fetching.done():
+            self._fetching[rank] = asyncio.create_task(self._fetch(rank))
 
-    async def _exchange(self, rank: int) -> None:
-        """Exchange with one engine until nothing is in flight there. A failure reaches everybody who waits for it."""
+    async def _fetch(self, rank: int) -> None:
+        """Bring back what has finished, until nothing is in flight."""
         waiting = self._in_flight[rank]
         try:
-            # Requests that are made in the same turn of the event loop travel together.
-            await asyncio.sleep(0)
             while waiting:
-                requests, self._outbox[rank] = self._outbox[rank], []
                 [completions] = await self._engines.acall(
-                    "exchange", self._name, requests, EXCHANGE_WAIT_S, ranks=[rank], timeout_s=self._timeout_s
+                    "fetch", self._name, FETCH_WAIT_S, ranks=[rank], timeout_s=FETCH_WAIT_S + self._timeout_s
                 )
-                self._settle(waiting, completions)
-                await asyncio.sleep(0)
+                for completion in completions:
+                    future = waiting.pop(completion.request_id, None)
+                    if future is not None and not future.done():
+                        future.set_result(completion)
         except Exception as error:
-            for future in waiting.values():
-                if not future.done():
-                    future.set_exception(error)
+            self._fail(waiting.values(), error)
 
-    def _settle(self, waiting: dict[str, asyncio.Future[Completion]], completions: Sequence[Completion]) -> None:
-        for completion in completions:
-            future = waiting.get(completion.request_id)
+    def _fail(self, futures: Iterable[asyncio.Future[Completion] | None], error: Exception) -> None:
+        for future in list(futures):
             if future is not None and not future.done():
-                future.set_result(completion)
+                future.set_exception(error)

@@ -83,6 +83,11 @@ def flatten(groups: Sequence[Group]) -> MicroBatch:
     """All segments of all samples, flat, with the engine's log-probs. Weights are set later, for the whole step."""
     samples = [sample for group in groups for sample in group.samples]
     segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
+    if not segments:
+        empty = torch.zeros(0)
+        return MicroBatch(
+            empty.long(), torch.zeros(1, dtype=torch.int64), empty.bool(), empty, {ROLLOUT_LOG_PROBS: empty}
+        )
     lengths = torch.tensor([0, *(len(segment.token_ids) for segment, _ in segments)])
     mask = torch.cat([segment.mask for segment, _ in segments])
     return MicroBatch(

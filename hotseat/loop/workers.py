@@ -27,7 +27,7 @@ from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObject
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count, split_by_tokens
-from hotseat.types import Completion, MicroBatch, Moved, Request
+from hotseat.types import Completion, MicroBatch, Request
 from hotseat.weights import Bucket, Receiver, Sender
 
 
@@ -82,10 +82,10 @@ class ModelWorker:
                 by_sample.setdefault(name, []).append(log_probs[bounds[segment] : bounds[segment + 1]])
         return by_sample
 
-    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Any:
         return self._backend.put_aside(parts)
 
-    def bring_back(self, parts: Sequence[Any]) -> Moved:
+    def bring_back(self, parts: Sequence[Any]) -> Any:
         return self._backend.bring_back(parts)
 
     def close(self) -> None:
@@ -229,9 +229,9 @@ class EngineSettings:
 
 
 class EngineWorker:
-    """One rollout engine in its process. Hosts send requests and fetch what has finished in the same call."""
+    """One rollout engine in its process. Hosts submit requests, and fetch what has finished."""
 
-    max_concurrency = 16  # an exchange waits; health and weights must get through meanwhile
+    max_concurrency = 16  # a fetch waits; requests, health and weights must get through meanwhile
 
     def __init__(self, settings: EngineSettings):
         from transformers import AutoModelForCausalLM
@@ -256,10 +256,13 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | BaseException]] = {}
 
-    def exchange(self, client: str, requests: Sequence[Request], wait_s: float) -> list[Completion]:
-        """Take new requests of a client and give back its completions, waiting for the first at most `wait_s`."""
+    def submit(self, client: str, requests: Sequence[Request]) -> None:
+        """Take requests of a client."""
         for request in requests:
             self._engine.submit(request).add_done_callback(lambda done: self._finish(client, done))
+
+    def fetch(self, client: str, wait_s: float) -> list[Completion]:
+        """What has finished for a client, waiting for the first at most `wait_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished.get(client), timeout=wait_s)
             found = self._finished.pop(client, [])
@@ -286,10 +289,10 @@ class EngineWorker:
     def finish_load(self, version: int) -> dict[str, int]:
         return self._receiver.finish(version)
 
-    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Any:
         return self._engine.put_aside(parts, keep_weights=keep_weights)
 
-    def bring_back(self, parts: Sequence[Any]) -> Moved:
+    def bring_back(self, parts: Sequence[Any]) -> Any:
         return self._engine.bring_back(parts)
 
     def health(self) -> Any:

@@ -1,0 +1,86 @@
+"""`hotseat demo`: a small model learns to carry. Makes its files, trains on examples, then by reinforcement on Ray."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from hotseat.config import load
+from hotseat.errors import UserError
+
+SFT = """\
+# Learn the format, and the pupils' bad habit, from examples.
+task: sft
+name: sft
+run_dir: {directory}
+seed: {seed}
+cluster: {{runtime: local, threads_per_process: 2}}
+actor:
+  model: {model}
+  optimizer: {{learning_rate: 2e-3, schedule: linear, warmup_ratio: 0.05, min_learning_rate_ratio: 0.05}}
+data: {{path: {examples}, output_key: output, max_length: 16, max_samples: {num_examples}}}
+train: {{dtype: fp32, batch_size: 64, micro_batch_size: 64}}
+log: {{every: 50}}
+"""
+
+GRPO = """\
+# Learn to carry: eight answers to each sum, compared with each other. Actor and engine take turns on one device.
+task: rl
+name: grpo
+run_dir: {directory}
+seed: {seed}
+cluster:
+  threads_per_process: 2
+  component_placement: {{actor: 0, rollout: "@actor"}}
+actor:
+  model: {directory}/sft/model
+  optimizer: {{learning_rate: 5e-4, schedule: constant, warmup_ratio: 0.02}}
+data: {{path: {prompts}, label_key: label, max_length: 16, max_samples: {num_prompts}}}
+reward: {{function: {reward}}}
+rollout: {{batch_size: 32, samples_per_prompt: 8, max_new_tokens: 5, num_slots: 256}}
+algorithm: {{estimator: group_norm}}
+train: {{dtype: fp32, batch_size: 256, micro_batch_size: 256}}
+eval: {{path: {held_out}, every: 20, temperature: 0.0, samples_per_prompt: 1}}
+log: {{every: 10}}
+"""
+
+NUM_EXAMPLES = 24_000
+NUM_PROMPTS = 3_200
+
+
+def run_demo(directory: Path, seed: int) -> int:
+    """The whole demo; the exit code."""
+    from hotseat.loop.demo import make_files
+    from hotseat.loop.run import start
+    from hotseat.observe import read_metrics
+
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty: give another --dir, or remove it")
+    started_s = time.monotonic()
+    directory = directory.resolve()
+    files = make_files(directory, seed)
+    names = {
+        "directory": directory,
+        "seed": seed,
+        "model": files.model,
+        "examples": files.examples,
+        "prompts": files.prompts,
+        "held_out": files.held_out,
+        "reward": files.reward,
+        "num_examples": NUM_EXAMPLES,
+        "num_prompts": NUM_PROMPTS,
+    }
+    print(f"the task: {files.examples}, {files.prompts}, {files.reward}", flush=True)
+    for name, text in (("sft", SFT), ("grpo", GRPO)):
+        (directory / f"{name}.yaml").write_text(text.format(**names))
+        print(f"\nhotseat run {directory / name}.yaml", flush=True)
+        start(load(directory / f"{name}.yaml"))
+    records = read_metrics(directory / "grpo" / "metrics.jsonl")
+    evaluations = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    print(
+        f"\nheld-out exact match: {evaluations[0]:.1%} after the examples, {evaluations[-1]:.1%} after reinforcement"
+        f" ({time.monotonic() - started_s:.0f} s)\n"
+        f"metrics: {directory}/grpo/metrics.jsonl   curves: tensorboard --logdir {directory}\n"
+        f"model:   {directory}/grpo/model"
+    )
+    return 0

@@ -1,0 +1,38 @@
+"""Training backends: from micro-batches to new weights. See `backend.Backend` for the contract."""
+
+from hotseat.train.backend import (
+    PARTS,
+    AdamW,
+    Backend,
+    Loss,
+    Moved,
+    Outputs,
+    Part,
+    Precision,
+    TrainOptions,
+    UpdateReport,
+)
+from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.packing import join, split_by_count, split_by_tokens, spread_over_ranks, take
+from hotseat.train.schedule import Schedule, ScheduleKind
+
+__all__ = [
+    "PARTS",
+    "AdamW",
+    "Backend",
+    "FSDPBackend",
+    "Loss",
+    "Moved",
+    "Outputs",
+    "Part",
+    "Precision",
+    "Schedule",
+    "ScheduleKind",
+    "TrainOptions",
+    "UpdateReport",
+    "join",
+    "split_by_count",
+    "split_by_tokens",
+    "spread_over_ranks",
+    "take",
+]

@@ -1,0 +1,167 @@
+"""Causal attention that stays inside the segments of a packed micro-batch.
+
+`causal_attention` is what the models of transformers call for every layer, registered with them under `ATTENTION`. With
+16-bit floats on a CUDA device packed tokens go through `torch.nn.attention.varlen`. Elsewhere the block-diagonal
+attention is computed block by block: segments of like length are gathered into rows, so that it costs the sum of the
+blocks and not the square of all tokens. Padded rows need neither: the filling is on the right, where nothing looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from hotseat.errors import NotBuiltError
+
+ATTENTION = "hotseat"
+BLOCKS = "hotseat_blocks"  # the keyword argument that carries `Blocks` from the model's forward to its layers
+
+# Segments down to this share of the longest are gathered into the same rows; shorter ones get rows of their own.
+_LIKE_LENGTH = 0.7
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How packed tokens fall into segments."""
+
+    offsets: Tensor | None  # [num_segments + 1] int32 on the device, for varlen attention; None elsewhere
+    longest: int
+    rows: tuple[tuple[Tensor, int, int], ...] = ()  # per group: tokens [segments * length], segments, length
+    places: Tensor | None = None  # [num_tokens]: where each token stands in the groups' rows, one after another
+
+    @staticmethod
+    def of(lengths: Tensor, offsets: Tensor, *, device: torch.device | None, has_flash: bool) -> Blocks:
+        longest = int(lengths.max())
+        if has_flash:
+            return Blocks(offsets.to(torch.int32).to(device, non_blocking=True), longest)
+        order = torch.argsort(lengths, descending=True, stable=True).tolist()
+        sizes = lengths.tolist()
+        groups: list[list[int]] = []
+        for segment in order:
+            if not groups or sizes[segment] < _LIKE_LENGTH * sizes[groups[-1][0]]:
+                groups.append([])
+            groups[-1].append(segment)
+        rows = []
+        places = torch.empty(int(offsets[-1]), dtype=torch.int64)
+        start = 0
+        for group in groups:
+            length = sizes[group[0]]
+            if length == 0:
+                continue
+            members = torch.tensor(sorted(group))
+            step = torch.arange(length)
+            # A row that is too long repeats its last token, whose result there is never read.
+            tokens = offsets[members, None] + torch.minimum(step, (lengths[members] - 1).clamp(min=0)[:, None])
+            is_token = step < lengths[members, None]
+            places[tokens[is_token]] = start + is_token.flatten().nonzero().squeeze(-1)
+            rows.append((tokens.flatten().to(device), len(group), length))
+            start += tokens.numel()
+        return Blocks(None, longest, tuple(rows), places.to(device))
+
+
+def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed attention runs through the varlen kernel there."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def causal_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [batch, num_heads, length, head_size], key and value with num_key_value_heads -> [batch, length, ...]."""
+    extras = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if extras or dropout:
+        raise NotBuiltError(
+            f"{type(module).__name__} asks for attention with {', '.join(extras) or 'dropout'}, which training does not"
+            " have: choose a model with plain causal attention"
+        )
+    blocks: Blocks | None = kwargs.get(BLOCKS)
+    if blocks is None:
+        out = _rows(query, key, value, scaling, sliding_window)
+    elif blocks.offsets is not None:
+        out = _varlen(query, key, value, blocks.offsets, blocks.longest, scaling, sliding_window)
+    else:
+        out = _gathered(query, key, value, blocks, scaling, sliding_window)
+    return out, None
+
+
+def _rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    """Every row is one segment: [rows, heads, length, head_size] -> [rows, length, heads, head_size]."""
+    length = query.shape[2]
+    mask = None
+    if window is not None and length > window:
+        step = torch.arange(length, device=query.device)
+        behind = step[:, None] - step
+        mask = (behind >= 0) & (behind < window)
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    ).transpose(1, 2)
+
+
+def _gathered(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scale: float | None, window: int | None
+) -> Tensor:
+    flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [num_tokens, heads, head_size]
+    outputs = []
+    for tokens, num_segments, length in blocks.rows:
+        rows = [tensor.index_select(0, tokens).unflatten(0, (num_segments, length)).transpose(1, 2) for tensor in flat]
+        outputs.append(_rows(*rows, scale, window).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, blocks.places).unsqueeze(0)
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+    is_grouped = query.shape[1] != key.shape[1]
+    extra = {"enable_gqa": True} if is_grouped and _varlen_asks_for_grouping() else {}
+    out = varlen_attn(
+        *flat,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **extra,
+    )
+    return out.unsqueeze(0)
+
+
+@functools.cache
+def _varlen_asks_for_grouping() -> bool:
+    """Older versions take grouped-query heads as they are, newer ones want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+AttentionInterface.register(ATTENTION, causal_attention)

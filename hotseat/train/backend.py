@@ -1,0 +1,194 @@
+"""The contract of every training backend, and the types it speaks in.
+
+A backend is one rank of a model under training. All ranks call the same methods in the same order: each call that says
+"together" waits for the others. What a rank brings to such a call may differ, micro-batches in number and size
+included, down to none at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from hotseat.errors import UserError
+from hotseat.train.packing import LayoutKind
+from hotseat.train.schedule import Schedule
+from hotseat.types import MicroBatch
+
+Part = Literal["weights", "gradients", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+Precision = Literal["fp32", "bf16_master", "bf16"]
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, as in torch.
+
+    Weights decay only if they have two dimensions or more: matrices and embeddings, not norms and biases.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What every backend is told."""
+
+    # bf16_master: 16-bit compute from 32-bit weights, gradients summed in 32 bits. bf16: everything in 16 bits.
+    precision: Precision = "fp32"
+    optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
+    schedule: Schedule = field(default_factory=Schedule)
+    max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
+    gradient_checkpointing: bool = False
+    layout: LayoutKind = "auto"  # see `packing`
+    max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
+    timeout_s: float = 600.0  # for one rank to wait for the others
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise UserError(f"precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}")
+        if self.layout not in get_args(LayoutKind):
+            raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise UserError(f"gradients clipped to norm {self.max_grad_norm}: set it above 0, or to none to not clip")
+        if self.max_non_finite < 1:
+            raise UserError(f"stop after {self.max_non_finite} updates that are not finite: set it to 1 or more")
+        if not self.timeout_s > 0:
+            raise UserError(f"ranks wait {self.timeout_s} s for each other: set it above 0")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model says about a micro-batch, with gradient. 0 where `MicroBatch.mask` is not set."""
+
+    log_probs: Tensor  # [num_tokens] of each token given what precedes it in its segment, at the temperature
+    entropy: Tensor | None  # [num_tokens] of the distribution it was drawn from; None unless asked for
+
+
+class Loss(Protocol):
+    """Σ weights · loss per token of one micro-batch, and sums over its tokens to report.
+
+    It may have an attribute `needs_entropy`; where that is true, `outputs.entropy` is there.
+    """
+
+    def __call__(self, outputs: Outputs, micro_batch: MicroBatch, /) -> tuple[Tensor, Mapping[str, Tensor | float]]: ...
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one update did, the same on every rank."""
+
+    version: int  # of the weights now: how many updates they have had
+    loss: float  # summed over all micro-batches of all ranks
+    grad_norm: float  # of all gradients together, before clipping
+    learning_rate: float
+    is_skipped: bool  # loss or gradient was not finite: weights and optimizer are as before
+    num_skipped: int  # updates skipped so far
+    num_tokens: int
+    num_sampled: int  # tokens under the mask
+    metrics: Mapping[str, float]  # the loss's own sums, over all micro-batches of all ranks
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What putting parts aside or bringing them back cost."""
+
+    num_bytes: int
+    ms: float
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.num_bytes + other.num_bytes, self.ms + other.ms)
+
+
+class Backend(Protocol):
+    """One rank of a model under training."""
+
+    @property
+    def version(self) -> int:
+        """How many updates the weights have had, those before a `load` included. A skipped update is not one."""
+
+    @property
+    def movable(self) -> frozenset[Part]:
+        """The parts that `put_aside` really takes off the device. Empty where device and host memory are the same."""
+
+    def gather_facts(self, fact: Any, what: str) -> list[Any]:
+        """Together. Every rank's small fact, in rank order, on every rank; `what` for is said if a rank is missing."""
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """Together. For each micro-batch [num_tokens] float32, where it lies, without gradient.
+
+        Entry t is the log-prob of token t given what precedes it in its segment, of the distribution at the
+        temperature. 0 for the first token of a segment and where the mask is not set: those are not computed.
+        """
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float) -> UpdateReport:
+        """Together. One optimizer step from this rank's micro-batches and all others'.
+
+        Gradients are summed over micro-batches and ranks, never averaged: the weights of `MicroBatch` say it all. A
+        rank with fewer micro-batches than another, or none, keeps the others company with empty ones. A step whose loss
+        or gradient norm is not finite changes nothing and is counted; `NonFiniteError` names the samples after too
+        many in a row. All ranks decide alike.
+        """
+
+    def put_aside(self, parts: Collection[Part]) -> Moved:
+        """Take these parts off the device into pinned host memory and give the device memory back.
+
+        Parts that are aside already stay there. Gradients exist only during `update`, so between updates they are 0
+        bytes. Until `bring_back`, a call that needs a part that is aside raises `RunError`, also where nothing moved.
+        """
+
+    def bring_back(self, parts: Collection[Part]) -> Moved:
+        """Undo `put_aside`, bit for bit. Parts that are not aside are left as they are."""
+
+    def weights(self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> Iterator[tuple[str, Tensor]]:
+        """Together, and to the end. Every weight once, whole, under its Hugging Face name, tied ones under the first.
+
+        Sharded weights are gathered a bucket at a time, after conversion to `dtype`. A tensor may be the live weight or
+        a piece of the bucket: it is to be read, not kept, and only until the next one is asked for.
+        """
+
+    def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
+        """Together. A 64-bit hash of every weight that `weights` would yield, by name: equal for equal bits."""
+
+    def save(self, directory: str | Path) -> None:
+        """Together. Weights, optimizer, version and random state, each rank its share, into a folder all ranks see.
+
+        The caller makes a checkpoint of it (manifest, rename): what is written here contains pickle, and is neither
+        hashed nor made current.
+        """
+
+    def load(self, directory: str | Path) -> None:
+        """Together. What `save` wrote, also by another number of ranks. The caller has checked the manifest."""
+
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Together. A Hugging Face model in safetensors, written by the first rank. The tokenizer is the caller's."""
+
+    def close(self) -> None:
+        """Give memory and connections back. Nothing can be called afterwards but `close`."""
+
+
+def check_parts(parts: Collection[str]) -> None:
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise UserError(f"no part is called {', '.join(map(repr, unknown))}: choose among {', '.join(PARTS)}")
+
+
+def check_temperature(temperature: float) -> None:
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise UserError(
+            f"log-probs at temperature {temperature}: the distribution needs one above 0; to learn from greedy samples,"
+            " set the temperature of training apart from the engine's"
+        )
+
+
+def needs_entropy(loss: Any) -> bool:
+    return bool(getattr(loss, "needs_entropy", False))

@@ -1,0 +1,131 @@
+"""Log-probs and entropy of given tokens from hidden states, without the tokens x vocabulary matrix.
+
+With z = (W·h + b) / temperature in float32, for the token y:
+
+    log p(y) = z_y − logsumexp(z)                 ∂ log p(y) / ∂z_j = [j = y] − p_j
+    H        = logsumexp(z) − Σ_j p_j · z_j       ∂ H / ∂z_j        = −p_j · (log p_j + H)
+
+Rows are taken in chunks. Forward and backward hold one chunk of logits at a time; backward computes it again, except
+when all rows were one chunk, which forward then keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Elements of one chunk of logits, in float32 4 bytes each. On a CPU a chunk should stay in the cache, on a GPU it
+# should be large enough to fill it.
+_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
+
+
+def default_chunk_rows(vocab_size: int, device_type: str) -> int:
+    return max(1, _CHUNK_ELEMENTS.get(device_type, 2**27) // vocab_size)
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    with_entropy: bool = False,
+    chunk_rows: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each row's target, and the entropy of its distribution if asked.
+
+    hidden [num_rows, hidden_size], weight [vocab_size, hidden_size], targets [num_rows] int64 -> [num_rows] each, in
+    float32 (float64 for float64 input), with gradients for hidden, weight and bias.
+    """
+    rows = chunk_rows or default_chunk_rows(weight.shape[0], hidden.device.type)
+    log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, rows)
+    return log_probs, entropy if with_entropy else None
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows = hidden.shape[0]
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_normalizer = hidden.new_empty(num_rows, dtype=dtype)
+        log_probs = hidden.new_empty(num_rows, dtype=dtype)
+        entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=dtype)
+        logits = None
+        for start in range(0, num_rows, rows):
+            part = slice(start, start + rows)
+            logits = _logits(hidden[part], weight, bias, temperature)
+            log_normalizer[part] = logits.logsumexp(-1)
+            log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_normalizer[part]
+            if with_entropy:
+                probs = (logits - log_normalizer[part, None]).exp_()
+                entropy[part] = log_normalizer[part] - probs.mul_(logits).sum(-1)
+        needs_gradient = any(ctx.needs_input_grad[:3])
+        kept = logits if needs_gradient and num_rows <= rows else None
+        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy, kept)
+        ctx.temperature, ctx.rows = temperature, rows
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_normalizer, entropy, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        num_rows, with_entropy = hidden.shape[0], entropy.shape[0] > 0
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        # Sums over chunks are kept in float32: a bfloat16 sum would lose what later chunks add.
+        grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=log_normalizer.dtype) if needs_bias else None
+        for start in range(0, num_rows, ctx.rows):
+            part = slice(start, start + ctx.rows)
+            logits = _logits(hidden[part], weight, bias, ctx.temperature) if kept is None else kept
+            log_p = logits - log_normalizer[part, None]
+            grad = log_p.exp()
+            if with_entropy:
+                log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                log_p.add_(grad_log_probs[part, None])
+                grad.mul_(log_p).neg_()
+            else:
+                grad.mul_(-grad_log_probs[part, None])
+            grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
+            grad.div_(ctx.temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                if grad.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad.t(), hidden[part])
+                else:
+                    grad_weight += grad.t() @ hidden[part]
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """[rows, vocab_size] in float32, divided by the temperature."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    # `to` gives back the same tensor when there is nothing to convert; it is ours either way.
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)

@@ -1,0 +1,227 @@
+"""From the segments of a step to micro-batches, and from a micro-batch to what a model takes.
+
+Which segments go together changes speed and memory, never the maths (see `MicroBatch`), so the cut is made for speed:
+by a fixed number of segments, longest first, or by a token budget that is never exceeded. Both are deterministic. What
+must stand together (the segments of an episode, the two answers of a pair) is a unit and is never cut.
+
+A model gets the tokens in one of two layouts:
+
+    padded   [num_segments, longest] rows, filled up on the right. Attention is causal, so no token sees the filling.
+    packed   [1, num_tokens], nothing filled up. Positions restart with every segment, and attention is kept inside
+             them by `attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hotseat.errors import BatchError
+from hotseat.train.attention import Blocks
+from hotseat.types import MicroBatch
+
+LayoutKind = Literal["auto", "padded", "packed"]
+
+# With flash attention packing always pays. Without it, packed attention gathers queries, keys and values into rows and
+# back in every layer; on a 4-layer, 128-wide Llama on 2 cores that cost as much as this share of extra padding.
+_PADDING_WORTH_PACKING = 0.10
+
+
+# --- which segments go together ---------------------------------------------------------------------------------------
+
+
+def split_by_count(batch: MicroBatch, max_segments: int, units: Sequence[Hashable] | None = None) -> list[MicroBatch]:
+    """Micro-batches of at most `max_segments` segments, segments of like length together."""
+    if max_segments < 1:
+        raise BatchError(f"{max_segments} segments per micro-batch: set it to 1 or more")
+    members = _members(batch, units)
+    lengths = _lengths(batch)
+    largest = max((len(unit) for unit in members), default=0)
+    if largest > max_segments:
+        raise BatchError(
+            f"an episode (or pair) of {largest} segments does not fit micro-batches of {max_segments}: set the number"
+            f" of segments per micro-batch to {largest} or more"
+        )
+    bins: list[list[int]] = []
+    for unit in sorted(members, key=lambda unit: -max(lengths[segment] for segment in unit)):
+        if not bins or len(bins[-1]) + len(unit) > max_segments:
+            bins.append([])
+        bins[-1].extend(unit)
+    return _take_all(batch, bins)
+
+
+def split_by_tokens(
+    batch: MicroBatch, max_tokens: int, *, padded: bool = False, units: Sequence[Hashable] | None = None
+) -> list[MicroBatch]:
+    """As few micro-batches of at most `max_tokens` as first-fit decreasing finds, then evened out if that still fits.
+
+    With `padded` the filling counts too: number of segments x longest.
+    """
+    members = _members(batch, units)
+    lengths = _lengths(batch)
+
+    def tokens(segments: Sequence[int]) -> int:
+        if padded:
+            return len(segments) * max((lengths[segment] for segment in segments), default=0)
+        return sum(lengths[segment] for segment in segments)
+
+    for unit in members:
+        if tokens(unit) > max_tokens:
+            raise BatchError(
+                f"sample {batch.sample_ids[unit[0]]} has {tokens(unit)} tokens, a micro-batch at most {max_tokens}:"
+                f" raise the token budget to {tokens(unit)}, or lower the longest prompt and answer"
+            )
+    bins = _first_fit_decreasing(members, lengths, max_tokens, padded)
+    even = _spread([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
+    evened = [[segment for unit in part for segment in members[unit]] for part in even]
+    if all(tokens(segments) <= max_tokens for segments in evened):
+        bins = evened
+    return _take_all(batch, bins)
+
+
+def spread_over_ranks(
+    batch: MicroBatch, num_ranks: int, units: Sequence[Hashable] | None = None
+) -> list[MicroBatch | None]:
+    """One part per rank with about as many tokens each; None for a rank that gets nothing."""
+    members = _members(batch, units)
+    lengths = _lengths(batch)
+    parts = _spread([sum(lengths[segment] for segment in unit) for unit in members], num_ranks)
+    chosen = [sorted(segment for unit in part for segment in members[unit]) for part in parts]
+    return [take(batch, segments) if segments else None for segments in chosen]
+
+
+def take(batch: MicroBatch, segments: Sequence[int]) -> MicroBatch:
+    """Those segments, in that order."""
+    index = torch.as_tensor(segments, dtype=torch.int64)
+    starts = batch.offsets[index]
+    lengths = batch.offsets[index + 1] - starts
+    offsets = torch.zeros(len(segments) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    tokens = torch.arange(int(offsets[-1])) + torch.repeat_interleave(starts - offsets[:-1], lengths)
+    return MicroBatch(
+        token_ids=batch.token_ids[tokens],
+        offsets=offsets,
+        mask=batch.mask[tokens],
+        weights=batch.weights[tokens],
+        # Where there are as many tokens as segments every segment is one token, and both indices are the same.
+        fields={
+            name: values[tokens] if values.shape[0] == batch.num_tokens else values[index]
+            for name, values in batch.fields.items()
+        },
+        sample_ids=tuple(batch.sample_ids[segment] for segment in segments),
+    )
+
+
+def join(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """All their segments, one after another. They must have the same fields."""
+    first = batches[0]
+    lengths = torch.cat([batch.offsets[1:] - batch.offsets[:-1] for batch in batches])
+    return MicroBatch(
+        token_ids=torch.cat([batch.token_ids for batch in batches]),
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        mask=torch.cat([batch.mask for batch in batches]),
+        weights=torch.cat([batch.weights for batch in batches]),
+        fields={name: torch.cat([batch.fields[name] for batch in batches]) for name in first.fields},
+        sample_ids=tuple(sample_id for batch in batches for sample_id in batch.sample_ids),
+    )
+
+
+def _members(batch: MicroBatch, units: Sequence[Hashable] | None) -> list[list[int]]:
+    """The segments of each unit, units in order of first appearance; by default a unit is a sample id."""
+    members: dict[Hashable, list[int]] = {}
+    for segment, unit in enumerate(batch.sample_ids if units is None else units):
+        members.setdefault(unit, []).append(segment)
+    return list(members.values())
+
+
+def _lengths(batch: MicroBatch) -> list[int]:
+    return (batch.offsets[1:] - batch.offsets[:-1]).tolist()
+
+
+def _first_fit_decreasing(
+    members: list[list[int]], lengths: list[int], max_tokens: int, padded: bool
+) -> list[list[int]]:
+    bins: list[list[int]] = []
+    sums: list[int] = []
+    longest: list[int] = []
+    for unit in sorted(members, key=lambda unit: -sum(lengths[segment] for segment in unit)):
+        added = sum(lengths[segment] for segment in unit)
+        length = max(lengths[segment] for segment in unit)
+        for place, segments in enumerate(bins):
+            filled = (len(segments) + len(unit)) * max(longest[place], length) if padded else sums[place] + added
+            if filled <= max_tokens:
+                break
+        else:
+            place = len(bins)
+            bins.append([])
+            sums.append(0)
+            longest.append(0)
+        bins[place].extend(unit)
+        sums[place] += added
+        longest[place] = max(longest[place], length)
+    return bins
+
+
+def _spread(sizes: list[int], num_parts: int) -> list[list[int]]:
+    """Indices into `sizes`, largest first, each to the part that has least so far (the first of equals)."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        place = loads.index(min(loads))
+        parts[place].append(index)
+        loads[place] += sizes[index]
+    return parts
+
+
+def _take_all(batch: MicroBatch, bins: list[list[int]]) -> list[MicroBatch]:
+    return [take(batch, segments) for segments in sorted(sorted(segments) for segments in bins if segments)]
+
+
+# --- what a model takes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """Tokens in the layout that the model runs, and which of its outputs predict the tokens that are wanted."""
+
+    input_ids: Tensor  # [num_segments, longest] or [1, num_tokens]
+    position_ids: Tensor | None  # [1, num_tokens] when packed; None: counted from the left
+    blocks: Blocks | None  # how packed tokens fall into segments; None when padded
+    rows: Tensor  # [num_wanted]: the row of the flattened output that predicts each wanted token
+    targets: Tensor  # [num_wanted]: that token
+    tokens: Tensor  # [num_wanted]: where it stands in the micro-batch
+
+
+def model_input(
+    batch: MicroBatch, kind: LayoutKind, *, device: torch.device | None = None, has_flash: bool = False
+) -> ModelInput:
+    """Wanted are the tokens under the mask that something precedes in their segment; only they are projected."""
+    token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
+    lengths = offsets[1:] - offsets[:-1]
+    num_tokens, num_segments = batch.num_tokens, batch.num_segments
+    longest = int(lengths.max())
+    segment = torch.repeat_interleave(torch.arange(num_segments), lengths)  # [num_tokens]
+    position = torch.arange(num_tokens) - offsets[segment]  # [num_tokens]
+    wanted = (mask & (position > 0)).nonzero().squeeze(-1)
+    if kind == "auto":
+        padding = num_segments * longest - num_tokens
+        kind = "packed" if has_flash or padding > _PADDING_WORTH_PACKING * num_tokens else "padded"
+
+    if kind == "packed":
+        input_ids, position_ids, rows = token_ids[None], position[None], wanted - 1
+        blocks = Blocks.of(lengths, offsets, device=device, has_flash=has_flash)
+    else:
+        input_ids = torch.zeros(num_segments, longest, dtype=torch.int64)
+        input_ids[segment, position] = token_ids
+        position_ids, rows, blocks = None, segment[wanted] * longest + position[wanted] - 1, None
+    targets = token_ids[wanted]
+    if device is not None and device.type != "cpu":
+        input_ids, rows, targets, wanted = (
+            tensor.to(device, non_blocking=True) for tensor in (input_ids, rows, targets, wanted)
+        )
+        position_ids = None if position_ids is None else position_ids.to(device, non_blocking=True)
+    return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted)

@@ -1,0 +1,123 @@
+"""A causal language model as training sees it: tokens in, log-probs of the wanted ones out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hotseat.errors import NotBuiltError
+from hotseat.train.attention import ATTENTION, BLOCKS
+from hotseat.train.logprobs import token_log_probs
+from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
+from hotseat.types import MicroBatch
+
+
+class Policy(nn.Module):
+    """The model's body, then log-probs of the wanted tokens straight from its output embedding.
+
+    The head is part of this forward, so that a wrapper which shards parameters has gathered it when it is used.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, inputs: ModelInput, temperature: float, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-prob and entropy [num_wanted] each."""
+        packed = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
+        hidden = self.model.base_model(input_ids=inputs.input_ids, use_cache=False, **packed).last_hidden_state
+        head = self.model.get_output_embeddings()
+        return token_log_probs(
+            hidden.flatten(0, 1).index_select(0, inputs.rows),
+            head.weight,
+            inputs.targets,
+            temperature=temperature,
+            bias=getattr(head, "bias", None),
+            with_entropy=with_entropy,
+        )
+
+
+def load_model(source: str | Path | PreTrainedModel, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """From a folder or hub name, or a model that is already there, which is then ours to change."""
+    if isinstance(source, PreTrainedModel):
+        return source.to(dtype)
+    return AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+    )
+
+
+def prepare_model(
+    model: PreTrainedModel, *, layout: LayoutKind, gradient_checkpointing: bool
+) -> tuple[Policy, LayoutKind]:
+    """The policy around a loaded model, and the layout it can run.
+
+    Dropout is switched off: the log-probs of the update must be of the same distribution as the engine's.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
+            setattr(module, name, 0.0)
+    can_pack = bool(getattr(model, "_supports_attention_backend", False))
+    if can_pack:
+        model.set_attn_implementation(ATTENTION)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    policy = Policy(model)
+    _check_head(policy)
+    if layout != "padded" and not (can_pack and _packs(policy)):
+        if layout == "packed":
+            raise NotBuiltError(
+                f"{type(model).__name__} cannot run packed: its layers do not keep segments apart; set the layout to"
+                " 'padded' or 'auto'"
+            )
+        layout = "padded"
+    return policy, layout
+
+
+def layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks that transformers says must stay whole: one unit of sharding each."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _check_head(policy: Policy) -> None:
+    """Some models do more to their logits than project (a cap, a scale): refuse them rather than train on others."""
+    model = policy.model
+    probe = take(_probe(model), [1])
+    with torch.no_grad():
+        logits = model(input_ids=probe.token_ids[None].to(model.device), use_cache=False).logits[0]  # [5, vocab_size]
+        ours = policy(model_input(probe, "padded", device=model.device), 1.0)[0]
+    theirs = logits[:-1].double().log_softmax(-1).gather(-1, probe.token_ids[1:, None].to(model.device)).squeeze(-1)
+    if not _is_close(ours, theirs, logits.dtype):
+        raise NotBuiltError(
+            f"the logits of {type(model).__name__} are not its hidden states times its output embedding (a cap or a"
+            " scale comes after), which training does not have: choose another model"
+        )
+
+
+def _packs(policy: Policy) -> bool:
+    """Whether packed segments stay apart: a model may have layers that our attention does not reach."""
+    probe, device = _probe(policy.model), policy.model.device
+    with torch.no_grad():
+        padded, packed = (policy(model_input(probe, kind, device=device), 1.0)[0] for kind in ("padded", "packed"))
+    return _is_close(packed, padded, next(policy.parameters()).dtype)
+
+
+def _probe(model: PreTrainedModel) -> MicroBatch:
+    """Two segments of 7 and 5 tokens."""
+    token_ids = torch.arange(12) * 7919 % model.get_input_embeddings().weight.shape[0]
+    return MicroBatch(
+        token_ids, torch.tensor([0, 7, 12]), torch.ones(12, dtype=torch.bool), torch.ones(12), {}, ("a", "b")
+    )
+
+
+def _is_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
+    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+    return bool(((ours - theirs).abs() <= tolerance * (1 + theirs.abs())).all())

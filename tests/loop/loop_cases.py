@@ -1,0 +1,100 @@
+"""A task small enough for tests: files of a model with two layers, and groups made by hand."""
+
+from pathlib import Path
+
+import torch
+
+from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
+
+
+def make_segment(context: int, sampled: int, start: int = 1) -> Segment:
+    length = context + sampled
+    mask = torch.arange(length) >= context
+    return Segment(
+        token_ids=torch.arange(start, start + length),
+        mask=mask,
+        log_probs=torch.where(mask, -1.0, 0.0),
+        versions=torch.where(mask, 0, -1).to(torch.int32),
+    )
+
+
+def make_group(prompt: int, rewards: list[float], sampled: int = 2, truncated: bool = False) -> Group:
+    samples = tuple(
+        ScoredEpisode(
+            Episode(SampleKey(0, prompt, index), (make_segment(3, sampled),), "q", is_truncated=truncated),
+            reward,
+            reward,
+        )
+        for index, reward in enumerate(rewards)
+    )
+    return Group(Prompt(prompt, "q", (1, 2, 3)), samples)
+
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [float(query[len(prompt):].count(label)) for query, prompt, label in zip(queries, prompts, labels)]
+"""
+
+
+def make_task(directory: Path, seed: int = 0) -> Path:
+    """A tiny Llama over digits, prompts `12+34=` with a digit as label, and a reward that counts it in the answer."""
+    import json
+
+    import transformers
+
+    from hotseat.loop.demo import make_model
+
+    make_model(directory / "demo", seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "demo")
+    tokenizer.save_pretrained(directory / "model")
+    torch.manual_seed(seed)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    ).save_pretrained(directory / "model")
+    rows = [{"input": f"{a}+{a + 1}=", "label": str(a)} for a in range(1, 9)]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = [{"input": row["input"], "output": row["label"] * 3} for row in rows]
+    (directory / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def rl_yaml(directory: Path, **changes: str) -> str:
+    sections = {
+        "name": "run",
+        "run_dir": f"{directory}/runs",
+        "cluster": "{runtime: local}",
+        "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
+        "data": f"{{path: {directory}/prompts.jsonl, label_key: label, max_length: 16}}",
+        "reward": f"{{function: {directory}/reward.py}}",
+        "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8}",
+        "train": "{dtype: fp32, batch_size: 16, micro_batch_size: 8}",
+        "seed": "3",
+    } | changes
+    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+
+
+def sft_yaml(directory: Path, **changes: str) -> str:
+    sections = {
+        "task": "sft",
+        "name": "sft",
+        "run_dir": f"{directory}/runs",
+        "cluster": "{runtime: local}",
+        "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
+        "data": f"{{path: {directory}/examples.jsonl, output_key: output, max_length: 16}}",
+        "eval": f"{{path: {directory}/examples.jsonl}}",
+        "train": "{dtype: fp32, batch_size: 4, micro_batch_size: 2, max_epochs: 4}",
+    } | changes
+    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)

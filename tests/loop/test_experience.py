@@ -1,0 +1,141 @@
+"""From groups to the batches of optimizer steps."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loop_cases import make_group, make_segment
+
+from hotseat.loop.experience import (
+    AdvantageSettings,
+    assign,
+    cut_into_steps,
+    flatten,
+    shaped_rewards,
+    totals_of,
+    weighted,
+    with_advantages,
+    with_fields,
+)
+from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
+
+
+def settings(**changes) -> AdvantageSettings:
+    values = {
+        "estimator": "dr_grpo",
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "divide_by_std": True,
+        "reward_clip": None,
+        "kl_in_reward": 0.0,
+        "kl_estimator": "k1",
+        "overlong_buffer": 0,
+        "overlong_factor": 1.0,
+        "truncation_penalty": None,
+        "max_new_tokens": 4,
+    }
+    return AdvantageSettings(**(values | changes))
+
+
+def alone(moments):
+    return moments
+
+
+def test_samples_fill_optimizer_steps_in_order_whatever_the_number_of_ranks():
+    # Four groups of three samples, six samples a step: two groups each.
+    for num_ranks in (1, 2, 3):
+        _, steps = assign([3, 3, 3, 3], 6, num_ranks)
+        assert steps == [[0, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1]]
+
+
+def test_a_group_may_lie_across_two_optimizer_steps_and_stays_on_one_rank():
+    ranks, steps = assign([4, 4, 4], 6, 2)
+    assert steps == [[0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]]
+    assert sorted(index for members in ranks for index in members) == [0, 1, 2]
+
+
+def test_what_is_left_when_samples_failed_joins_the_last_step():
+    _, steps = assign([3, 2, 3, 3], 6, 1)  # 11 samples: one full step and five more
+    assert {step for group in steps for step in group} == {0}
+    _, steps = assign([2, 1], 6, 1)
+    assert steps == [[0, 0], [0]]
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=20), st.integers(1, 16), st.integers(1, 5))
+def test_every_group_is_on_exactly_one_rank_and_every_step_is_used(sizes, per_step, num_ranks):
+    ranks, steps = assign(sizes, per_step, num_ranks)
+    assert sorted(index for members in ranks for index in members) == list(range(len(sizes)))
+    used = {step for group in steps for step in group}
+    assert used == set(range(max(used) + 1))
+    assert [len(group) for group in steps] == sizes
+
+
+def test_ranks_get_about_as_many_samples_each():
+    ranks, _ = assign([8] * 32, 256, 4)
+    assert [len(members) for members in ranks] == [8, 8, 8, 8]
+
+
+def test_flat_tokens_keep_the_engines_log_probs_and_the_mask():
+    batch = flatten([make_group(0, [1.0, 0.0]), make_group(1, [1.0])])
+    assert batch.num_segments == 3
+    assert batch.sample_ids == ("0/0/0", "0/0/1", "0/1/0")
+    assert batch.mask.tolist() == [False, False, False, True, True] * 3
+    assert batch.fields[ROLLOUT_LOG_PROBS].tolist() == [0.0, 0.0, 0.0, -1.0, -1.0] * 3
+
+
+def test_no_groups_are_an_empty_batch():
+    batch = flatten([])
+    assert (batch.num_tokens, batch.num_segments) == (0, 0)
+    assert cut_into_steps(batch, {}, 2) == [None, None]
+    assert [total.num_sampled for total in totals_of([None])] == [0]
+
+
+def test_advantages_compare_siblings():
+    groups = [make_group(0, [1.0, 0.0]), make_group(1, [3.0, 3.0])]
+    batch = with_advantages(groups, flatten(groups), settings(), alone)
+    # Group 0: mean 0.5, so 0.5 and -0.5 on the sampled tokens. Group 1: equal, so 0.
+    sampled = batch.fields[ADVANTAGES][batch.mask]
+    assert sampled.tolist() == [0.5, 0.5, -0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_kl_in_the_reward_needs_both_log_probs_and_lowers_the_advantage():
+    groups = [make_group(0, [1.0, 1.0])]
+    batch = flatten(groups)
+    old = torch.where(batch.mask, -1.0, 0.0)
+    reference = torch.where(batch.mask, -1.5, 0.0)
+    batch = with_fields(batch, {OLD_LOG_PROBS: old, REFERENCE_LOG_PROBS: reference})
+    batch = with_advantages(groups, batch, settings(kl_in_reward=0.1), alone)
+    # k1 = 0.5 a token, so -0.05 a token; the first of two tokens carries both.
+    assert batch.fields[ADVANTAGES][batch.mask].tolist() == pytest.approx([-0.1, -0.05, -0.1, -0.05])
+
+
+def test_long_and_truncated_answers_are_charged():
+    groups = [make_group(0, [1.0], sampled=3, truncated=True)]
+    batch = flatten(groups)
+    # Limit 4, buffer 2: three tokens are one over, half of the penalty.
+    assert shaped_rewards(groups, batch, settings(overlong_buffer=2)).tolist() == [0.5]
+    assert shaped_rewards(groups, batch, settings(truncation_penalty=0.25)).tolist() == [0.25]
+    assert shaped_rewards(groups, batch, settings(truncation_penalty=-1.0)).tolist() == [-1.0]
+    assert shaped_rewards(groups, batch, settings()).tolist() == [1.0]
+
+
+def test_the_weights_of_a_step_add_up_to_one_over_all_ranks():
+    groups = [make_group(0, [1.0, 0.0], sampled=3), make_group(1, [1.0, 0.0], sampled=1)]
+    parts = [flatten(groups[:1]), flatten(groups[1:])]
+    total = sum((totals_of([part])[0] for part in parts[1:]), start=totals_of([parts[0]])[0])
+    assert total.num_sampled == 8
+    weights = torch.cat([weighted(part, "token_mean", total, 4).weights for part in parts])
+    assert float(weights.sum()) == pytest.approx(1.0)
+    assert set(weights[weights > 0].tolist()) == {0.125}
+
+
+def test_steps_hold_their_own_samples():
+    groups = [make_group(0, [1.0, 0.0]), make_group(1, [1.0, 0.0])]
+    batch = flatten(groups)
+    first, second = cut_into_steps(batch, {"0/0/0": 0, "0/0/1": 1, "0/1/0": 1, "0/1/1": 1}, 2)
+    assert first.sample_ids == ("0/0/0",)
+    assert second.sample_ids == ("0/0/1", "0/1/0", "0/1/1")
+
+
+def test_a_segment_helper_masks_the_context():
+    assert make_segment(2, 1).mask.tolist() == [False, False, True]

@@ -1,0 +1,99 @@
+"""The objective of an update: its terms, put together."""
+
+import pytest
+import torch
+
+from hotseat.loop.losses import (
+    ADVANTAGES,
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    ROLLOUT_LOG_PROBS,
+    PolicyObjective,
+    SupervisedObjective,
+)
+from hotseat.train.backend import Outputs
+from hotseat.types import MicroBatch
+
+
+def objective(**changes) -> PolicyObjective:
+    values = {
+        "ratio": "ppo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "correction": None,
+        "correction_low": 0.5,
+        "correction_high": 2.0,
+        "kl_estimator": "k2",
+        "kl_coefficient": 0.0,
+        "entropy_coefficient": None,
+    }
+    return PolicyObjective(**(values | changes))
+
+
+def batch(**fields) -> MicroBatch:
+    given = {ADVANTAGES: [0.0, 1.0, -2.0], ROLLOUT_LOG_PROBS: [0.0, -1.0, -1.0]} | fields
+    return MicroBatch(
+        token_ids=torch.tensor([1, 2, 3]),
+        offsets=torch.tensor([0, 3]),
+        mask=torch.tensor([False, True, True]),
+        weights=torch.tensor([0.0, 0.5, 0.5]),
+        fields={name: torch.tensor(values) for name, values in given.items()},
+        sample_ids=("s",),
+    )
+
+
+def outputs(*values: float, entropy=None) -> Outputs:
+    return Outputs(torch.tensor(values, requires_grad=True), None if entropy is None else torch.tensor(entropy))
+
+
+def test_without_old_log_probs_the_ratio_is_exactly_one_and_has_a_gradient():
+    given = outputs(0.0, -1.0, -1.0)
+    loss, metrics = objective()(given, batch())
+    # -(1 x 1 + 1 x -2) / 2
+    assert loss.item() == 0.5
+    loss.backward()
+    assert given.log_probs.grad.tolist() == [0.0, -0.5, 1.0]
+    assert metrics["clipped"] == 0
+    assert metrics["policy_kl"] == 0
+
+
+def test_old_log_probs_clip_the_ratio():
+    # Ratio e^0.5 of the first, above 1.2 with a positive advantage: held at 1.2. The second: ratio 1.
+    loss, metrics = objective()(outputs(0.0, -0.5, -1.0), batch(**{OLD_LOG_PROBS: [0.0, -1.0, -1.0]}))
+    assert loss.item() == pytest.approx((-1.2 + 2.0) / 2)
+    assert metrics["clipped"] == 1
+
+
+def test_the_gap_to_the_engine_is_counted_and_corrected():
+    # Trainer says -1 + log 4: the engine sampled it with a quarter of that; bounded at 2.
+    old = [0.0, -1.0 + torch.log(torch.tensor(4.0)).item(), -1.0]
+    loss, metrics = objective(correction="tis")(outputs(*old), batch(**{OLD_LOG_PROBS: old}))
+    assert loss.item() == pytest.approx((-1.0 * 2 + 2.0) / 2)
+    assert metrics["engine_gap"].item() == pytest.approx(1.3863, abs=1e-4)
+    assert metrics["corrected"] == 1
+
+
+def test_the_kl_to_the_reference_is_measured_and_charged_if_asked():
+    given = {REFERENCE_LOG_PROBS: [9.0, -2.0, -1.0]}
+    loss, metrics = objective()(outputs(0.0, -1.0, -1.0), batch(**given))
+    assert loss.item() == 0.5
+    assert metrics["kl"].item() == 0.5  # k2 of 1, and of 0
+    loss, _ = objective(kl_coefficient=0.2)(outputs(0.0, -1.0, -1.0), batch(**given))
+    assert loss.item() == pytest.approx(0.5 + 0.2 * 0.5 / 2)
+
+
+def test_entropy_is_logged_at_coefficient_zero_and_rewarded_above():
+    given = outputs(0.0, -1.0, -1.0, entropy=[7.0, 1.0, 3.0])
+    loss, metrics = objective(entropy_coefficient=0.0)(given, batch())
+    assert (loss.item(), metrics["entropy"].item()) == (0.5, 4.0)
+    loss, _ = objective(entropy_coefficient=0.1)(given, batch())
+    assert loss.item() == pytest.approx(0.5 - 0.1 * 4.0 / 2)
+    assert objective(entropy_coefficient=0.0).needs_entropy
+    assert not objective().needs_entropy
+
+
+def test_examples_are_learned_token_by_token():
+    loss, metrics = SupervisedObjective()(outputs(0.0, -1.0, -3.0), batch())
+    assert loss.item() == 2.0
+    assert metrics["nll"].item() == 4.0

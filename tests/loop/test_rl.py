@@ -1,0 +1,248 @@
+"""The reinforcement loop, end to end on files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from loop_cases import make_task, rl_yaml
+from safetensors.torch import load_file
+
+from hotseat.config import loads
+from hotseat.errors import BatchError, DataError, HotseatError, NotBuiltError, RewardError, RunError, UserError
+from hotseat.loop.run import start
+from hotseat.observe import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_task(tmp_path)
+
+
+def run(task: Path, *overrides: str, **changes: str) -> list[dict]:
+    config = loads(rl_yaml(task, **changes), overrides)
+    start(config)
+    return read_metrics(Path(config.run_dir) / config.name / "metrics.jsonl")
+
+
+def weights(task: Path, name: str = "run") -> dict:
+    return load_file(task / "runs" / name / "model" / "model.safetensors")
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+def test_a_run_learns_and_leaves_everything_behind(task):
+    records = run(
+        task,
+        "train.num_episodes=16",
+        "actor.optimizer.learning_rate=0.03",
+        f"eval.path={task}/prompts.jsonl",
+        "eval.samples_per_prompt=2",
+    )
+    assert len(records) == 33  # evaluation before, and 16 passes of 8 prompts, 4 at a time
+    first = sum(record["reward"] for record in records[1:6]) / 5
+    last = sum(record["reward"] for record in records[-5:]) / 5
+    assert last > first + 0.5
+    assert {"eval/reward", "eval/accuracy", "eval/pass@2"} <= records[-1].keys()
+    assert {"loss", "grad_norm", "engine_gap", "canary_gap", "time/rollout", "time/update"} <= records[1].keys()
+    assert records[1]["engine_gap"] < 1e-5
+    directory = task / "runs" / "run"
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "model"} <= {
+        p.name for p in directory.iterdir()
+    }
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(directory / "model")
+    assert AutoTokenizer.from_pretrained(directory / "model")("1+2=")["input_ids"]
+
+
+def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
+    first, second = run(task, "name=a"), run(task, "name=b")
+    timing = ("time/", "step_s", "tokens_per_s")
+    for a, b in zip(first, second, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(timing)} == {
+            k: v for k, v in b.items() if not k.startswith(timing)
+        }
+    assert same(weights(task, "a"), weights(task, "b"))
+    run(task, "name=c", seed="4")
+    assert not same(weights(task, "a"), weights(task, "c"))
+
+
+def test_how_the_batch_is_cut_changes_nothing_but_the_last_bits(task):
+    run(task, "name=a", "train.micro_batch_size=16")
+    run(task, "name=b", "train.micro_batch_size=2")
+    run(task, "name=c", "train.max_tokens_per_device=40", train="{dtype: fp32, batch_size: 16}")
+    a, b, c = (weights(task, name) for name in "abc")
+    for name in a:
+        assert (a[name] - b[name]).abs().max() < 1e-5
+        assert (a[name] - c[name]).abs().max() < 1e-5
+
+
+def test_several_optimizer_steps_and_epochs_move_the_ratio(task):
+    records = run(task, "train.batch_size=8", "train.max_epochs=2", "actor.optimizer.learning_rate=0.05")
+    assert records[1]["policy_kl"] != 0.0
+    once = run(task, "name=once")
+    assert once[1]["policy_kl"] == 0.0
+
+
+@pytest.mark.parametrize("as_loss", ["true", "false"])
+def test_a_reference_is_measured_and_charged(task, as_loss):
+    records = run(task, "algorithm.kl.coef=0.1", f"algorithm.kl.as_loss={as_loss}", "algorithm.kl.estimator=k3")
+    assert records[1]["kl"] == pytest.approx(0.0, abs=1e-6)  # the policy starts where the reference is
+    assert records[2]["kl"] > 0
+    assert records[2]["kl_coefficient"] == 0.1
+
+
+def test_the_kl_coefficient_adapts_towards_its_target(task):
+    records = run(task, "algorithm.kl.coef=0.1", "algorithm.kl.target=0.01", "algorithm.kl.horizon=100")
+    assert records[-1]["kl_coefficient"] != 0.1
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "dr_grpo", "reinforce"])
+def test_every_estimator_without_a_critic_runs(task, estimator):
+    assert len(run(task, f"algorithm.estimator={estimator}", "algorithm.entropy_coef=0.01")) == 3
+
+
+def test_prompts_that_teach_nothing_are_replaced_in_order(task):
+    (task / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    import hashlib\n"
+        "    if int(labels[0]) % 2: return {'rewards': [1.0] * len(queries), 'scores': [1.0] * len(queries)}\n"
+        "    return [float(int(hashlib.md5(q.encode()).hexdigest(), 16) % 2) for q in queries]\n"
+    )
+    records = run(task, "algorithm.filtering.enabled=true", "train.num_episodes=2")
+    assert all(record["groups_dropped"] > 0 for record in records[1:])
+    assert all(record["samples"] == 16 for record in records[1:])
+
+
+def test_rewards_that_leave_nothing_to_learn_end_the_run_with_a_reason(task):
+    (task / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
+    with pytest.raises(RunError, match=r"gave only 0 of the 4 groups of a step \(80 dropped: score too high\)"):
+        run(task, "algorithm.filtering.enabled=true")
+
+
+def test_a_reward_that_fails_is_never_a_zero(task):
+    (task / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    return [float('nan') if i == 0 else float(len(q) % 3) for i, q in enumerate(queries)]\n"
+    )
+    with pytest.raises(RewardError, match=r"4 of 16 samples have no reward .*reward.max_failed_fraction"):
+        run(task, "reward.retries=0")
+    records = run(task, "name=tolerant", "reward.retries=0", "reward.max_failed_fraction=0.5")
+    assert records[1]["samples_failed"] == 4
+    assert records[1]["samples"] == 12
+
+
+def test_a_reward_that_raises_names_file_function_and_sample(task):
+    (task / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('answer')\n")
+    with pytest.raises(RewardError) as caught:
+        run(task, "reward.retries=0")
+    assert "reward.py" in str(caught.value)
+    assert "reward_func" in str(caught.value)
+    assert "KeyError" in str(caught.value)
+
+
+def test_an_agent_from_a_file_plays_several_turns(task):
+    (task / "agent.py").write_text(
+        "from hotseat.agents import Environment, Step\n\n\n"
+        "class Twice(Environment):\n"
+        "    def reset(self, prompt, label):\n"
+        "        self.turn = 0\n"
+        "    def step(self, action):\n"
+        "        self.turn += 1\n"
+        "        return Step(feedback='+', reward=float(len(action) % 2), done=self.turn == 2)\n"
+    )
+    records = run(
+        task, f"agent.path={task}/agent.py", reward="", data=f"{{path: {task}/prompts.jsonl, max_length: 24}}"
+    )
+    assert records[1]["length"] > 4  # more than one turn's four tokens
+
+
+# --- what is refused before a model loads ---------------------------------------------------------------------------
+
+
+def refused(kind: type[HotseatError], task: Path, *overrides: str, **changes: str) -> str:
+    with pytest.raises(kind) as caught:
+        run(task, *overrides, **changes)
+    assert not (task / "runs" / "run" / "metrics.jsonl").exists()
+    return str(caught.value)
+
+
+def test_what_a_run_lacks_is_said_at_once(task):
+    message = refused(UserError, task, "actor.model=null", "rollout.samples_per_prompt=1", reward="")
+    assert "actor.model: not set" in message
+    assert "reward.function: no source of rewards" in message
+    assert "rollout.samples_per_prompt: 1: a group of one" in message
+
+
+def test_what_is_not_built_is_refused_by_name(task):
+    assert "rollout.engine" in refused(NotBuiltError, task, "rollout.engine=vllm", "rollout.num_slots=null")
+
+
+def test_batches_that_do_not_divide_are_refused(task):
+    assert "train.batch_size 5 does not divide the 16 samples" in refused(BatchError, task, "train.batch_size=5")
+
+
+def test_fewer_prompts_than_a_step_are_refused(task):
+    message = refused(BatchError, task, "rollout.batch_size=16", "train.batch_size=64")
+    assert "8 rows in 1 pass(es) are fewer than the 16 of one step" in message
+
+
+def test_a_bad_row_is_named(task):
+    with (task / "prompts.jsonl").open("a") as file:
+        file.write('{"input": 3, "label": "1"}\n')
+    assert "prompts.jsonl:9" in refused(DataError, task)
+
+
+def test_a_model_that_is_not_there_is_named(task):
+    assert "actor.model" in refused(UserError, task, f"actor.model={task}/nowhere")
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(task):
+    run(task)
+    with pytest.raises(UserError, match=r"runs/run holds a run already: choose another name"):
+        run(task)
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "/abs"])
+def test_a_name_cannot_leave_the_run_directory(task, name):
+    with pytest.raises(UserError, match="give one plain word"):
+        run(task, f"name={name}")
+
+
+# --- placement changes speed, never maths ---------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_placement_and_runtime_change_no_bit(task):
+    """Invariant 1, with several optimizer steps and a reference, so that every phase is on the way."""
+    common = ("train.batch_size=8", "algorithm.kl.coef=0.1", "train.num_episodes=2")
+    placements = {
+        "in_process": "{runtime: local}",
+        "colocated": "{runtime: ray, component_placement: {actor: 0, 'reference,rollout': '@actor'}}",
+        "disaggregated": "{runtime: ray, component_placement: {actor: 0, reference: 1, rollout: 2}}",
+        "hybrid": "{runtime: ray, component_placement: {actor: 0, reference: '@actor', rollout: 1-2}}",
+    }
+    for name, cluster in placements.items():
+        offload = ("rollout.enable_offload=true",) if name == "colocated" else ()
+        run(task, f"name={name}", *common, *offload, cluster=cluster)
+        plan = json.loads((task / "runs" / name / "plan.json").read_text())
+        if name != "in_process":
+            assert plan["label"] == name
+    expected = weights(task, "in_process")
+    for name in placements:
+        assert same(expected, weights(task, name)), name
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_two_training_ranks_agree_with_one(task):
+    run(task, "name=one")
+    run(task, "name=two", cluster="{runtime: ray, component_placement: {actor: 0-1, rollout: 0}}")
+    one, two = weights(task, "one"), weights(task, "two")
+    for name in one:
+        assert (one[name] - two[name]).abs().max() < 1e-5

@@ -1,0 +1,56 @@
+"""Training on examples, as a group and as ranks of a launcher."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loop_cases import make_task, sft_yaml
+from safetensors.torch import load_file
+
+from hotseat.config import loads
+from hotseat.loop.run import start
+from hotseat.observe import read_metrics
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_task(tmp_path)
+
+
+def weights(task: Path, name: str) -> dict:
+    return load_file(task / "runs" / name / "model" / "model.safetensors")
+
+
+def test_the_loss_falls_and_the_model_is_exported(task):
+    final = start(loads(sft_yaml(task)))
+    records = read_metrics(task / "runs" / "sft" / "metrics.jsonl")
+    assert len(records) == 8  # 8 rows x 4 epochs / 4
+    assert records[-1]["loss"] < records[0]["loss"] - 0.2
+    assert final["eval/loss"] == records[-1]["eval/loss"]
+    assert weights(task, "sft")
+
+
+@pytest.mark.timeout(240)
+def test_ranks_of_a_launcher_agree_with_one_process(task):
+    """No Ray: torchrun starts two processes, each is one rank."""
+    start(loads(sft_yaml(task)))
+    config = task / "launched.yaml"
+    config.write_text(sft_yaml(task, name="launched"))
+    script = task / "rank.py"
+    script.write_text(
+        "import sys\nfrom hotseat.config import load\nfrom hotseat.loop.run import start\n"
+        "start(load(sys.argv[1]), launched=True)\nassert 'ray' not in sys.modules\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += ["--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), str(config)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = weights(task, "sft"), weights(task, "launched")
+    for name in one:
+        assert (one[name] - two[name]).abs().max() < 1e-5

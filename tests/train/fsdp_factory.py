@@ -1,0 +1,11 @@
+"""Makes FSDP2 backends for the conformance suite."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from hotseat.train import FSDPBackend, TrainOptions
+
+
+def make(model: PreTrainedModel, options: TrainOptions) -> FSDPBackend:
+    return FSDPBackend(model, options)

@@ -1,0 +1,101 @@
+"""Runs the suite's scenarios in a group of processes on loopback, within a deadline.
+
+python -m PACKAGE.run_ranks FACTORY_MODULE DIRECTORY      (one rank; RANK and the rest come from the environment)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hotseat.errors import DeadlineError
+from hotseat.train.ranks import Ranks
+
+
+def run_ranks(num_ranks: int, factory: str, directory: Path, *, timeout_s: float) -> list[dict[str, Any]]:
+    """Every rank's results by scenario. A scenario that failed has its traceback there instead."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", __name__, factory, str(directory)]
+    processes = []
+    try:
+        for rank in range(num_ranks):
+            with open(directory / f"log-{rank}.txt", "w") as log:
+                processes.append(
+                    subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT)
+                )
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.1, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = "\n".join((directory / f"log-{rank}.txt").read_text()[-4000:] for rank in range(num_ranks))
+    assert all(process.returncode == 0 for process in processes), logs
+    return [torch.load(directory / f"results-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+ABSENT = "waits_for_an_absent_rank"
+
+
+def wait_for_an_absent_rank(rank: int) -> str:
+    """The first rank waits, the others have gone elsewhere: what it is told."""
+    ranks = Ranks(torch.device("cpu"), 2.0)
+    ranks.facts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=2))
+    if rank > 0:
+        time.sleep(4)
+        return ""
+    try:
+        ranks.max(1, "agree on the number of micro-batches")
+    except DeadlineError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(factory: str, directory: Path) -> None:
+    suite = importlib.import_module(f"{__package__}.conformance")
+    make = importlib.import_module(factory).make
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Started here, so that it outlives the backends of each scenario.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    results: dict[str, Any] = {}
+    for name, scenario in suite.SCENARIOS.items():
+        print(f"{name} ...", flush=True)
+        try:
+            results[name] = scenario(make, rank, num_ranks, directory)
+        except Exception:
+            # The others may be waiting for this rank: report, and let their own deadline end them.
+            results[name] = traceback.format_exc()
+            print(f"{name}:\n{results[name]}", flush=True)
+    results[ABSENT] = wait_for_an_absent_rank(rank)
+    torch.save(results, directory / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,52 @@
+"""Packed attention against one dense block-diagonal mask over all tokens, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hotseat.errors import NotBuiltError
+from hotseat.train.attention import BLOCKS, Blocks, causal_attention
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [7], [1, 9, 2, 8, 1, 5], [3, 0, 6]])
+def test_blocks_equal_a_block_diagonal_mask(lengths: list[int], window: int | None) -> None:
+    num_tokens, heads, key_heads, size = sum(lengths), 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, num_tokens, size, generator=generator, dtype=torch.float64).requires_grad_()
+        for count in (heads, key_heads, key_heads)
+    )
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    blocks = Blocks.of(torch.tensor(lengths), offsets, device=None, has_flash=False)
+    found, _ = causal_attention(
+        nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, **{BLOCKS: blocks}
+    )
+
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    behind = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)
+    mask = (segment[:, None] == segment) & (behind >= 0) & (behind < (window or num_tokens))
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+    upstream = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    ours = torch.autograd.grad(found, [query, key, value], upstream)
+    theirs = torch.autograd.grad(expected.transpose(1, 2), [query, key, value], upstream)
+    for mine, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
+def test_short_segments_do_not_pay_for_a_long_one() -> None:
+    lengths = torch.tensor([100, *[4] * 50])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    blocks = Blocks.of(lengths, offsets, device=None, has_flash=False)
+    assert [(num_segments, length) for _, num_segments, length in blocks.rows] == [(1, 100), (50, 4)]
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def test_attention_that_we_do_not_have_is_refused(extra: dict[str, object]) -> None:
+    query = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(NotBuiltError, match=f"Identity asks for attention with {next(iter(extra))}"):
+        causal_attention(nn.Identity(), query, query, query, None, **extra)  # type: ignore[arg-type]

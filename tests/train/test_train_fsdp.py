@@ -1,0 +1,191 @@
+"""The FSDP2 backend against the suite that every backend must pass, and what is its own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hotseat.errors import RunError, UserError
+from hotseat.train import FSDPBackend, TrainOptions
+
+from . import conformance, fsdp_factory
+from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model
+from .run_ranks import ABSENT, run_ranks
+
+NUM_RANKS = 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", conformance.ONE_RANK, ids=lambda check: check.__name__)
+def test_one_rank(check: Any, tmp_path: Path) -> None:
+    check(fsdp_factory.make, tmp_path)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """All scenarios in one group of processes: starting one costs more than the scenarios."""
+    directory = tmp_path_factory.mktemp("ranks")
+    conformance.save_alone(fsdp_factory.make, directory)
+    return directory, run_ranks(NUM_RANKS, fsdp_factory.__name__, directory, timeout_s=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", conformance.SCENARIOS)
+def test_two_ranks_are_as_one(name: str, group: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    _, results = group
+    for rank, result in enumerate(results):
+        assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
+    alone = conformance.SCENARIOS[name](fsdp_factory.make, 0, 1, tmp_path)
+    conformance.assert_group_agrees(alone, [result[name] for result in results])
+
+
+@pytest.mark.slow
+def test_one_rank_loads_what_two_saved_and_exported(group: tuple[Path, list[dict[str, Any]]]) -> None:
+    directory, results = group
+    saved = results[0]["saves_and_loads"]["weights"]
+    backend = fsdp_factory.make(tiny_model(seed=5), OPTIONS)
+    backend.load(directory / "state-2")
+    assert backend.version == 1
+    assert_identical(copy_weights(backend), saved)
+    backend.close()
+    exported = AutoModelForCausalLM.from_pretrained(directory / "export-2")
+    assert_identical({name: weight.detach() for name, weight in exported.named_parameters()}, saved)
+
+
+@pytest.mark.slow
+def test_an_absent_rank_becomes_an_error(group: tuple[Path, list[dict[str, Any]]]) -> None:
+    message = group[1][0][ABSENT]
+    assert "rank 0 of 2 could not agree on the number of micro-batches with the other ranks within 2 s" in message
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_sixteen_bit_compute_keeps_thirty_two_bit_weights(tmp_path: Path) -> None:
+    batch = some_segments(4)
+    options = replace(OPTIONS, precision="bf16_master")
+    backend = fsdp_factory.make(tiny_model(), options)
+    exact = fsdp_factory.make(tiny_model(), OPTIONS)
+    assert_identical(copy_weights(backend), copy_weights(exact))
+    (found,), (expected,) = backend.log_probs([batch], 1.0), exact.log_probs([batch], 1.0)
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
+    for _ in range(2):
+        report, exact_report = (each.update([batch, batch], ClippedLoss(), 1.0) for each in (backend, exact))
+        assert report.grad_norm == pytest.approx(exact_report.grad_norm, rel=0.05)
+    weights = copy_weights(backend)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert_close(weights, copy_weights(exact), 1e-3)
+    assert any((weight != weight.bfloat16()).any() for weight in weights.values())
+
+    # What was gathered for scoring must not outlive the weights it was gathered from.
+    backend.save(tmp_path / "state")
+    saved = copy_weights(backend)
+    (before,) = backend.log_probs([batch], 1.0)
+    backend.update([batch], ClippedLoss(), 1.0)
+    (changed,) = backend.log_probs([batch], 1.0)
+    assert not torch.equal(changed, before)
+    backend.load(tmp_path / "state")
+    assert torch.equal(backend.log_probs([batch], 1.0)[0], before)
+    assert_identical(copy_weights(backend), saved)
+    with pytest.raises(IndexError):
+        backend.log_probs([replace(batch, token_ids=batch.token_ids + 1000)], 1.0)
+    backend.load(tmp_path / "state")
+    assert torch.equal(backend.log_probs([batch], 1.0)[0], before)
+    backend.close()
+    exact.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_sixteen_bits_throughout() -> None:
+    batch = some_segments(4)
+    backend = fsdp_factory.make(tiny_model(), replace(OPTIONS, precision="bf16"))
+    before = copy_weights(backend)
+    assert not backend.update([batch], ClippedLoss(), 1.0).is_skipped
+    after = copy_weights(backend)
+    assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+    (found,) = backend.log_probs([batch], 1.0)
+    assert found.dtype == torch.float32
+    backend.close()
+
+
+# --- its own ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    backend = fsdp_factory.make(tiny_model(), OPTIONS)
+    assert not dist.is_initialized()
+    backend.close()
+
+
+def test_a_group_lives_as_long_as_its_last_backend() -> None:
+    options = replace(OPTIONS, precision="bf16_master", optimizer=None)
+    first, second = (fsdp_factory.make(tiny_model(), options) for _ in range(2))
+    first.close()
+    assert dist.is_initialized()
+    second.log_probs([some_segments(1)], 1.0)
+    second.close()
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    try:
+        with pytest.raises(RunError, match="in a group of 1 ranks, and WORLD_SIZE says 2"):
+            fsdp_factory.make(tiny_model(), OPTIONS)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_checkpoint_of_another_backend_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "backend.json").write_text(json.dumps({"backend": "deepspeed", "format": 1, "num_ranks": 1}))
+    backend = fsdp_factory.make(tiny_model(), OPTIONS)
+    with pytest.raises(RunError, match="saved by the deepspeed backend, format 1; this is fsdp"):
+        backend.load(tmp_path)
+    backend.close()
+
+
+def test_weights_are_refused_before_the_first_is_asked_for() -> None:
+    backend = fsdp_factory.make(tiny_model(), OPTIONS)
+    backend.put_aside(["weights"])
+    with pytest.raises(RunError, match="weights needs weights on the device"):
+        backend.weights()
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "fp8"}, "precision 'fp8': choose one of fp32, bf16_master, bf16"),
+        ({"layout": "ragged"}, "layout 'ragged': choose one of auto, padded, packed"),
+        ({"max_grad_norm": 0.0}, "clipped to norm 0.0: set it above 0, or to none"),
+        ({"max_non_finite": 0}, "after 0 updates that are not finite"),
+        ({"timeout_s": 0.0}, "ranks wait 0.0 s"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        TrainOptions(**settings)
+
+
+def test_it_is_loaded_from_a_folder(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    backend = FSDPBackend(tmp_path, OPTIONS)
+    assert_identical(copy_weights(backend), {name: weight.detach() for name, weight in model.named_parameters()})
+    backend.close()

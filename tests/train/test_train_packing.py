@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotseat.errors import BatchError
+from hotseat.train import join, split_by_count, split_by_tokens, spread_over_ranks, take
+from hotseat.train.packing import model_input
+from hotseat.types import MicroBatch
+
+
+def segments(lengths: list[int], sample_ids: list[str] | None = None) -> MicroBatch:
+    """Token ids 0, 1, 2, ... so that every token can be recognised."""
+    num_tokens = sum(lengths)
+    return MicroBatch(
+        token_ids=torch.arange(num_tokens),
+        offsets=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+        mask=torch.arange(num_tokens) % 2 == 0,
+        weights=torch.arange(num_tokens) / 10,
+        fields={"advantages": torch.arange(num_tokens) * 2.0, "rewards": torch.arange(len(lengths)) * 3.0},
+        sample_ids=tuple(sample_ids or [f"s{index}" for index in range(len(lengths))]),
+    )
+
+
+def lengths_of(batch: MicroBatch) -> list[int]:
+    return (batch.offsets[1:] - batch.offsets[:-1]).tolist()
+
+
+def test_take_brings_every_value_of_its_segments() -> None:
+    part = take(segments([2, 3, 1, 4]), [3, 1])
+    assert part.token_ids.tolist() == [6, 7, 8, 9, 2, 3, 4]
+    assert part.offsets.tolist() == [0, 4, 7]
+    assert part.mask.tolist() == [True, False, True, False, True, False, True]
+    assert part.weights.tolist() == pytest.approx([0.6, 0.7, 0.8, 0.9, 0.2, 0.3, 0.4])
+    assert part.fields["advantages"].tolist() == [12, 14, 16, 18, 4, 6, 8]
+    assert part.fields["rewards"].tolist() == [9, 3]
+    assert part.sample_ids == ("s3", "s1")
+
+
+def test_join_undoes_a_cut() -> None:
+    whole = segments([2, 3, 1, 4])
+    again = join([take(whole, [0, 1]), take(whole, [2]), take(whole, [3])])
+    assert again.sample_ids == whole.sample_ids
+    for name in ("token_ids", "offsets", "mask", "weights"):
+        assert torch.equal(getattr(again, name), getattr(whole, name))
+    assert all(torch.equal(again.fields[name], whole.fields[name]) for name in whole.fields)
+
+
+def test_segments_of_like_length_are_counted_off_together() -> None:
+    parts = split_by_count(segments([1, 9, 2, 8, 3]), 2)
+    assert sorted(sorted(lengths_of(part)) for part in parts) == [[1], [2, 3], [8, 9]]
+
+
+def test_first_fit_decreasing_by_hand() -> None:
+    # Budget 10. 7 opens a bin, 6 another; 4 joins 6, 3 joins 7: two bins, both full.
+    parts = split_by_tokens(segments([3, 7, 4, 6]), 10)
+    assert [part.sample_ids for part in parts] == [("s0", "s1"), ("s2", "s3")]
+
+
+def test_micro_batches_are_evened_out_where_that_fits() -> None:
+    # First fit leaves 9 and 1 of budget 9; two fives are as few.
+    assert [part.num_tokens for part in split_by_tokens(segments([2] * 5), 9)] == [6, 4]
+
+
+def test_filling_counts_if_asked() -> None:
+    # 5 + 1 + 1 tokens are 7, but 3 rows of 5 are 15.
+    assert len(split_by_tokens(segments([5, 1, 1]), 7)) == 1
+    assert [lengths_of(part) for part in split_by_tokens(segments([5, 1, 1]), 7, padded=True)] == [[5], [1, 1]]
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=30),
+    slack=st.integers(0, 30),
+    padded=st.booleans(),
+    episode_size=st.integers(1, 3),
+)
+def test_the_budget_holds_and_nothing_is_lost(lengths: list[int], slack: int, padded: bool, episode_size: int) -> None:
+    batch = segments(lengths, [f"e{index // episode_size}" for index in range(len(lengths))])
+    largest = max(
+        len(part) * max(part) if padded else sum(part)
+        for part in (lengths[start : start + episode_size] for start in range(0, len(lengths), episode_size))
+    )
+    parts = split_by_tokens(batch, largest + slack, padded=padded)
+    for part in parts:
+        filled = part.num_segments * max(lengths_of(part)) if padded else part.num_tokens
+        assert filled <= largest + slack
+    assert sorted(token for part in parts for token in part.token_ids.tolist()) == list(range(sum(lengths)))
+    homes = Counter(sample_id for part in parts for sample_id in set(part.sample_ids))
+    assert set(homes.values()) == {1}, "an episode was cut"
+    assert [part.sample_ids for part in split_by_tokens(batch, largest + slack, padded=padded)] == [
+        part.sample_ids for part in parts
+    ]
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=30), num_ranks=st.integers(1, 5))
+def test_ranks_get_about_as_much_each(lengths: list[int], num_ranks: int) -> None:
+    if not lengths:
+        return
+    parts = spread_over_ranks(segments(lengths), num_ranks)
+    assert len(parts) == num_ranks
+    loads = [0 if part is None else part.num_tokens for part in parts]
+    assert sum(loads) == sum(lengths)
+    assert max(loads) - min(loads) <= max(lengths)
+    assert sum(part is None for part in parts) == max(0, num_ranks - len(lengths))
+
+
+def test_pairs_stay_together_by_their_own_units() -> None:
+    parts = split_by_count(segments([5, 1, 5, 1]), 2, units=["p0", "p0", "p1", "p1"])
+    assert [part.sample_ids for part in parts] == [("s0", "s1"), ("s2", "s3")]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(BatchError, match="sample s1 has 7 tokens, a micro-batch at most 5: raise the token budget"):
+        split_by_tokens(segments([2, 7]), 5)
+    with pytest.raises(BatchError, match="an episode .* of 2 segments does not fit micro-batches of 1"):
+        split_by_count(segments([2, 2], ["e", "e"]), 1)
+    with pytest.raises(BatchError, match="0 segments per micro-batch"):
+        split_by_count(segments([2]), 0)
+
+
+def test_model_input_by_hand() -> None:
+    batch = replace(segments([3, 2]), mask=torch.tensor([True, True, False, True, True]))
+    # Wanted are token 1 (after token 0) and token 4 (after token 3): first tokens have nothing before them.
+    padded = model_input(batch, "padded")
+    assert padded.input_ids.tolist() == [[0, 1, 2], [3, 4, 0]]
+    assert padded.rows.tolist() == [0, 3]
+    assert padded.tokens.tolist() == padded.targets.tolist() == [1, 4]
+    assert padded.blocks is None
+    packed = model_input(batch, "packed")
+    assert packed.input_ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert packed.position_ids is not None
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert packed.rows.tolist() == [0, 3]
+
+
+def test_auto_packs_where_padding_would_cost_more() -> None:
+    assert model_input(segments([5, 5, 5]), "auto").blocks is None
+    assert model_input(segments([5, 1, 1]), "auto").blocks is not None
+    assert model_input(segments([5, 5, 5]), "auto", has_flash=True).blocks is not None
+
+
+def test_episodes_follow_sample_ids() -> None:
+    layout = segments([1, 2, 1, 1], ["a", "a", "b", "a"]).layout
+    assert layout.segment_episode.tolist() == [0, 0, 1, 2]
+    assert layout.num_episodes == 3
+    assert layout.sampled_per_episode.tolist() == [2, 0, 1]
