@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,9 @@ OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 
 def entry() -> None:
     """Console entry point."""
+    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"]):
+        # They only print: `| head` ends them as it ends any such command. A run must not die of a closed pipe.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
 
 
@@ -32,10 +36,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("hotseat: stopped", file=sys.stderr)
         return STOPPED
-    except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
-        sys.stderr.close()
-        return OK
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

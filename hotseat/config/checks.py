@@ -258,12 +258,12 @@ def _is_placed(config: Config, role: str) -> bool:
 
 def no_effect(config: Config, set_keys: Iterable[str]) -> list[tuple[str, str]]:
     """(key, why) of every option that was set and can change nothing, in the order given."""
+    idle = [rule for rule in RULES if not rule.matters(config)]
     found = []
     for key in set_keys:
-        for rule in RULES:
-            if rule.covers(key) and not rule.matters(config):
-                found.append((key, rule.because(config)))
-                break
+        rule = next((rule for rule in idle if rule.covers(key)), None)
+        if rule is not None:
+            found.append((key, rule.because(config)))
     return found
 
 

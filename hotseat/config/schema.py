@@ -554,8 +554,8 @@ class Config(Section):
 
     task: Literal["rl", "sft", "rm", "dpo"] = "rl"
     """What to train: a policy by reinforcement, or a model on examples, pairs or preferences."""
-    name: str = "run"
-    """Name of the run."""
+    name: str | None = None
+    """Name of the run; unset is the task and the first number that is free, such as `rl-1`."""
     run_dir: str = "runs"
     """Directory under which the run's own directory is made."""
     seed: NotNegative = 42

@@ -15,10 +15,12 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
-from hotseat.errors import NotBuiltError, UserError
+from hotseat.errors import NotBuiltError, TooFewDevicesError, UserError
 from hotseat.loop.planning import make_plan, num_data_parallel
 from hotseat.loop.rundir import make_run_dir, save_plan
 from hotseat.placement import Inventory, Plan
+
+MAX_LOGICAL_DEVICES = 64
 
 
 def start(config: Config, launched: bool = False) -> dict[str, float]:
@@ -175,7 +177,7 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
             else:
                 from hotseat.observe import LiveView
 
-                run_dir = Path(config.run_dir) / config.name
+                run_dir = Path(config.run_dir)  # only the first rank writes
                 view, log = LiveView("", 1, {}, Console(quiet=True)), lambda step, metrics: None
             final = _train_supervised(config, algebra, worker.step, worker.evaluate if held_out else None, view, log)
             _export(config, run_dir, lambda path: worker.export(str(path)), tokenizer if rank == 0 else None, view)
@@ -188,8 +190,24 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
 
 
 def _local_inventory(config: Config) -> Inventory | None:
-    """For checks before a cluster is there: without a named inventory, as many devices as the placement takes."""
-    return Inventory.parse(config.cluster.inventory) if config.cluster.inventory is not None else None
+    """For checks before a cluster is there: what the config names, or this machine; unknown if a cluster waits."""
+    if config.cluster.inventory is not None:
+        return Inventory.parse(config.cluster.inventory)
+    if os.environ.get("RAY_ADDRESS"):
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return Inventory.parse(f"1x{torch.cuda.device_count()}")
+    # Without accelerators devices are logical: one node with as many as the placement names.
+    for num_devices in range(1, MAX_LOGICAL_DEVICES):
+        try:
+            inventory = Inventory.parse(f"1x{num_devices}")
+            make_plan(config, inventory)
+            return inventory
+        except TooFewDevicesError:
+            continue
+    return Inventory.parse(f"1x{MAX_LOGICAL_DEVICES}")
 
 
 def _cluster(make: Any, config: Config, dry: Plan) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from hotseat.config import Config, to_yaml
@@ -11,18 +12,29 @@ from hotseat.placement import Plan
 
 def make_run_dir(config: Config) -> Path:
     """Make `run_dir/name`. One that holds a run already is refused: nothing is overwritten."""
-    name = Path(config.name)
-    if name.is_absolute() or ".." in name.parts or len(name.parts) != 1:
-        raise UserError(f"name {config.name!r}: give one plain word, it becomes a directory under run_dir")
-    path = Path(config.run_dir) / name
-    if path.exists() and any(path.iterdir()):
-        raise UserError(f"{path} holds a run already: choose another name (name=...) or remove it")
+    path = _named(config) if config.name is not None else _numbered(config)
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(to_yaml(config))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; choose another run_dir") from None
     return path
+
+
+def _named(config: Config) -> Path:
+    assert config.name is not None
+    name = Path(config.name)
+    if name.is_absolute() or ".." in name.parts or len(name.parts) != 1:
+        raise UserError(f"name {config.name!r}: give one plain word, it becomes a directory under run_dir")
+    path = Path(config.run_dir) / name
+    if path.exists() and any(path.iterdir()):
+        raise UserError(f"{path} holds a run already: choose another name (name=...) or remove it")
+    return path
+
+
+def _numbered(config: Config) -> Path:
+    paths = (Path(config.run_dir) / f"{config.task}-{number}" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def save_plan(path: Path, plan: Plan) -> None:

@@ -1,0 +1,429 @@
+"""What flags mean together: the config fields that depend on more than one flag, or on more than a flag's own value.
+
+Each function takes the draft, sets fields and notes flags without effect. `DERIVED` names them for the table of flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotseat.cli.openrlhf.argv import Line
+from hotseat.cli.openrlhf.flags import FLASH_ALWAYS, SCHEDULES
+from hotseat.errors import Problem
+
+QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
+TASKS_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
+WANDB_VARIABLE = "WANDB_API_KEY"
+REMOTE_TIMEOUT_S, REMOTE_RETRIES = 180.0, 4  # OpenRLHF tries a reward server five times, three minutes each
+
+
+@dataclass
+class Draft:
+    """A config in the making."""
+
+    line: Line
+    task: str
+    env: Mapping[str, str]
+    fields: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
+    ignored: dict[str, str] = field(default_factory=dict)  # flag or variable -> why it has no effect
+    problems: list[Problem] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)  # flag, what a run cannot start without
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)  # environment variables
+
+    def ignore(self, name: str, because: str) -> None:
+        """Note that a flag has no effect, if it was given."""
+        if self.line.has(name):
+            self.ignored.setdefault(self.line.spelling(name), because)
+
+    def refuse(self, name: str, message: str) -> None:
+        problem = Problem(self.line.spelling(name), message)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def named(self, name: str) -> str:
+        return self.line.spelling(name)
+
+    def at_least(self, name: str, least: int) -> int:
+        """A flag's number, or a problem."""
+        value = int(self.line[name])
+        if value < least:
+            self.refuse(name, f"given {value}, must be at least {least}")
+        return max(value, least)
+
+    def number_from(self, variable: str) -> int | None:
+        """A count from the environment. OpenRLHF hands the text on, which fails later."""
+        text = self.env.get(variable, "").strip()
+        if not text:
+            return None
+        if not text.isascii() or not text.isdecimal() or int(text) < 1:
+            self.problems.append(Problem(variable, f"given {text!r}, must be a whole number of at least 1"))
+            return None
+        return int(text)
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
+
+def _has_critic(line: Line) -> bool:
+    return bool(line["--advantage_estimator"] == "gae")
+
+
+def _no_critic(draft: Draft) -> str:
+    return f"{draft.named('--advantage_estimator')} is {draft.line['--advantage_estimator']}, which has no critic"
+
+
+def _has_reference(line: Line) -> bool:
+    return bool(line["--init_kl_coef"] > 0)
+
+
+def _reward_source(line: Line) -> str | None:
+    """The flag that says where rewards come from. An agent brings its own, and a remote one stands before a model."""
+    names = ("--agent_func_path", "--remote_rm_url", "--reward_pretrain")
+    return next((name for name in names if line[name]), None)
+
+
+def _has_reward_model(line: Line) -> bool:
+    """A reward model that is sized but not named is placed too: what is missing to start it is only its name."""
+    is_sized = line.has("--reward_num_nodes") or line.has("--reward_num_gpus_per_node")
+    source = _reward_source(line)
+    return source == "--reward_pretrain" or (source is None and is_sized)
+
+
+def _engine(line: Line) -> str:
+    """`--vllm_num_engines 0` is OpenRLHF's way to sample without vLLM."""
+    if not line.has("--engine") and line["--vllm_num_engines"] == 0:
+        return "transformers"
+    return str(line["--engine"])
+
+
+def _shares_with_rollout(line: Line) -> bool:
+    """Without engines of their own the actor's devices sample."""
+    return not line["--vllm_num_engines"] or bool(line["--colocate_all_models"] and not line["--async_train"])
+
+
+# --- placement --------------------------------------------------------------------------------------------------------
+
+_ROLES = {"critic": "critic", "ref": "reference", "reward": "reward"}  # flag prefix -> role
+
+
+def _placement(draft: Draft) -> None:
+    line = draft.line
+    if draft.task != "rl":
+        placed = {"actor": "all"} | ({"reference": "@actor"} if draft.task == "dpo" else {})
+        draft.fields["cluster.component_placement"] = placed
+        return
+    shares_all = line["--colocate_all_models"]
+    present = {"critic": _has_critic(line), "ref": _has_reference(line), "reward": _has_reward_model(line)}
+    absent = {
+        "critic": _no_critic(draft),
+        "ref": f"{draft.named('--init_kl_coef')} is 0, so there is no reference model",
+        "reward": "rewards do not come from a model",
+    }
+    host: dict[str, str | None] = dict.fromkeys(_ROLES, "actor" if shares_all else None)
+    if not shares_all and line["--colocate_actor_ref"]:
+        host["ref"] = "actor"
+    if not shares_all and line["--colocate_critic_reward"] and present["critic"]:
+        host["reward"] = "critic"
+    _note_pairs(draft, present, absent)
+
+    placed = {"actor": _block(draft, "actor")}
+    for prefix, role in _ROLES.items():
+        sizes = (f"--{prefix}_num_nodes", f"--{prefix}_num_gpus_per_node")
+        for name in sizes:
+            if not present[prefix]:
+                draft.ignore(name, absent[prefix])
+            elif host[prefix]:
+                draft.ignore(name, f"the {role} uses the {host[prefix]}'s devices")
+        if present[prefix]:
+            placed[role] = f"@{host[prefix]}" if host[prefix] else _block(draft, prefix)
+    placed["rollout"] = _rollout(draft)
+    draft.fields["cluster.component_placement"] = placed
+
+
+def _note_pairs(draft: Draft, present: Mapping[str, bool], absent: Mapping[str, str]) -> None:
+    pairs = {"--colocate_actor_ref": ("ref",), "--colocate_critic_reward": ("critic", "reward")}
+    for name, prefixes in pairs.items():
+        if draft.line["--colocate_all_models"]:
+            draft.ignore(name, f"{draft.named('--colocate_all_models')} says so already")
+        for prefix in prefixes:
+            if not present[prefix]:
+                draft.ignore(name, absent[prefix])
+
+
+def _block(draft: Draft, prefix: str) -> str:
+    """N nodes x G devices; 0 devices are processes on the CPU, one per node (ours: OpenRLHF cannot)."""
+    nodes = draft.at_least(f"--{prefix}_num_nodes", 1)
+    devices = draft.at_least(f"--{prefix}_num_gpus_per_node", 0)
+    return f"{nodes}x{devices}" if devices else f"cpu*{nodes}"
+
+
+def _rollout(draft: Draft) -> str:
+    line, fields = draft.line, draft.fields
+    engines = draft.at_least("--vllm_num_engines", 0) if line["--vllm_num_engines"] is not None else 0
+    size = draft.at_least("--vllm_tensor_parallel_size", 1)
+    shares = _shares_with_rollout(line)
+    if _engine(line) == "vllm" or size == 1:
+        fields["rollout.num_engines"] = engines or None
+        fields["rollout.tensor_parallel_size"] = size
+    elif shares:
+        # The same devices, but each has an engine of its own.
+        for name in ("--vllm_num_engines", "--vllm_tensor_parallel_size"):
+            draft.ignore(name, "the transformers engine runs once on each of the actor's devices")
+    if line["--async_train"] and not engines:
+        needs = f"not set, and {draft.named('--async_train')} needs engines on devices of their own"
+        draft.missing.append((draft.named("--vllm_num_engines"), needs))
+    if shares:
+        return "@actor"
+    return f"{engines}x{size}" if line["--actor_num_gpus_per_node"] else f"cpu*{engines}"
+
+
+def _offload(draft: Draft) -> None:
+    """A switch that is off leaves it to the planner to put aside what has to go."""
+    line, fields = draft.line, draft.fields
+
+    def is_on(name: str) -> bool:
+        return line.knows(name) and bool(line[name])
+
+    if is_on("--deepspeed_enable_sleep"):
+        fields["actor.enable_offload"] = fields["critic.enable_offload"] = True
+    if is_on("--ref_reward_offload") or is_on("--ref.offload") or is_on("--ref_offload"):
+        fields["reference.enable_offload"] = True
+    if is_on("--ref_reward_offload") or is_on("--reward.offload"):
+        fields["reward.enable_offload"] = True
+    if is_on("--vllm_enable_sleep"):
+        if _shares_with_rollout(line):
+            fields["rollout.enable_offload"] = True
+        else:
+            draft.ignore("--vllm_enable_sleep", "the engines have devices of their own")
+
+
+def _engine_choice(draft: Draft) -> None:
+    draft.fields["rollout.engine"] = _engine(draft.line) if draft.task == "rl" else draft.line["--engine"]
+
+
+def _overlap(draft: Draft) -> None:
+    """A queue of q batches makes a sample up to q + 1 weight versions old.
+
+    While batch t is trained, by weights of version t - 1, batches t+1 ... t+q wait and batch t+q+1 is generated with
+    those weights. It is learned from once t+q batches were: q + 1 versions later.
+    """
+    line = draft.line
+    tasks = draft.number_from(TASKS_VARIABLE)
+    if tasks is not None:
+        draft.fields["agent.max_concurrent"] = tasks
+    if not line["--async_train"]:
+        because = f"{draft.named('--async_train')} is not given"
+        draft.ignore("--async_queue_size", because)
+        if draft.env.get(QUEUE_VARIABLE):
+            draft.ignored.setdefault(QUEUE_VARIABLE, because)
+        return
+    queue = draft.at_least("--async_queue_size", 1)
+    if line.has("--async_queue_size") and draft.env.get(QUEUE_VARIABLE):
+        draft.ignored.setdefault(QUEUE_VARIABLE, f"{draft.named('--async_queue_size')} is given")
+    elif not line.has("--async_queue_size"):
+        queue = draft.number_from(QUEUE_VARIABLE) or queue
+    draft.fields["overlap.queue"] = queue
+    draft.fields["overlap.staleness"] = queue + 1
+
+
+# --- models and rewards -----------------------------------------------------------------------------------------------
+
+
+def _critic(draft: Draft) -> None:
+    model = draft.line["--critic_pretrain"]
+    if model == "None" and _has_critic(draft.line):
+        estimator = draft.named("--advantage_estimator")
+        draft.refuse("--critic_pretrain", f"None is no critic, and {estimator} gae needs one: choose another estimator")
+    draft.fields["critic.model"] = model
+
+
+def _reward(draft: Draft) -> None:
+    line, fields = draft.line, draft.fields
+    source = _reward_source(line)
+    for name in ("--remote_rm_url", "--reward_pretrain"):
+        if source is not None and source != name:
+            draft.ignore(name, f"rewards come from {draft.named(source)}")
+    if source == "--reward_pretrain":
+        fields["reward.model"] = line[source]
+    if source != "--remote_rm_url":
+        return
+    places = [place.strip() for place in line[source].split(",")]
+    if all(place.startswith(("http://", "https://")) for place in places):
+        fields["reward.url"] = places[0] if len(places) == 1 else places
+        fields["reward.timeout_s"], fields["reward.retries"] = REMOTE_TIMEOUT_S, REMOTE_RETRIES
+    elif len(places) == 1 and places[0].endswith(".py"):
+        fields["reward.function"] = places[0]
+    else:
+        draft.refuse(source, f"given {line[source]!r}, must be one .py file or http:// addresses joined by commas")
+
+
+def _dtype(draft: Draft) -> None:
+    line = draft.line
+    if line.has("--param_dtype"):
+        draft.ignore("--bf16", f"{draft.named('--param_dtype')} is given")
+        draft.fields["train.dtype"] = line["--param_dtype"]
+    elif line["--bf16"]:
+        draft.fields["train.dtype"] = "bf16"
+    else:
+        draft.fields["train.dtype"] = line["--param_dtype"] or "fp32"
+
+
+def _attention(draft: Draft) -> None:
+    """Flash attention is what a GPU gets anyway; any other choice is passed on."""
+    chosen = draft.line["--attn_implementation"]
+    if chosen is not None and chosen.startswith("flash_attention"):
+        draft.ignore("--attn_implementation", FLASH_ALWAYS)
+    else:
+        draft.fields["train.attention"] = chosen
+
+
+def _template(draft: Draft) -> None:
+    template = draft.line["--input_template"]
+    if template is not None and "{}" not in template:
+        draft.ignore("--input_template", "it has no {} for the prompt, which goes without a template")
+        template = None
+    draft.fields["data.input_template"] = template
+
+
+def _images(draft: Draft) -> None:
+    count = draft.line["--max_images_per_prompt"]
+    if count:
+        draft.fields["data.image_key"] = draft.line["--image_key"] or "images"
+        draft.fields["data.max_images_per_prompt"] = count
+    else:
+        draft.ignore("--image_key", f"{draft.named('--max_images_per_prompt')} is 0")
+
+
+# --- batches and lengths ----------------------------------------------------------------------------------------------
+
+
+def _micro_batches(draft: Draft) -> None:
+    """Token budgets and sequences over several devices come with packing, as in OpenRLHF."""
+    line, fields = draft.line, draft.fields
+    is_dynamic = draft.task == "rl" and bool(line["--use_dynamic_batch"])
+    fields["train.packing"] = bool(line["--packing_samples"] or is_dynamic or line["--ring_attn_size"] > 1)
+    if draft.task != "rl":
+        return
+    if is_dynamic:
+        budget = line["--train_max_tokens_per_gpu"]
+        fields["train.max_tokens_per_device"] = budget
+        fields["rollout.max_tokens_per_device"] = line["--rollout_max_tokens_per_gpu"] or budget
+        return
+    for name in ("--train_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu"):
+        draft.ignore(name, f"{draft.named('--use_dynamic_batch')} is not given")
+
+
+def _generate_batch(draft: Draft) -> None:
+    size = draft.line["--vllm_generate_batch_size"]
+    draft.fields["rollout.generate_batch_size"] = None if size == draft.line["--rollout_batch_size"] else size
+
+
+def _lengths(draft: Draft) -> None:
+    line, fields = draft.line, draft.fields
+    prompt, new, both = line["--prompt_max_len"], line["--generate_max_len"], line["--max_len"]
+    fields["data.prompt_max_length"] = prompt
+    fields["rollout.max_new_tokens"] = new
+    fields["data.max_length"] = both if both is not None else prompt + new
+
+
+# --- maths ------------------------------------------------------------------------------------------------------------
+
+
+def _clip(draft: Draft) -> None:
+    line = draft.line
+    low = high = line["--eps_clip"]
+    if line["--eps_clip_low_high"] is not None:
+        low, high = line["--eps_clip_low_high"]
+        draft.ignore("--eps_clip", f"{draft.named('--eps_clip_low_high')} is given")
+    if line.has("--clip_eps_low") and line.has("--clip_eps_high"):
+        for name in ("--eps_clip", "--eps_clip_low_high"):
+            draft.ignore(name, "--clip_eps_low and --clip_eps_high are given")
+    draft.fields["algorithm.clip_low"] = line["--clip_eps_low"] if line.has("--clip_eps_low") else low
+    draft.fields["algorithm.clip_high"] = line["--clip_eps_high"] if line.has("--clip_eps_high") else high
+
+
+def _correction(draft: Draft) -> None:
+    """One threshold is OpenRLHF 0.8's cap, which has no lower bound; with a choice of type there are two."""
+    line, fields = draft.line, draft.fields
+    threshold = line["--vllm_is_truncated_threshold"]
+    if not line["--enable_vllm_is_correction"]:
+        for name in ("--vllm_is_correction_type", "--vllm_is_truncated_threshold"):
+            draft.ignore(name, f"{draft.named('--enable_vllm_is_correction')} is not given")
+        return
+    if threshold is None:
+        threshold = [0.5, 5.0] if line.is_newer or line.has("--vllm_is_correction_type") else [2.0]
+    fields["algorithm.correction.kind"] = line["--vllm_is_correction_type"] or "tis"
+    fields["algorithm.correction.low"], fields["algorithm.correction.high"] = [0.0, *threshold][-2:]
+
+
+def _filtering(draft: Draft) -> None:
+    low, high = draft.line["--dynamic_filtering_reward_range"]
+    draft.fields["algorithm.filtering.low"], draft.fields["algorithm.filtering.high"] = low, high
+
+
+def _schedule(draft: Draft) -> None:
+    """Names of transformers' schedules, for the actor and, in RL, the critic."""
+    line = draft.line
+
+    def chosen(role: str, name: str) -> str:
+        own = f"--{role}.{name}"
+        return line.last_of(own, f"--{name}") if line.knows(own) else f"--{name}"
+
+    unused: dict[str, str] = {}
+    used: set[str] = set()
+    for role in ("actor", "critic") if draft.task == "rl" and _has_critic(line) else ("actor",):
+        scheduler = chosen(role, "lr_scheduler")
+        if line[scheduler] not in SCHEDULES:
+            draft.refuse(scheduler, f"given {line[scheduler]!r}, must be one of {', '.join(SCHEDULES)}")
+            continue
+        kind, has_least, warms_up = SCHEDULES[line[scheduler]]
+        warmup, least = chosen(role, "lr_warmup_ratio"), chosen(role, "min_lr_ratio")
+        at = f"{role}.optimizer"
+        draft.fields[f"{at}.schedule"] = kind
+        draft.fields[f"{at}.warmup_ratio"] = line[warmup] if warms_up else 0.0
+        draft.fields[f"{at}.min_learning_rate_ratio"] = line[least] if has_least else 0.0
+        for name, is_used in ((warmup, warms_up), (least, has_least)):
+            if is_used:
+                used.add(name)
+            unused[name] = f"{draft.named(scheduler)} is {line[scheduler]}"
+    for name in unused.keys() - used:
+        draft.ignore(name, unused[name])
+    if draft.task == "rl" and not _has_critic(line):
+        for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"):
+            draft.ignore(f"--critic.{name}", _no_critic(draft))
+
+
+def _wandb(draft: Draft) -> None:
+    """The key goes into this process's environment and nowhere else. A login that is there stands before it."""
+    key = draft.line["--use_wandb"]
+    if key is None:
+        return
+    draft.fields["log.wandb.enabled"] = True
+    if draft.env.get(WANDB_VARIABLE, key) != key:
+        draft.ignored.setdefault(f"the key given to {draft.named('--use_wandb')}", f"{WANDB_VARIABLE} is set already")
+    elif key.lower() not in ("true", "1", "yes"):
+        draft.secrets[WANDB_VARIABLE] = key
+
+
+DERIVED: Mapping[str, Callable[[Draft], None]] = {
+    "engine": _engine_choice,
+    "placement": _placement,
+    "offload": _offload,
+    "overlap": _overlap,
+    "critic": _critic,
+    "reward": _reward,
+    "dtype": _dtype,
+    "attention": _attention,
+    "template": _template,
+    "images": _images,
+    "micro_batches": _micro_batches,
+    "generate_batch": _generate_batch,
+    "lengths": _lengths,
+    "clip": _clip,
+    "correction": _correction,
+    "filtering": _filtering,
+    "schedule": _schedule,
+    "wandb": _wandb,
+}

@@ -1,0 +1,143 @@
+"""The four commands: translate, then print the config or start the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hotseat.cli.openrlhf.argv import hide_secrets
+from hotseat.cli.openrlhf.flags import COMMANDS, MANY, TASKS, Flag
+from hotseat.errors import HotseatError, NotBuiltError, UserError
+
+if TYPE_CHECKING:
+    from hotseat.cli.openrlhf.translate import Translation
+    from hotseat.config import Config
+
+OK, FAILED, REFUSED = 0, 1, 2
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def entry(command: str) -> None:
+    """Run a command with this process's arguments, which forget the secrets among them: other code may log them."""
+    argv = sys.argv[1:]
+    sys.argv[1:] = hide_secrets(command, argv)
+    sys.exit(main(command, argv))
+
+
+def main(
+    command: str,
+    argv: Sequence[str],
+    env: MutableMapping[str, str] | None = None,
+    start: Callable[..., Any] | None = None,
+) -> int:
+    """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.run.start` unless given."""
+    try:
+        return _run(command, argv, os.environ if env is None else env, start)
+    except UserError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return REFUSED
+    except HotseatError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start: Callable[..., Any] | None) -> int:
+    if any(token in ("-h", "--help") for token in argv):
+        _show(render_help(command) + "\n")
+        return OK
+    from hotseat.cli.openrlhf.translate import translate
+
+    found = translate(command, argv, env)
+    launched = is_launched(command, env, found.line["--local_rank"])
+    speaks = not launched or _rank(env, found.line["--local_rank"]) == 0
+    if speaks:
+        for name, because in found.no_effect:
+            print(f"no effect here: {name} because {because}", file=sys.stderr)
+    if found.line.print_config:
+        if speaks:
+            _show(found.yaml)
+        return OK
+    refuse_what_cannot_start(found)
+    begin(found, env, launched, start or _start)
+    return OK
+
+
+def _show(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        sys.stderr.close()
+
+
+def begin(found: Translation, env: MutableMapping[str, str], launched: bool, start: Callable[..., Any]) -> None:
+    """Hand the run over; what is secret goes by way of the environment."""
+    env.update(found.secrets)
+    try:
+        start(found.config, launched=launched)
+    except UserError as error:
+        raise UserError(found.in_flags(str(error))) from error
+
+
+def _start(config: Config, launched: bool) -> None:
+    from hotseat.loop import run
+
+    run.start(config, launched=launched)
+
+
+def is_launched(command: str, env: Mapping[str, str], local_rank: int = -1) -> bool:
+    """Whether torchrun or deepspeed made this process one rank of several. RL starts its own processes."""
+    return TASKS[command] != "rl" and (local_rank >= 0 or all(env.get(name) for name in LAUNCHER_VARIABLES))
+
+
+def _rank(env: Mapping[str, str], local_rank: int) -> int:
+    text = env.get("RANK", "")
+    return int(text) if text.isdecimal() else max(local_rank, 0)
+
+
+def refuse_what_cannot_start(found: Translation) -> None:
+    """Everything that stands in the way, in one error."""
+    text = ""
+    if found.missing:
+        text = "this run cannot start:\n" + _listed(found.missing)
+    if found.not_built:
+        text += "not part of this version:\n" + _listed(found.not_built)
+        text += "--backend fsdp and --engine transformers choose what is; --print_config shows the config all the same"
+    if text:
+        raise (UserError if found.missing else NotBuiltError)(text.rstrip())
+
+
+def _listed(pairs: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"  {name}: {text}\n" for name, text in pairs)
+
+
+def render_help(command: str) -> str:
+    """Every flag with its newer spelling, its default and the config field that `hotseat options` explains."""
+    lines = [
+        f"usage: python -m hotseat.cli.{command} [FLAG [VALUE ...]] ...",
+        "",
+        "OpenRLHF's command line on Hotseat. Every flag is listed with its newer spelling, OpenRLHF's default and the",
+        "config field it sets; `hotseat options FIELD` says what the field does.",
+        "",
+        "  --help              show this",
+        "  --print_config      print the equivalent YAML config and exit",
+        "",
+    ]
+    return "\n".join(lines + [line for flag in COMMANDS[command] for line in _help_of(flag)])
+
+
+def _help_of(flag: Flag) -> list[str]:
+    least, most = flag.num_values
+    value = "" if flag.kind == "switch" else " " + " ".join([flag.kind.upper()] * max(least, 1))
+    value += " ..." if most == MANY else f" [{flag.kind.upper()}]" if most > least > 0 else ""
+    effect = f"no effect: {flag.because}" if flag.because else ", ".join(flag.sets) or "see docs/openrlhf.md"
+    has_default = flag.default is not None and flag.kind != "switch"
+    default = f" (default {_shown(flag.default)})" if has_default else ""
+    return [f"  {', '.join(flag.spellings)}{value}{default}", f"      {effect}"]
+
+
+def _shown(value: Any) -> str:
+    return " ".join(str(item) for item in value) if isinstance(value, list) else repr(value)

@@ -1,0 +1,131 @@
+"""What of the config tree this version cannot run yet. One line goes when its feature comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from hotseat.config.roles import roles_of
+from hotseat.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """A field or section that may only have its default; or, with `values`, one that may not have these."""
+
+    key: str
+    what: str
+    values: tuple[Any, ...] = ()
+    role: str | None = None  # asked for by a run that has this role
+    options: tuple[str, ...] = ()  # keys that matter to nothing else
+
+    def is_asked_for(self, config: Config) -> bool:
+        if self.role is not None:
+            return self.role in roles_of(config)
+        value, default = value_at(config, self.key), value_at(Config(), self.key)
+        return value in self.values if self.values else value != default
+
+    def owns(self, key: str) -> bool:
+        """Whether a key is the feature's own, so that nothing reads it before the feature is there."""
+        own = self.options if self.values or self.role else (self.key, *self.options)
+        return any(key == each or key.startswith(each + ".") for each in own)
+
+
+UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt("task", "training reward models", ("rm",), options=("algorithm.reward_modelling",)),
+    Unbuilt(
+        "task",
+        "preference optimisation",
+        ("dpo",),
+        options=("algorithm.dpo", "data.prompt_key", "data.chosen_key", "data.rejected_key"),
+    ),
+    Unbuilt("flow", "flows other than the task's own"),
+    Unbuilt("overlap", "rollout beside training"),
+    Unbuilt("train.backend", "the DeepSpeed backend", ("deepspeed",), options=("train.deepspeed",)),
+    Unbuilt(
+        "rollout.engine",
+        "the vLLM engine",
+        ("vllm",),
+        options=(
+            "rollout.tensor_parallel_size",
+            "rollout.memory_share",
+            "rollout.prefix_caching",
+            "rollout.enforce_eager",
+        ),
+    ),
+    Unbuilt("rollout.weight_transport", "choosing how weights travel"),
+    Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
+    Unbuilt(
+        "algorithm.estimator",
+        "the critic",
+        ("gae",),
+        options=("critic", "algorithm.gae_lambda", "checkpoint.export_critic"),
+    ),
+    Unbuilt("algorithm.aux_loss_coef", "the balancing loss of mixtures of experts"),
+    Unbuilt(
+        "reward.model",
+        "reward models",
+        options=("reward.shape", "reward.value_head_prefix", "reward.normalize", "reward.enable_offload"),
+    ),
+    Unbuilt("reward.url", "reward servers"),
+    Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),
+    Unbuilt(
+        "cluster.component_placement", "log-probs on devices of their own", role="inference", options=("inference",)
+    ),
+    Unbuilt("actor.optimizer.kind", "Muon", options=("actor.optimizer.muon",)),
+    Unbuilt("critic.optimizer.kind", "Muon", options=("critic.optimizer.muon",)),
+    Unbuilt("train.dtype", "fp16", ("fp16",)),
+    Unbuilt("train.attention", "a choice of attention"),
+    Unbuilt("train.liger_kernel", "Liger kernels"),
+    Unbuilt("train.load_in_4bit", "4-bit weights"),
+    Unbuilt(
+        "train.sequence_parallel_size",
+        "sequences over several devices",
+        options=("train.sequence_parallel_head_stride",),
+    ),
+    Unbuilt("train.lora.rank", "LoRA", options=("train.lora",)),
+    Unbuilt("train.ema.enabled", "a moving average of the weights", options=("train.ema",)),
+    Unbuilt("train.full_determinism", "deterministic kernels"),
+    Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
+    Unbuilt(
+        "checkpoint.every",
+        "checkpoints during a run",
+        options=(
+            "checkpoint.path",
+            "checkpoint.keep_last",
+            "checkpoint.max_gib",
+            "checkpoint.best_metric",
+            "checkpoint.save_state",
+            "checkpoint.export_each",
+        ),
+    ),
+    Unbuilt("checkpoint.resume", "resuming"),
+    Unbuilt("log.wandb.enabled", "Weights & Biases", options=("log.wandb",)),
+    Unbuilt("use_modelscope", "ModelScope"),
+)
+
+
+def value_at(config: BaseModel, key: str) -> Any:
+    """The value of a dotted key; of a section, the section."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def not_built(config: Config, set_keys: Iterable[str] = ()) -> list[tuple[str, str]]:
+    """(key, feature) of what this config asks for and this version does not have.
+
+    Of a section, the key is the first of `set_keys` in it that is not at its default: what the user wrote.
+    """
+    default = Config()
+    changed = [key for key in set_keys if value_at(config, key) != value_at(default, key)]
+    found = []
+    for unbuilt in UNBUILT:
+        if unbuilt.is_asked_for(config):
+            inside = (key for key in changed if key.startswith(unbuilt.key + "."))
+            found.append((next(inside, unbuilt.key), unbuilt.what))
+    return found

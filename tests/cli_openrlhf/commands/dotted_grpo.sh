@@ -1,0 +1,37 @@
+ray job submit --address="http://127.0.0.1:8265" \
+  --runtime-env-json='{"working_dir": "/openrlhf"}' \
+  -- python3 -m openrlhf.cli.train_ppo_ray \
+  --actor.model_name_or_path Qwen/Qwen3-4B \
+  --reward.remote_url http://10.0.0.1:5000/get_reward,http://10.0.0.2:5000/get_reward \
+  --data.prompt_dataset math.jsonl \
+  --data.input_key prompt \
+  --data.label_key answer \
+  --data.apply_chat_template \
+  --data.max_len 8192 \
+  --rollout.max_new_tokens 6144 \
+  --rollout.batch_size 128 \
+  --rollout.n_samples_per_prompt 8 \
+  --train.batch_size 1024 \
+  --train.dynamic_batch_enable \
+  --train.max_tokens_per_gpu 20000 \
+  --actor.num_nodes 1 \
+  --actor.num_gpus_per_node 4 \
+  --vllm.num_engines 4 \
+  --train.async_enable \
+  --train.async_queue_size 2 \
+  --train.partial_rollout_enable \
+  --train.colocate_all \
+  --algo.advantage.estimator group_norm \
+  --algo.advantage.is_correction_enable \
+  --algo.advantage.is_correction_type icepop \
+  --algo.kl.init_coef 0 \
+  --algo.dynamic_filtering_enable \
+  --algo.dynamic_filtering_range 0.1 0.9 \
+  --actor.adam.lr 2e-6 \
+  --actor.lr_scheduler constant_with_warmup \
+  --actor.eps_clip_low_high 0.2 0.28 \
+  --reward.stop_properly_penalty_coef 0 \
+  --ds.zero_stage 3 \
+  --ds.packing_samples \
+  --ckpt.output_dir ./out \
+  --logger.tensorboard_dir ./tb

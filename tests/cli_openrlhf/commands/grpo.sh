@@ -1,0 +1,17 @@
+ray job submit --address="http://127.0.0.1:8265" \
+  -- python3 -m openrlhf.cli.train_ppo_ray \
+  --advantage_estimator group_norm \
+  --ref_num_nodes 1 --ref_num_gpus_per_node 8 \
+  --reward_num_nodes 1 --reward_num_gpus_per_node 8 \
+  --actor_num_nodes 1 --actor_num_gpus_per_node 8 \
+  --vllm_num_engines 4 --vllm_tensor_parallel_size 2 \
+  --colocate_all_models \
+  --pretrain OpenRLHF/Llama-3-8b-sft-mixture \
+  --reward_pretrain OpenRLHF/Llama-3-8b-rm-700k \
+  --save_path ./output/llama3-8b-grpo \
+  --micro_train_batch_size 8 --train_batch_size 128 \
+  --micro_rollout_batch_size 16 --rollout_batch_size 1024 \
+  --max_epochs 1 --bf16 \
+  --actor_learning_rate 5e-7 \
+  --init_kl_coef 0.01 --use_kl_loss --kl_estimator k3 \
+  --normalize_reward --no_advantage_std_norm

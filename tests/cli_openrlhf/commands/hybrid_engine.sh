@@ -1,0 +1,43 @@
+ray job submit --address="http://127.0.0.1:8265" \
+  --runtime-env-json='{"working_dir": "/openrlhf"}' \
+  -- python3 -m openrlhf.cli.train_ppo_ray \
+  --ref_num_nodes 1 \
+  --ref_num_gpus_per_node 8 \
+  --reward_num_nodes 1 \
+  --reward_num_gpus_per_node 8 \
+  --actor_num_nodes 1 \
+  --actor_num_gpus_per_node 8 \
+  --vllm_num_engines 8 \
+  --vllm_tensor_parallel_size 1 \
+  --colocate_all_models \
+  --vllm_gpu_memory_utilization 0.6 \
+  --advantage_estimator reinforce_baseline \
+  --pretrain OpenRLHF/Llama-3-8b-sft-mixture \
+  --reward_pretrain OpenRLHF/Llama-3-8b-rm-700k \
+  --save_path /openrlhf/examples/test_scripts/final/llama3-8b-rlhf \
+  --ckpt_path /openrlhf/examples/test_scripts/ckpt/llama3-8b-rlhf \
+  --save_hf_ckpt \
+  --micro_train_batch_size 4 \
+  --train_batch_size 128 \
+  --micro_rollout_batch_size 8 \
+  --rollout_batch_size 1024 \
+  --n_samples_per_prompt 4 \
+  --max_epochs 1 \
+  --prompt_max_len 1024 \
+  --max_samples 20000 \
+  --generate_max_len 1024 \
+  --zero_stage 3 \
+  --bf16 \
+  --actor_learning_rate 5e-7 \
+  --critic_learning_rate 9e-6 \
+  --init_kl_coef 1e-4 \
+  --prompt_data OpenRLHF/prompt-collection-v0.1 \
+  --input_key context_messages \
+  --apply_chat_template \
+  --normalize_reward \
+  --gradient_checkpointing \
+  --packing_samples \
+  --vllm_sync_backend nccl \
+  --enforce_eager \
+  --vllm_enable_sleep \
+  --deepspeed_enable_sleep

@@ -1,0 +1,15 @@
+ray job submit --address="http://127.0.0.1:8265" \
+  -- python3 -m openrlhf.cli.train_ppo_ray \
+  --colocate_all_models \
+  --vllm_enable_sleep \
+  --deepspeed_enable_sleep \
+  --vllm_num_engines 4 \
+  --vllm_tensor_parallel_size 4 \
+  --vllm_gpu_memory_utilization 0.5 \
+  --actor_num_nodes 1 --actor_num_gpus_per_node 16 \
+  --critic_num_nodes 1 --critic_num_gpus_per_node 16 \
+  --reward_num_nodes 1 --reward_num_gpus_per_node 8 \
+  --ref_num_nodes 1 --ref_num_gpus_per_node 8 \
+  --pretrain meta-llama/Llama-2-70b-hf \
+  --reward_pretrain ./reward-model-70b \
+  --zero_stage 3 --bf16

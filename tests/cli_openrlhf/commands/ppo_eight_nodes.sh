@@ -1,0 +1,19 @@
+ray job submit --address="http://10.0.0.1:8265" \
+  --runtime-env-json='{"working_dir": "/openrlhf"}' \
+  -- python3 -m openrlhf.cli.train_ppo_ray \
+  --ref_num_nodes 2 --ref_num_gpus_per_node 8 \
+  --reward_num_nodes 2 --reward_num_gpus_per_node 8 \
+  --critic_num_nodes 2 --critic_num_gpus_per_node 8 \
+  --actor_num_nodes 2 --actor_num_gpus_per_node 8 \
+  --vllm_num_engines 4 --vllm_tensor_parallel_size 4 \
+  --pretrain meta-llama/Llama-2-70b-hf \
+  --reward_pretrain ./reward-70b \
+  --save_path ./output/llama-70b-ppo \
+  --ckpt_path ./checkpoints/llama-70b-ppo \
+  --save_steps 100 --save_hf_ckpt \
+  --micro_train_batch_size 1 --train_batch_size 128 \
+  --micro_rollout_batch_size 2 --rollout_batch_size 1024 \
+  --max_epochs 1 --bf16 --zero_stage 3 \
+  --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 \
+  --gradient_checkpointing --flash_attn --packing_samples \
+  --use_wandb {token} --wandb_project llama-70b-ppo

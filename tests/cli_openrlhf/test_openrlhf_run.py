@@ -1,0 +1,261 @@
+"""The commands themselves: what they print, what they start, what they refuse, and with which exit code."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hotseat.cli.openrlhf.argv import hide_secrets
+from hotseat.cli.openrlhf.flags import COMMANDS
+from hotseat.cli.openrlhf.run import begin, is_launched, main, render_help
+from hotseat.cli.openrlhf.translate import translate
+from hotseat.config import loads
+from hotseat.config.built import UNBUILT, not_built
+from hotseat.config.load import valid_keys
+from hotseat.errors import BatchError, DataError, DeadlineError
+
+COMPLETE = {
+    "train_ppo_ray": "--pretrain m --prompt_data d --remote_rm_url r.py --advantage_estimator reinforce"
+    " --backend fsdp --engine transformers",
+    "train_sft": "--pretrain m --dataset d --backend fsdp",
+}
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+
+
+class Starter:
+    """Stands in for what starts a run."""
+
+    def __init__(self, error=None):
+        self.calls = []
+        self.error = error
+
+    def __call__(self, config, launched):
+        self.calls.append((config, launched))
+        if self.error:
+            raise self.error
+
+
+def go(command, text, env=None, starter=None):
+    starter = starter or Starter()
+    return main(command, text.split(), {} if env is None else env, starter), starter.calls
+
+
+@pytest.mark.parametrize("command", COMPLETE)
+def test_a_complete_command_starts_the_run_that_its_config_describes(command, capsys):
+    code, calls = go(command, COMPLETE[command])
+    assert code == 0
+    main(command, [*COMPLETE[command].split(), "--print_config"], {})
+    assert calls == [(loads(capsys.readouterr().out), False)]
+
+
+def test_printing_starts_nothing(capsys):
+    assert go("train_sft", COMPLETE["train_sft"] + " --print_config") == (0, [])
+    assert capsys.readouterr().out.startswith("task: sft\n")
+
+
+def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
+    assert go("train_ppo_ray", "--advantage_estimator group_norm --backend fsdp") == (2, [])
+    said = capsys.readouterr().err
+    for flag in ("--pretrain: not set", "--prompt_data: not set", "--n_samples_per_prompt: 1: a group of one"):
+        assert f"\n  {flag}" in said
+    assert "set --remote_rm_url, --reward_pretrain or --agent_func_path\n" in said
+    assert "--engine (vllm by default): the vLLM engine" in said
+
+
+def test_what_is_not_built_prints_but_does_not_start(capsys):
+    text = COMPLETE["train_ppo_ray"] + " --lora_rank 8 --async_train --vllm_num_engines 1"
+    assert go("train_ppo_ray", text + " --print_config")[0] == 0
+    assert loads(capsys.readouterr().out).train.lora.rank == 8
+    assert go("train_ppo_ray", text) == (2, [])
+    said = capsys.readouterr().err
+    assert said.startswith("train_ppo_ray: not part of this version:\n")
+    assert "  --lora_rank: LoRA\n" in said
+    assert "  --async_train: rollout beside training\n" in said
+
+
+def test_flags_without_effect_are_listed_once_on_stderr(capsys):
+    text = COMPLETE["train_ppo_ray"] + " --zero_stage 3 --normalize_reward --critic_learning_rate 9e-6"
+    assert go("train_ppo_ray", text)[0] == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "no effect here: --zero_stage because --backend is fsdp\n"
+        "no effect here: --normalize_reward because rewards do not come from a model (--reward_pretrain is not set)\n"
+        "no effect here: --critic_learning_rate because --advantage_estimator is reinforce, which has no critic;"
+        " only gae has one\n"
+    )
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest(capsys):
+    assert go("train_sft", "--learning_rat 1") == (2, [])
+    assert "--learning_rat: unknown flag; did you mean --learning_rate?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code"), [(DataError("no such file"), 2), (DeadlineError("rank 1 is silent"), 1)])
+def test_what_ends_a_run_decides_the_exit_code(error, code, capsys):
+    assert go("train_sft", COMPLETE["train_sft"], starter=Starter(error))[0] == code
+    assert capsys.readouterr().err == f"train_sft: {error}\n"
+
+
+def test_what_a_run_refuses_is_said_in_flags(capsys):
+    error = BatchError(
+        "train.batch_size 64 is not a multiple of 8 ranks x train.micro_batch_size 16; see rollout.top_k"
+    )
+    assert go("train_sft", COMPLETE["train_sft"], starter=Starter(error))[0] == 2
+    said = "--train_batch_size 64 is not a multiple of 8 ranks x --micro_train_batch_size 16; see rollout.top_k"
+    assert capsys.readouterr().err == f"train_sft: {said}\n"
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "launched"),
+    [
+        ("", {}, False),
+        ("", LAUNCHED, True),
+        ("--local_rank=1", {}, True),
+        ("--local-rank=1", {}, True),
+        ("--local_rank -1", {}, False),
+        ("", {"RANK": "0", "WORLD_SIZE": "2"}, False),  # some clusters set these for every process
+    ],
+)
+def test_a_launched_process_is_one_rank(argv, env, launched):
+    code, calls = go("train_sft", f"{COMPLETE['train_sft']} {argv}", dict(env))
+    assert code == 0
+    assert [was for _, was in calls] == [launched]
+
+
+def test_the_launcher_is_not_part_of_the_config(capsys):
+    plain, launched = (
+        go("train_sft", f"{COMPLETE['train_sft']} {argv}", env)[1][0][0]
+        for argv, env in (("", {}), ("--local_rank 0", LAUNCHED | {"RANK": "0"}))
+    )
+    assert plain == launched
+    assert capsys.readouterr().err == ""  # the launcher's own flag is not a flag without effect
+
+
+def test_only_the_first_rank_speaks(capsys):
+    env = LAUNCHED | {"RANK": "1", "LOCAL_RANK": "1"}
+    for extra in ("", " --print_config"):
+        assert go("train_sft", COMPLETE["train_sft"] + " --local_rank=1 --zero_stage 3" + extra, env)[0] == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_rl_starts_its_own_processes():
+    assert not is_launched("train_ppo_ray", LAUNCHED, 0)
+    assert go("train_ppo_ray", COMPLETE["train_ppo_ray"], dict(LAUNCHED))[1][0][1] is False
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_put_into_the_environment_only_when_a_run_begins(capsys):
+    env, starter = {}, Starter()
+    argv = [*COMPLETE["train_sft"].split(), "--use_wandb", "s3cret"]
+    main("train_sft", [*argv, "--print_config"], env)
+    assert env == {}
+    begin(translate("train_sft", argv, env), env, False, starter)
+    assert env == {"WANDB_API_KEY": "s3cret"}
+    assert "s3cret" not in "".join(capsys.readouterr()) + repr(starter.calls)
+
+
+def test_arguments_are_forgotten_where_they_are_secret():
+    given = ["--use_wandb", "s3cret", "--seed", "1", "--logger.wandb.key=s3cret", "--use_wandb", "--bf16"]
+    assert hide_secrets("train_sft", given) == [
+        "--use_wandb",
+        "***",
+        "--seed",
+        "1",
+        "--logger.wandb.key=***",
+        "--use_wandb",
+        "--bf16",
+    ]
+
+
+def test_the_process_forgets_its_secrets_before_anything_else_runs():
+    code = (
+        "import sys; sys.argv = ['x', '--use_wandb', 's3cret', '--print_config']\n"
+        "from hotseat.cli.openrlhf.run import entry\n"
+        "try: entry('train_sft')\n"
+        "except SystemExit: print(sys.argv)"
+    )
+    assert python("-c", code).stdout.splitlines()[-1] == "['x', '--use_wandb', '***', '--print_config']"
+
+
+@pytest.mark.parametrize("text", ["--use_wandb s3cret extra", "--use-wandb s3cret", "--use-wandb=s3cret"])
+def test_a_refusal_does_not_repeat_a_key(text, capsys):
+    assert go("train_sft", text)[0] == 2
+    assert "s3cret" not in "".join(capsys.readouterr())
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def python(*argv):
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=60, env=dict(os.environ))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_a_module(command):
+    done = python("-m", f"hotseat.cli.{command}", "--print_config", "--pretrain", "m")
+    assert done.returncode == 0
+    assert loads(done.stdout).actor.model == "m"
+
+
+def test_help_needs_no_heavy_import():
+    heavy = {"torch", "ray", "transformers", "pydantic", "yaml", "hotseat.config"}
+    code = (
+        "import sys, runpy; sys.argv = ['x', '--help']\n"
+        "try: runpy.run_module('hotseat.cli.train_ppo_ray', run_name='__main__')\n"
+        f"except SystemExit as end: print(end.code, sorted({heavy!r} & set(sys.modules)))"
+    )
+    assert python("-c", code).stdout.splitlines()[-1] == "0 []"
+
+
+def test_printing_a_config_needs_no_torch():
+    code = (
+        "import sys; from hotseat.cli.openrlhf.run import main\n"
+        "main('train_ppo_ray', ['--print_config']); print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    assert python("-c", code).stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_flag(command):
+    text = render_help(command)
+    assert all(spelling in text for flag in COMMANDS[command] for spelling in flag.spellings)
+    assert "--print_config" in text
+
+
+# --- what is not built ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_built_speaks_of_keys_that_exist():
+    keys = set(valid_keys())
+    for each in UNBUILT:
+        for key in (each.key, *each.options):
+            assert key in keys or any(known.startswith(key + ".") for known in keys), key
+
+
+def test_a_default_config_asks_for_nothing_that_is_not_built():
+    assert not_built(loads("")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("train: {backend: deepspeed}", [("train.backend", "the DeepSpeed backend")]),
+        ("overlap: {queue: 1}", [("overlap.queue", "rollout beside training")]),
+        ("train: {lora: {rank: 0}}", []),
+        ("task: dpo", [("task", "preference optimisation")]),
+        (
+            "cluster: {component_placement: {env: 0}}",
+            [("cluster.component_placement", "simulators")],
+        ),
+    ],
+)
+def test_what_a_config_asks_for_is_named_by_its_key(text, found):
+    config = loads(text)
+    assert not_built(config, ["overlap.staleness", "overlap.queue"]) == found
