@@ -32,12 +32,12 @@ def make_group(prompt: int, rewards: list[float], sampled: int = 2, truncated: b
 
 REWARD = """
 def reward_func(queries, prompts, labels):
-    return [float(query[len(prompt):].count(label)) for query, prompt, label in zip(queries, prompts, labels)]
+    return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
 """
 
 
 def make_task(directory: Path, seed: int = 0) -> Path:
-    """A tiny Llama over digits, prompts `12+34=` with a digit as label, and a reward that counts it in the answer."""
+    """A tiny Llama over digits, prompts `12+34=` with a digit as label, and a reward that counts sevens in the answer."""
     import json
 
     import transformers

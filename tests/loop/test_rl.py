@@ -38,7 +38,7 @@ def test_a_run_learns_and_leaves_everything_behind(task):
     records = run(
         task,
         "train.num_episodes=16",
-        "actor.optimizer.learning_rate=0.03",
+        "actor.optimizer.learning_rate=0.01",
         f"eval.path={task}/prompts.jsonl",
         "eval.samples_per_prompt=2",
     )
@@ -179,7 +179,8 @@ def test_what_a_run_lacks_is_said_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    assert "rollout.engine" in refused(NotBuiltError, task, "rollout.engine=vllm", "rollout.num_slots=null")
+    rollout = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
+    assert "rollout.engine" in refused(NotBuiltError, task, rollout=rollout)
 
 
 def test_batches_that_do_not_divide_are_refused(task):

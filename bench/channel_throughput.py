@@ -1,0 +1,103 @@
+"""Items per second through a channel between two Ray processes, against `ray.util.queue.Queue` in the same run.
+
+    python bench/channel_throughput.py [--seconds 4]
+
+Each row moves items from a producer process to a consumer process and counts what arrives in the given time, after
+the first item. "one" is put and get of single items, "batches" is put_many and get_many of up to 64. The queue's rows
+do the same with its put and get, and its put_nowait_batch and get_nowait_batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+from hotseat.cluster import Channel, ChannelClosed, Cluster
+
+TARGET = 2000  # single small items per second
+
+
+class End:
+    """One end, in a process of its own. An empty item ends the queue's stream, which cannot be closed."""
+
+    def produce(self, channel: Channel, size: int, batch: int, seconds: float) -> None:
+        item = os.urandom(size)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if batch == 1:
+                channel.put(item)
+            else:
+                channel.put_many([item] * batch)
+        channel.close()
+
+    def consume(self, channel: Channel, batch: int) -> float:
+        count, begin = 0, 0.0
+        try:
+            while True:
+                count += 1 if batch == 1 and channel.get() else len(channel.get_many(batch))
+                begin = begin or time.monotonic()
+        except ChannelClosed:
+            return count / (time.monotonic() - begin)
+
+    def produce_queue(self, queue: Any, size: int, batch: int, seconds: float) -> None:
+        from ray.util.queue import Full
+
+        item = os.urandom(size)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if batch == 1:
+                queue.put(item)
+            else:
+                try:
+                    queue.put_nowait_batch([item] * batch)
+                except Full:
+                    time.sleep(0.001)
+        queue.put(b"")
+
+    def consume_queue(self, queue: Any, batch: int) -> float:
+        count, begin, is_over = 0, 0.0, False
+        while not is_over:
+            if batch == 1:
+                items = [queue.get()]
+            else:
+                waiting = min(batch, queue.qsize())
+                items = queue.get_nowait_batch(waiting) if waiting else []
+            is_over = b"" in items
+            count += len(items) - is_over
+            begin = begin or (time.monotonic() if items else 0.0)
+        return count / (time.monotonic() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=4.0)
+    seconds = parser.parse_args().seconds
+    with Cluster(num_devices=0, object_store_bytes=1 << 30) as cluster:
+        from ray.util.queue import Queue
+
+        ends = cluster.launch("ends", End, processes=2)
+        rows = []
+        for size, batch in ((40, 1), (40, 64), (1 << 20, 1)):
+            channel = cluster.channel(f"{size} bytes by {batch}", bytes, 128)
+            producing = ends.start("produce", channel, size, batch, seconds, ranks=[0])
+            ours = ends.call("consume", channel, batch, ranks=[1], timeout_s=60 + seconds)[0]
+            producing.result(60)
+            queue = Queue(maxsize=128, actor_options={"num_cpus": 0})
+            producing = ends.start("produce_queue", queue, size, batch, seconds, ranks=[0])
+            theirs = ends.call("consume_queue", queue, batch, ranks=[1], timeout_s=60 + seconds)[0]
+            producing.result(60)
+            queue.shutdown(force=True)
+            rows.append((size, batch, ours, theirs))
+    print(f"{'item':>10}  {'at once':>8}  {'channel /s':>11}  {'ray Queue /s':>13}  {'ratio':>6}  {'channel MB/s':>13}")
+    for size, batch, ours, theirs in rows:
+        name = f"{size} B" if size < 1 << 20 else f"{size >> 20} MiB"
+        how, megabytes = "one" if batch == 1 else "batches", ours * size / 1e6
+        print(f"{name:>10}  {how:>8}  {ours:>11,.0f}  {theirs:>13,.0f}  {ours / theirs:>6.1f}  {megabytes:>13,.1f}")
+    single = rows[0][2]
+    print(f"target: over {TARGET:,} single small items/s: {'met' if single > TARGET else 'missed'} ({single:,.0f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,508 @@
+"""Agent files written for OpenRLHF, unchanged, without OpenRLHF.
+
+Three forms came one after another, and all are in use:
+
+    step(state, action, label, **kwargs) -> reward, next_state, done, extra_info      a function, with module globals
+    class AgentInstance: reset(states), step(states) -> {rewards, environment_feedback, done, ...}
+    class AgentExecutor(MultiTurnAgentExecutor | AgentExecutorBase): execute(prompt, label, sampling_params, ...)
+
+While a file loads, `openrlhf.utils.agent` is this module's stand-in, installed or not.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import importlib.util
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from hotseat.agents._threads import OwnThread
+from hotseat.agents.agent import Agent, AgentError, Sample
+from hotseat.agents.multi_turn import Move, MultiTurn, Turns, number
+from hotseat.agents.transcript import decode, decode_after
+from hotseat.errors import NotBuiltError, UserError
+from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
+
+# --- the stand-in -----------------------------------------------------------------------------------------------------
+
+_LOADING = threading.RLock()
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """`from openrlhf.utils.agent import ...` works inside, in this thread; what was there before comes back."""
+    agent = types.ModuleType("openrlhf.utils.agent")
+    agent.__dict__.update({cls.__name__: cls for cls in _STAND_INS})
+    agent.__dict__["__getattr__"] = _missing
+    modules = {agent.__name__: agent}
+    with _LOADING:
+        if not _is_installed():
+            for name in ("openrlhf.utils", "openrlhf"):
+                modules[name] = types.ModuleType(name)
+                modules[name].__dict__["__path__"] = []
+            modules["openrlhf"].__dict__["utils"] = modules["openrlhf.utils"]
+            modules["openrlhf.utils"].__dict__["agent"] = agent
+        before = {name: sys.modules.get(name) for name in modules}
+        sys.modules.update(modules)
+        try:
+            yield
+        finally:
+            for name, module in before.items():
+                if module is None:
+                    sys.modules.pop(name, None)
+                else:
+                    sys.modules[name] = module
+
+
+@cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("openrlhf") is not None
+
+
+def _missing(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise NotBuiltError(
+        f"openrlhf.utils.agent.{name}: no stand-in for it in this version; there are:"
+        f" {', '.join(cls.__name__ for cls in _STAND_INS)}"
+    )
+
+
+class AgentInstanceBase:
+    """OpenRLHF's base of environments."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    async def reset(self, states: dict, **kwargs: Any) -> Any:
+        return states
+
+    async def step(self, states: dict, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+
+class AgentExecutorBase:
+    """OpenRLHF's base of executors, with the constructors that it had."""
+
+    agent_instance_cls: Any = None
+
+    def __init__(self, agent_instance_cls: Any = None, *args: Any, **kwargs: Any):
+        self.agent_instance_cls = agent_instance_cls
+        names = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+        if len(args) == 4:  # the first version had no tokenizer here
+            names = ("max_steps", "max_length", "llm_engine", "result_queue")
+        for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+            setattr(self, name, value)
+
+    async def generate(self, prompt_ids: Any, sampling_params: Any) -> Any:
+        return await _Engine().generate(prompt_ids, sampling_params)
+
+    async def execute(self, prompt: str, label: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """An episode with an agent instance of its own; in one turn, where there is none."""
+        return await _recording("AgentExecutor.execute").play(self.agent_instance_cls, prompt, label, sampling_params)
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """OpenRLHF's executor of agent instances."""
+
+
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """OpenRLHF's executor that asks once."""
+
+    def __init__(self, remote_rm_url: Any = None):
+        if remote_rm_url:
+            raise NotBuiltError("SingleTurnAgentExecutor(remote_rm_url=...): set the reward of the run instead")
+        super().__init__()
+
+
+_STAND_INS = (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor)
+
+
+# --- sampling parameters ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SamplingParams:
+    """What agent files see, and may change, where OpenRLHF shows vLLM's."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: int | None = 1
+    n: int = 1
+    min_tokens: int = 0
+    min_p: float = 0.0
+    stop: Any = None
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    skip_special_tokens: bool = False
+    include_stop_str_in_output: bool = True
+
+
+_ONLY_DEFAULT = ("n", "min_tokens", "min_p", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def shown(sampling: Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or -1,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def read_back(params: Any, sampling: Sampling) -> Sampling:
+    """The sampling that these parameters, ours or vLLM's own, stand for."""
+    plain = shown(sampling)
+    for name in _ONLY_DEFAULT:
+        default, value = getattr(plain, name), getattr(params, name, None)
+        if value != default and value not in (None, []):
+            raise NotBuiltError(f"sampling_params.{name} = {value!r}: an agent cannot set it in this version")
+    top_k = getattr(params, "top_k", plain.top_k)
+    return Sampling(
+        max_new_tokens=getattr(params, "max_tokens", None) or sampling.max_new_tokens,
+        temperature=getattr(params, "temperature", plain.temperature),
+        top_p=getattr(params, "top_p", plain.top_p),
+        top_k=0 if top_k in (None, -1) else top_k,
+        stop_token_ids=tuple(getattr(params, "stop_token_ids", None) or ()),
+        ignore_eos=getattr(params, "ignore_eos", plain.ignore_eos),
+    )
+
+
+# --- agent instances --------------------------------------------------------------------------------------------------
+
+
+class InstanceTurns(Turns):
+    """Plays a `class AgentInstance`."""
+
+    def __init__(self, agent_instance_cls: Any):
+        self._class = agent_instance_cls
+        self._instance: Any = None
+        self._label: Any = None
+        self._thread = OwnThread("agent instance")
+
+    async def begin(self, prompt: Prompt) -> str | None:
+        # Python refuses an __init__ that is a coroutine; in OpenRLHF it became one of a Ray actor, which awaited it.
+        self._instance = self._class.__new__(self._class)
+        await self._thread.call(self._instance.__init__)
+        self._label = "" if prompt.label is None else prompt.label
+        states = {"observation": prompt.text, "prompt": prompt.text, "label": self._label}
+        result = await self._thread.call(self._instance.reset, states)
+        observation = result.get("observation") if isinstance(result, Mapping) else result
+        if not isinstance(observation, str):
+            raise AgentError("AgentInstance.reset returned no text under 'observation'")
+        return observation
+
+    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+        params = shown(sampling)
+        states = {
+            "observation_text": observation,
+            "action_text": action,
+            "label": self._label,
+            "sampling_params": params,
+        }
+        result = await self._thread.call(self._instance.step, states)
+        if not isinstance(result, Mapping):
+            raise AgentError(f"AgentInstance.step returned a {type(result).__name__}, not a dict")
+        for key in ("rewards", "environment_feedback", "done"):
+            if key not in result:
+                raise AgentError(f"AgentInstance.step returned a dict without {key!r}; it has: {', '.join(result)}")
+        if result.get("environment_images"):
+            raise NotBuiltError("AgentInstance.step: environment_images: images are not part of this version")
+        feedback = result["environment_feedback"]
+        if not isinstance(feedback, str):
+            raise AgentError(f"AgentInstance.step: environment_feedback is a {type(feedback).__name__}, not a string")
+        score = result.get("scores")
+        return Move(
+            feedback,
+            bool(result["done"]),
+            number("rewards", result["rewards"]),
+            None if score is None else number("scores", score),
+            logs_of(result.get("extra_logs")),
+            sampling=_next_sampling(result.get("sampling_params"), params, sampling),
+        )
+
+    async def end(self) -> None:
+        self._instance = None
+        self._thread.end()
+
+
+def _next_sampling(params: Any, given: SamplingParams, sampling: Sampling) -> Sampling | None:
+    """None unless the agent changed something: the limit it was given is that of this turn, not its wish."""
+    if params is None or (isinstance(params, SamplingParams) and params == shown(sampling)):
+        return None if given == shown(sampling) else read_back(given, sampling)
+    return read_back(params, sampling)
+
+
+def logs_of(logs: Any) -> dict[str, float]:
+    if logs is None:
+        return {}
+    if not isinstance(logs, Mapping):
+        raise AgentError(f"extra_logs is a {type(logs).__name__}, not a dict")
+    return {str(name): number(f"extra_logs[{name!r}]", value, is_log=True) for name, value in logs.items()}
+
+
+# --- step functions ---------------------------------------------------------------------------------------------------
+
+
+class FunctionTurns(Turns):
+    """Plays a module-level `step`, in a module of the episode's own: what it keeps in globals is the episode's."""
+
+    def __init__(self, load: Callable[[], types.ModuleType]):
+        self._load = load
+        self._module: types.ModuleType | None = None
+        self._label: Any = None
+        self._thread = OwnThread("step function")
+
+    async def begin(self, prompt: Prompt) -> str | None:
+        self._module = await self._thread.call(self._load)
+        self._label = "" if prompt.label is None else prompt.label
+        return None
+
+    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+        assert self._module is not None
+        step = self._module.step
+        takes_more = any(kind.kind is kind.VAR_KEYWORD for kind in inspect.signature(step).parameters.values())
+        more = {"sampling_params": shown(sampling)} if takes_more else {}
+        result = await self._thread.call(step, observation, action, self._label, **more)
+        if not isinstance(result, Sequence) or len(result) != 4:
+            raise AgentError("step returned no (reward, next_state, done, extra_info)")
+        reward, state, is_done, extra = result
+        if not isinstance(state, str):
+            raise AgentError(f"step returned a next_state that is a {type(state).__name__}, not a string")
+        said = observation + action
+        feedback, context = (state[len(said) :], None) if state.startswith(said) else ("", state)
+        return Move(feedback, bool(is_done), number("reward", reward), extra=logs_of(extra), context=context)
+
+    async def end(self) -> None:
+        self._module = None
+        self._thread.end()
+
+
+# --- executors --------------------------------------------------------------------------------------------------------
+
+
+class ExecutorAgent(Agent):
+    """Runs `AgentExecutor.execute`, one object for all episodes, and makes an episode of what it returns.
+
+    What the engine sampled is recorded as it passes, so that log-probs and weight versions are the engine's; tokens
+    that the executor says were actions have to be among them.
+    """
+
+    def __init__(self, executor_cls: Any, tokenizer: Any, *, max_length: int, max_steps: int | None = None):
+        self._tokenizer = tokenizer
+        self._limits = {"max_length": max_length, "max_steps": max_steps}
+        offered = {
+            "max_steps": max_steps or sys.maxsize,
+            "max_length": max_length,
+            "llm_engine": _Engine(),
+            "hf_tokenizer": tokenizer,
+            "result_queue": _ResultQueue(),
+        }
+        self._executor = executor_cls(**accepted(executor_cls.__init__, offered, "AgentExecutor.__init__", True))
+
+    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample) -> Episode | ScoredEpisode:
+        recording = _Recording(self._tokenizer, prompt, key, sampling, sample, self._limits)
+        _RECORDING.set(recording)
+        offered = {
+            "prompt": prompt.text,
+            "label": "" if prompt.label is None else prompt.label,
+            "sampling_params": shown(sampling),
+            "max_length": self._limits["max_length"],
+            "hf_tokenizer": self._tokenizer,
+            "llm_engine": _Engine(),
+            "images": None,
+        }
+        execute = self._executor.execute
+        result = await execute(**accepted(execute, offered, "AgentExecutor.execute", True))
+        return recording.episode(recording.put if result is None else result)
+
+
+def accepted(function: Any, offered: dict[str, Any], name: str, fill_kwargs: bool = False) -> dict[str, Any]:
+    """What of `offered` the function takes, by name, or all if `**kwargs` count. It may require nothing else."""
+    taken = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD and fill_kwargs:
+            return offered
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name == "self":
+            continue
+        if parameter.name in offered:
+            taken[parameter.name] = offered[parameter.name]
+        elif parameter.default is parameter.empty:
+            raise UserError(f"{name} requires {parameter.name!r}; it can be given: {', '.join(offered)}")
+    return taken
+
+
+_RECORDING: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar("recording", default=None)
+
+
+def _recording(name: str) -> _Recording:
+    recording = _RECORDING.get()
+    if recording is None:
+        raise NotBuiltError(
+            f"{name} was called outside of AgentExecutor.execute, from another thread or a server: in this version it"
+            " cannot be told which episode such a call belongs to"
+        )
+    return recording
+
+
+class _Engine:
+    """What stands for OpenRLHF's engine: `await generate(token_ids, sampling_params)`, and vLLM's shape of answer."""
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, *more: Any) -> Any:
+        if more or not isinstance(prompt_token_ids, list | tuple):
+            raise NotBuiltError(
+                "llm_engine.generate with vLLM's own arguments (prompt, sampling_params, request_id): in this version"
+                " use self.generate(token_ids, sampling_params)"
+            )
+        return await _recording("llm_engine.generate").generate(list(prompt_token_ids), sampling_params)
+
+
+class _ResultQueue:
+    """Where executors of the first version put what they return since."""
+
+    async def put(self, result: Any) -> None:
+        _recording("result_queue.put").put = result
+
+
+@dataclass
+class _Recording:
+    """One episode of an executor: what it asked of the engine and what it got."""
+
+    tokenizer: Any
+    prompt: Prompt
+    key: SampleKey
+    sampling: Sampling
+    sample: Sample
+    limits: dict[str, Any]
+    put: Any = None
+    calls: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
+
+    async def generate(self, token_ids: list[int], params: Any) -> Any:
+        completion = await self._sample(token_ids, read_back(params, self.sampling), len(self.calls))
+        output = types.SimpleNamespace(
+            text=decode_after(self.tokenizer, token_ids, completion.token_ids),
+            token_ids=list(completion.token_ids),
+            logprobs=[
+                {token: types.SimpleNamespace(logprob=log_prob)}
+                for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True)
+            ],
+            finish_reason=completion.finish,
+        )
+        return types.SimpleNamespace(
+            request_id=completion.request_id, prompt_token_ids=token_ids, outputs=[output], finished=True
+        )
+
+    async def play(self, agent_instance_cls: Any, text: str, label: Any, params: Any) -> dict[str, Any]:
+        """What OpenRLHF's own `execute` does."""
+        prompt = replace(self.prompt, label=label)
+        if text != prompt.text:
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            prompt = replace(prompt, text=text, token_ids=tuple(ids))
+        make_turns = _OneTurn if agent_instance_cls is None else lambda: InstanceTurns(agent_instance_cls)
+        agent = MultiTurn.of_turns(make_turns, self.tokenizer, **self.limits)
+        played = await agent.run(prompt, self.key, read_back(params, self.sampling), self._sample)
+        scored = played if isinstance(played, ScoredEpisode) else None
+        episode = played if scored is None else scored.episode
+        (segment,) = episode.segments
+        sampled, ranges = segment.mask.nonzero().squeeze(1).tolist(), []
+        for length in episode.turn_lengths:
+            ranges.append((sampled[0], sampled[0] + length))
+            sampled = sampled[length:]
+        return {
+            "prompt": text,
+            "label": label,
+            "reward": None if scored is None else scored.reward,
+            "scores": None if scored is None else scored.score,
+            "observation_tokens": segment.token_ids.tolist(),
+            "action_ranges": ranges,
+            "rollout_log_probs": segment.log_probs.tolist(),
+            "truncated": episode.is_truncated,
+            "extra_logs": {} if scored is None else dict(scored.extra),
+            "turn_rewards": () if scored is None else scored.turn_rewards,
+        }
+
+    def episode(self, result: Any) -> Episode | ScoredEpisode:
+        """The episode that an executor's dict describes."""
+        if isinstance(result, list | tuple):
+            raise NotBuiltError("AgentExecutor.execute returned several samples: in this version it returns one dict")
+        if not isinstance(result, Mapping):
+            raise AgentError(f"AgentExecutor.execute returned a {type(result).__name__}, not a dict")
+        for name in ("observation_tokens", "action_ranges"):
+            if name not in result:
+                raise AgentError(f"AgentExecutor.execute returned a dict without {name!r}; it has: {', '.join(result)}")
+        tokens = [int(token) for token in result["observation_tokens"]]
+        ranges = [(int(begin), int(end)) for begin, end in result["action_ranges"]]
+        if not ranges:
+            raise AgentError("AgentExecutor.execute returned no action_ranges")
+        episode = Episode(
+            self.key,
+            (self._segment(tokens, ranges),),
+            self._query(tokens),
+            bool(result.get("truncated", False)),
+            tuple(end - begin for begin, end in ranges),
+        )
+        if result.get("reward") is None:
+            return episode
+        reward = number("reward", result["reward"])
+        score = reward if result.get("scores") is None else number("scores", result["scores"])
+        turn_rewards = tuple(result.get("turn_rewards", ()))
+        if len(turn_rewards) != len(ranges) or sum(turn_rewards) != reward:
+            turn_rewards = ()  # the executor made another reward of it
+        return ScoredEpisode(episode, reward, score, logs_of(result.get("extra_logs")), turn_rewards)
+
+    def _query(self, tokens: list[int]) -> str:
+        num_prompt = len(self.prompt.token_ids)
+        if tuple(tokens[:num_prompt]) != self.prompt.token_ids:
+            return decode(self.tokenizer, tokens)
+        return self.prompt.text + decode_after(self.tokenizer, self.prompt.token_ids, tokens[num_prompt:])
+
+    def _segment(self, tokens: list[int], ranges: list[tuple[int, int]]) -> Segment:
+        end = ranges[-1][1]
+        mask = torch.zeros(end, dtype=torch.bool)
+        log_probs = torch.zeros(end, dtype=torch.float32)
+        versions = torch.full((end,), -1, dtype=torch.int32)
+        for begin, stop in ranges:
+            completion = self._completion(tokens, begin, stop)
+            mask[begin:stop] = True
+            log_probs[begin:stop] = torch.tensor(completion.log_probs)
+            versions[begin:stop] = torch.tensor(completion.versions, dtype=torch.int32)
+        return Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions)
+
+    def _completion(self, tokens: list[int], begin: int, end: int) -> Completion:
+        for context, completion in self.calls:
+            if len(context) == begin and (*context, *completion.token_ids) == tuple(tokens[:end]):
+                return completion
+        raise AgentError(
+            f"AgentExecutor.execute says that tokens {begin} to {end} are an action, but that is not what the engine"
+            " sampled there"
+        )
+
+    async def _sample(self, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
+        completion = await self.sample(token_ids, sampling, len(self.calls))
+        self.calls.append((tuple(token_ids), completion))
+        return completion
+
+
+class _OneTurn(Turns):
+    async def begin(self, prompt: Prompt) -> str | None:
+        return None
+
+    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+        return Move("", True)

@@ -1,0 +1,350 @@
+"""Runs agents: many episodes at a time on one event loop, each for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from hotseat.agents.agent import Agent, AgentError, SingleTurn
+from hotseat.agents.multi_turn import MultiTurn
+from hotseat.errors import RunError, UserError, WorkerError
+from hotseat.types import Completion, Episode, Failed, Prompt, Request, SampleKey, Sampling, ScoredEpisode, Segment
+
+Outcome = Episode | ScoredEpisode | Failed
+Ask = Callable[[Request], "Future[Completion] | Awaitable[Completion]"]
+
+_NOT_THE_USERS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
+_BEAT_S = 0.1
+_CANCEL_S = 1.0  # an episode that is told to end has so long for it, and is left behind then
+
+
+@dataclass(eq=False)
+class _Job:
+    prompt: Prompt
+    key: SampleKey
+    sampling: Sampling
+    future: Future[Outcome] = field(default_factory=Future)
+    started: float = math.inf
+    task: asyncio.Task[None] | None = None
+    in_flight: set[str] = field(default_factory=set)
+    turns: set[int] = field(default_factory=set)
+    completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Completion] = field(default_factory=dict)
+    engine_error: BaseException | None = None  # why a completion did not come, if it was not the agent's fault
+
+
+class AgentHost:
+    """Runs one agent for many prompts, at most `max_concurrent` episodes at a time.
+
+    `ask` reaches the engine: it takes a request and returns at once a future of the completion, or an awaitable.
+    `abort`, if given, is called with the ids of requests that nobody waits for any more.
+
+    An episode that raises, or takes longer than `timeout_s`, becomes `Failed`, with the reason; the others go on. What
+    is not the episode's own failure is raised by its future: a `UserError`, and whatever the engine raised.
+
+    The loop runs in a thread of its own. It takes episodes from `submit` in order, gives each outcome to its future,
+    and waits for the agents; `close` wakes it. A second thread looks whether an agent blocks the loop, for `blocked_s`
+    and beyond an episode's deadline: then that agent's episode becomes `Failed`, all others raise `WorkerError`,
+    `is_broken` is true, and the process is to be replaced. The same if an agent ends the loop.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        ask: Ask,
+        *,
+        run_seed: int,
+        max_concurrent: int = 128,
+        timeout_s: float = 600.0,
+        blocked_s: float = 10.0,
+        abort: Callable[[list[str]], object] | None = None,
+    ):
+        self.is_broken = False
+        self._agent = agent
+        self._is_ours = type(agent) in (SingleTurn, MultiTurn)  # these put together what they were given, and no more
+        self._name = getattr(agent, "name", type(agent).__name__)
+        self._ask = ask
+        self._abort = abort
+        self._run_seed = run_seed
+        self._timeout_s = timeout_s
+        self._blocked_s = blocked_s
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._jobs: set[_Job] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed: str | None = None
+        self._is_ending = threading.Event()
+        self._beat = time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
+        self._watch = threading.Thread(target=self._look_after, name="agents-watch", daemon=True)
+        self._thread.start()
+        self._watch.start()
+
+    def submit(self, prompt: Prompt, key: SampleKey, sampling: Sampling) -> Future[Outcome]:
+        """Ask for an episode. Returns at once."""
+        job = _Job(prompt, key, sampling)
+        with self._lock:
+            if self._closed is not None:
+                raise WorkerError(self._closed) if self.is_broken else RunError(self._closed)
+            self._jobs.add(job)
+        self._loop.call_soon_threadsafe(self._start, job)
+        return job.future
+
+    def close(self) -> None:
+        """End all episodes. Futures that are not done raise. Closing twice is fine."""
+        with self._lock:
+            self._closed = self._closed or "the agent host is closed"
+        self._is_ending.set()
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._stop.set)
+        for thread in (self._thread, self._watch):
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+        self._finish_all(RunError)
+
+    def __enter__(self) -> AgentHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- in the loop's thread -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._show_life)
+        try:
+            self._loop.run_until_complete(self._stop.wait())
+        except BaseException as error:  # what a task of the user's raises, if it is not an Exception, ends the loop
+            self._break(f"an agent ended the event loop of its host: {_describe(error)}")
+            self._finish_all(WorkerError)
+        finally:
+            self._end_tasks()
+            self._loop.close()
+
+    def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            with contextlib.suppress(BaseException):  # whatever they raise now, nobody waits for it
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=2 * _CANCEL_S))
+
+    def _show_life(self) -> None:
+        self._beat = time.monotonic()
+        self._loop.call_later(_BEAT_S, self._show_life)
+
+    def _start(self, job: _Job) -> None:
+        task = self._loop.create_task(self._run(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, job: _Job) -> None:
+        async with self._slots:
+            if job.future.done() or not job.future.set_running_or_notify_cancel():
+                with self._lock:
+                    self._jobs.discard(job)
+                return
+            job.started = time.monotonic()
+            job.task = episode = self._loop.create_task(self._episode(job))
+            try:
+                done, _ = await asyncio.wait({episode}, timeout=self._timeout_s)
+                if not done:
+                    self._fail(job, f"the agent took longer than {self._timeout_s:g} s")
+            finally:
+                await self._let_go(job, episode)
+
+    async def _let_go(self, job: _Job, episode: asyncio.Task[None]) -> None:
+        try:
+            if not episode.done():
+                episode.cancel()
+                await asyncio.wait({episode}, timeout=_CANCEL_S)
+        finally:
+            if job.in_flight and self._abort is not None:
+                with contextlib.suppress(Exception):
+                    self._abort(sorted(job.in_flight))
+
+    async def _episode(self, job: _Job) -> None:
+        try:
+            made = await self._agent.run(job.prompt, job.key, job.sampling, lambda *args: self._sample(job, *args))
+            self._finish(job, made if self._is_ours else _checked(made, job))
+        except UserError as error:
+            self._finish(job, error=error)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if job.engine_error is not None:
+                self._finish(job, error=job.engine_error)
+            elif isinstance(error, AgentError):
+                self._fail(job, str(error))
+            elif not isinstance(error, asyncio.CancelledError):
+                self._fail(job, f"the agent raised {_describe(error)}")
+            elif not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                self._fail(job, "the agent cancelled itself")
+
+    async def _sample(self, job: _Job, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
+        if job.future.done():
+            raise AgentError("the episode is over")
+        _check_request(job, token_ids, sampling, turn)
+        job.turns.add(turn)
+        # The number tells attempts at the same sample apart; the seed does not.
+        name = f"{job.key}/{turn}#{next(self._numbers)}"
+        request = Request(name, tuple(token_ids), sampling, job.key.seed(self._run_seed, turn))
+        job.in_flight.add(name)
+        try:
+            asked = self._ask(request)
+            completion = await (asyncio.wrap_future(asked) if isinstance(asked, Future) else asked)
+        except asyncio.CancelledError:
+            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                job.engine_error = WorkerError(f"request {name} was cancelled by the engine")
+                job.in_flight.discard(name)
+            raise
+        except Exception as error:
+            job.engine_error = error
+            job.in_flight.discard(name)
+            raise
+        job.in_flight.discard(name)
+        if completion.finish == "abort":
+            raise AgentError(f"request {name} was aborted")
+        if not completion.token_ids:
+            raise AgentError(f"request {name}: the engine sampled no token")
+        job.completions[request.token_ids, completion.token_ids] = completion
+        return completion
+
+    # --- in any thread ------------------------------------------------------------------------------------------------
+
+    def _fail(self, job: _Job, reason: str) -> None:
+        self._finish(job, Failed(f"{self._name}: sample {job.key}: {reason}"))
+
+    def _finish(self, job: _Job, outcome: Outcome | None = None, error: BaseException | None = None) -> None:
+        with self._lock:
+            if job not in self._jobs:  # somebody was faster
+                return
+            self._jobs.discard(job)
+        # Outside of the lock: what waits for the future may submit the next episode from here.
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            if error is not None:
+                job.future.set_exception(error)
+            else:
+                job.future.set_result(outcome)
+
+    def _finish_all(self, kind: type[RunError]) -> None:
+        with self._lock:
+            jobs = list(self._jobs)
+        for job in jobs:
+            self._finish(job, error=kind(f"{self._name}: sample {job.key}: {self._closed}"))
+
+    def _break(self, reason: str) -> None:
+        with self._lock:
+            self.is_broken = True
+            self._closed = reason
+
+    def _look_after(self) -> None:
+        while not self._is_ending.wait(_BEAT_S):
+            now = time.monotonic()
+            with self._lock:
+                overdue = [job for job in self._jobs if now - job.started > self._timeout_s + self._blocked_s]
+            if overdue and now - self._beat > self._blocked_s:
+                self._give_up(overdue)
+                return
+
+    def _give_up(self, overdue: list[_Job]) -> None:
+        """Blames the episode that the loop is in, or, if it is in none that we know, those that are overdue."""
+        current = asyncio.current_task(self._loop)
+        with self._lock:
+            blamed = [job for job in self._jobs if job.task is not None and job.task is current] or overdue
+        where = _stack_top(self._thread)
+        self._break(f"an agent blocks the event loop of its host, at {where}")
+        for job in blamed:
+            self._fail(job, f"the agent blocks the event loop of its host, at {where}")
+        self._finish_all(WorkerError)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _check_request(job: _Job, token_ids: list[int], sampling: Sampling, turn: int) -> None:
+    for name in ("temperature", "top_p", "top_k"):
+        wanted, runs = getattr(sampling, name), getattr(job.sampling, name)
+        if wanted != runs:
+            raise UserError(
+                f"an agent asked for {name} {wanted}, but the run samples at {runs}, and the trainer's log-probs are"
+                f" taken there: set rollout.{name}, or leave it"
+            )
+    if turn in job.turns:
+        raise AgentError(f"turn {turn} was sampled twice: each call of an episode needs a number of its own")
+    if not token_ids:
+        raise AgentError("the agent asked to sample from no tokens")
+
+
+def _checked(made: object, job: _Job) -> Outcome:
+    """What the agent returned, if its sampled tokens are those of the engine and its reward is a number."""
+    episode = made.episode if isinstance(made, ScoredEpisode) else made
+    if not isinstance(episode, Episode):
+        raise AgentError(f"the agent returned a {type(made).__name__}, neither an Episode nor a ScoredEpisode")
+    if episode.key != job.key:
+        raise AgentError(f"the agent returned the episode of sample {episode.key}")
+    if isinstance(made, ScoredEpisode):
+        for name in ("reward", "score"):
+            if not math.isfinite(getattr(made, name)):
+                raise AgentError(f"the agent gave it a {name} of {getattr(made, name)}")
+    lengths = list(episode.turn_lengths)
+    num_sampled = sum(int(segment.mask.sum()) for segment in episode.segments)
+    if num_sampled == 0:
+        raise AgentError("the agent returned an episode without a sampled token")
+    if lengths and sum(lengths) != num_sampled:
+        raise AgentError(f"the agent returned turn_lengths {lengths} for {num_sampled} sampled tokens")
+    for segment in episode.segments:
+        _check_segment(segment, lengths if episode.turn_lengths else None, job.completions)
+    return made  # type: ignore[return-value]
+
+
+def _check_segment(
+    segment: Segment, lengths: list[int] | None, completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Completion]
+) -> None:
+    """Each of its turns is a completion of the tokens before it. Takes the lengths of its turns off `lengths`."""
+    tokens, mask = segment.token_ids.tolist(), segment.mask.tolist()
+    at = 0
+    while True in mask[at:]:
+        at = mask.index(True, at)
+        end = at + lengths.pop(0) if lengths else mask.index(False, at) if False in mask[at:] else len(mask)
+        completion = completions.get((tuple(tokens[:at]), tuple(tokens[at:end])))
+        if completion is None:
+            raise AgentError(
+                f"the agent returned tokens {at} to {end} of a segment as sampled, and the engine did not sample them"
+                " after those before: let `Transcript` put the episode together"
+            )
+        log_probs = torch.tensor(completion.log_probs, dtype=torch.float32)
+        is_same = torch.equal(segment.log_probs[at:end], log_probs)
+        if not is_same or segment.versions[at:end].tolist() != list(completion.versions):
+            raise AgentError(f"the agent returned tokens {at} to {end} of a segment with log-probs of its own")
+        at = end
+
+
+def _describe(error: BaseException) -> str:
+    """The error and where it comes from: the innermost line that is neither ours nor a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = (*_NOT_THE_USERS, "<frozen")
+    own = [frame for frame in frames if not frame.filename.startswith(others) and "site-packages" not in frame.filename]
+    frame = (own or frames)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+
+
+def _stack_top(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown place"

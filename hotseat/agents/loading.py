@@ -1,0 +1,130 @@
+"""The agent in a user's file."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+from hotseat.agents._openrlhf import ExecutorAgent, FunctionTurns, InstanceTurns, accepted, stand_in
+from hotseat.agents.agent import Agent, SingleTurn
+from hotseat.agents.multi_turn import Environment, MultiTurn
+from hotseat.errors import NotBuiltError, UserError
+
+_MODULE = "hotseat_agent"
+
+_FORMS = (
+    "a subclass of hotseat.agents.Environment or of hotseat.agents.Agent; for OpenRLHF, class AgentExecutor, class"
+    " AgentInstance, or step(state, action, label, **kwargs)"
+)
+
+
+def load_agent(path: str | Path | None, tokenizer: Any, *, max_length: int, max_steps: int | None = None) -> Agent:
+    """The agent in `FILE.py`, or the class of that name in it: `FILE.py:NAME`. Without a file, `SingleTurn`.
+
+    `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
+    An `Agent` of the user's own is given what its constructor names of tokenizer, max_length and max_steps.
+    """
+    if path is None:
+        return SingleTurn(tokenizer)
+    found = re.fullmatch(r"(.+\.py):(\w+)", str(path))
+    file, wanted = Path(found[1] if found else path).expanduser().absolute(), found[2] if found else None
+    agent = _load(file, wanted, tokenizer, {"max_length": max_length, "max_steps": max_steps})
+    with contextlib.suppress(AttributeError):
+        agent.name = str(file)  # type: ignore[attr-defined]  # for messages
+    return agent
+
+
+def _load(file: Path, wanted: str | None, tokenizer: Any, limits: dict[str, Any]) -> Agent:
+    source = _Source(file)
+    module = source.load()
+    name, form = _choose(module, file, wanted)
+    if name == "step":
+        return MultiTurn.of_turns(lambda: FunctionTurns(source.load), tokenizer, **limits)
+    if name == "AgentInstance":
+        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, **limits)
+    if Environment in form.__mro__:
+        return MultiTurn(form, tokenizer, **limits)
+    try:
+        if name == "AgentExecutor":
+            return ExecutorAgent(form, tokenizer, **limits)
+        return form(**accepted(form.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
+    except NotBuiltError as error:
+        raise NotBuiltError(f"{file}: {error}") from error
+    except Exception as error:
+        raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
+
+
+def _choose(module: types.ModuleType, file: Path, wanted: str | None) -> tuple[str, Any]:
+    own = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == _MODULE and not name.startswith("_")
+    }
+    ours = {name: cls for name, cls in own.items() if Environment in cls.__mro__ or Agent in cls.__mro__}
+    if wanted is not None:
+        if wanted in ours:
+            return wanted, ours[wanted]
+        raise UserError(f"{file}: no agent or environment {wanted!r} in it; it has: {', '.join(ours) or 'none'}")
+    for name in ("AgentExecutor", "AgentInstance"):
+        if name in own and name not in ours:
+            return name, own[name]
+    if len(ours) > 1:
+        raise UserError(f"{file} has several agents or environments: name one, as {file.name}:{min(ours)}")
+    if ours:
+        return next(iter(ours.items()))
+    if callable(getattr(module, "step", None)):
+        return "step", module.step
+    raise UserError(f"{file}: no agent in it; what would fit: {_FORMS}")
+
+
+class _Source:
+    """A file that can be loaded more than once: read and compiled the first time, run each time."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        try:
+            self._code = compile(file.read_text(encoding="utf-8"), str(file), "exec")
+        except OSError as error:
+            raise UserError(f"agent: {file}: {error.strerror or error}") from None
+        except (SyntaxError, ValueError) as error:
+            line = f" at line {error.lineno}" if isinstance(error, SyntaxError) else ""
+            raise UserError(f"{file}: not Python: {error.args[0]}{line}") from None
+        folder = str(file.parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # for the modules beside it, also those imported later
+
+    def load(self) -> types.ModuleType:
+        """A fresh module, with globals of its own."""
+        module = types.ModuleType(_MODULE)
+        module.__file__ = str(self._file)
+        with stand_in():
+            before = sys.modules.get(_MODULE)
+            sys.modules[_MODULE] = module
+            try:
+                exec(self._code, module.__dict__)
+            except NotBuiltError as error:
+                raise NotBuiltError(f"{self._file}: {error}") from error
+            except BaseException as error:
+                raise UserError(f"{self._file}: {describe(error, str(self._file))}") from error
+            finally:
+                if before is None:
+                    del sys.modules[_MODULE]
+                else:
+                    sys.modules[_MODULE] = before
+        return module
+
+
+def describe(error: BaseException, file: str | None = None) -> str:
+    """The error, and the line of the user's file, or of any file, that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    where = f" at line {own[-1].lineno}" if own else ""
+    if not own and frames:
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,211 @@
+"""Agents that act in an environment, turn by turn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from hotseat.agents._threads import OwnThread
+from hotseat.agents.agent import Agent, AgentError, Sample
+from hotseat.agents.transcript import Transcript
+from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an environment makes of an action."""
+
+    feedback: str = ""  # what the policy reads next, with whatever marks the turn's begin and end
+    reward: float | None = None  # of this turn; if no turn has one, the run's reward function scores the episode
+    done: bool = False
+    score: float | None = None  # what dynamic filtering looks at, of the last turn; None is the sum of the rewards
+    extra: Mapping[str, float] = field(default_factory=dict)  # numbers to log, of the last turn
+
+
+class Environment:
+    """One episode's surroundings: made for it, reset once, stepped after each action, closed at the end.
+
+    Methods may be plain or async. Plain ones run in a thread of the episode and may block; async ones share the loop of
+    all episodes and must not.
+    """
+
+    def reset(self, prompt: str, label: str | None) -> str | None:
+        """Begin. Returns the text that the policy starts from; None is the prompt as it is."""
+        return None
+
+    def step(self, action: str) -> Step:
+        """What comes of the policy's words, special tokens such as the one that ended them included."""
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    def close(self) -> None:
+        """Give back what it holds. Called also after a failure."""
+
+
+class MultiTurn(Agent):
+    """Plays an environment until it is done, `max_steps` turns are over, or `max_length` tokens are full.
+
+    `env_factory` makes an environment per episode: usually the class. The reward is the sum over the turns, and the
+    turns' own are kept beside it.
+    """
+
+    def __init__(
+        self,
+        env_factory: Callable[[], Environment],
+        tokenizer: Any,
+        *,
+        max_length: int,
+        max_steps: int | None = None,
+    ):
+        self._make_turns: Callable[[], Turns] = partial(_EnvironmentTurns, env_factory)
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._max_steps = max_steps
+
+    @classmethod
+    def of_turns(cls, make_turns: Callable[[], Turns], tokenizer: Any, **limits: Any) -> MultiTurn:
+        """The same loop over another kind of surroundings."""
+        agent = cls(Environment, tokenizer, **limits)
+        agent._make_turns = make_turns
+        return agent
+
+    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample) -> Episode | ScoredEpisode:
+        turns = self._make_turns()
+        try:
+            return await self._play(turns, prompt, key, sampling, sample)
+        finally:
+            await turns.end()
+
+    async def _play(
+        self, turns: Turns, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample
+    ) -> Episode | ScoredEpisode:
+        transcript = self._begin(prompt, await turns.begin(prompt))
+        moves: list[Move] = []
+        is_cut, last_words = False, ""
+        while self._max_steps is None or len(moves) < self._max_steps:
+            room = self._max_length - transcript.num_tokens
+            if room <= 0:
+                break
+            asked = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+            completion = await sample(transcript.context, asked, len(moves))
+            is_cut = completion.finish == "length"
+            before = transcript.text
+            action = transcript.add_sampled(completion)
+            move = await turns.act(before, action, asked)
+            moves.append(move)
+            sampling = move.sampling or sampling
+            if move.is_done:
+                last_words = move.feedback
+                break
+            if move.context is not None:
+                transcript.start_again(move.context)
+            else:
+                transcript.add_text(move.feedback)
+        if not moves:
+            raise AgentError(
+                f"the first observation has {transcript.num_tokens} tokens and leaves none to sample within"
+                f" {self._max_length}"
+            )
+        episode = transcript.episode(key, is_truncated=is_cut or not moves[-1].is_done, last_words=last_words)
+        return _scored(episode, moves)
+
+    def _begin(self, prompt: Prompt, observation: str | None) -> Transcript:
+        transcript = Transcript(self._tokenizer, prompt)
+        if observation is None or observation == prompt.text:
+            return transcript
+        if observation.startswith(prompt.text):
+            transcript.add_text(observation[len(prompt.text) :])
+        else:
+            transcript.start_again(observation)
+        return transcript
+
+
+def _scored(episode: Episode, moves: list[Move]) -> Episode | ScoredEpisode:
+    if all(move.reward is None for move in moves):
+        return episode
+    rewards = tuple(0.0 if move.reward is None else move.reward for move in moves)
+    reward, last = sum(rewards), moves[-1]
+    return ScoredEpisode(episode, reward, reward if last.score is None else last.score, dict(last.extra), rewards)
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Move:
+    """What the surroundings made of one action, checked."""
+
+    feedback: str
+    is_done: bool
+    reward: float | None = None
+    score: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+    context: str | None = None  # what the policy goes on from instead, if it is not what was said so far
+    sampling: Sampling | None = None  # from the next turn on
+
+
+class Turns:
+    """The surroundings of one episode, whatever file they come from."""
+
+    async def begin(self, prompt: Prompt) -> str | None:
+        """The first observation; None is the prompt."""
+        raise NotImplementedError
+
+    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+        """What comes of an action that was sampled after the observation."""
+        raise NotImplementedError
+
+    async def end(self) -> None:
+        """Called once, at the end, also after a failure. Does not raise."""
+
+
+class _EnvironmentTurns(Turns):
+    def __init__(self, env_factory: Callable[[], Environment]):
+        self._factory = env_factory
+        self._environment: Environment | None = None
+        self._thread = OwnThread("environment")
+
+    async def begin(self, prompt: Prompt) -> str | None:
+        self._environment = await self._thread.call(self._factory)
+        observation = await self._thread.call(self._environment.reset, prompt.text, prompt.label)
+        if observation is not None and not isinstance(observation, str):
+            raise AgentError(f"reset returned a {type(observation).__name__}, neither a string nor None")
+        return observation
+
+    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+        assert self._environment is not None
+        step = await self._thread.call(self._environment.step, action)
+        if not isinstance(step, Step):
+            raise AgentError(f"step returned a {type(step).__name__}, not a Step")
+        if not isinstance(step.feedback, str):
+            raise AgentError(f"step returned feedback that is a {type(step.feedback).__name__}, not a string")
+        return Move(
+            step.feedback,
+            bool(step.done),
+            None if step.reward is None else number("reward", step.reward),
+            None if step.score is None else number("score", step.score),
+            {name: number(f"extra[{name!r}]", value, is_log=True) for name, value in step.extra.items()},
+        )
+
+    async def end(self) -> None:
+        environment, self._environment = self._environment, None
+        close = getattr(environment, "close", None)
+        if close is not None and getattr(close, "__func__", None) is not Environment.close:
+            await self._thread.finish(close)
+        self._thread.end()
+
+
+def number(name: str, value: Any, *, is_log: bool = False) -> float:
+    """A number, a tensor or array with one element, or a list of one number. Finite, unless it is only logged."""
+    if callable(getattr(value, "tolist", None)):
+        value = value.tolist()
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, bool | int | float):
+        shown = f"a list of {len(value)}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+        raise AgentError(f"{name} is {shown}, not one number")
+    if not is_log and not math.isfinite(value):
+        raise AgentError(f"{name} is {float(value)}")
+    return float(value)

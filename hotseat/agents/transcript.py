@@ -1,0 +1,114 @@
+"""What was said so far in an episode, as tokens and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotseat.types import Completion, Episode, Prompt, SampleKey, Segment
+
+_TAIL = 8  # tokens in front of a piece that decide how it decodes: a space, a character of several bytes
+
+
+class Transcript:
+    """Grows by what the engine sampled and by what the environment added, and becomes an episode."""
+
+    def __init__(self, tokenizer: Any, prompt: Prompt):
+        self._tokenizer = tokenizer
+        self._segments = [_Draft(list(prompt.token_ids))]
+        self._turn_lengths: list[int] = []
+        self.text = prompt.text
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens from which to sample next."""
+        return list(self._segments[-1].token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._segments[-1].token_ids)
+
+    def add_sampled(self, completion: Completion) -> str:
+        """Put what the engine sampled behind the rest. Returns it as text, special tokens included."""
+        text = decode_after(self._tokenizer, self._segments[-1].token_ids, completion.token_ids)
+        self._segments[-1].add_sampled(completion)
+        self._turn_lengths.append(len(completion.token_ids))
+        self.text += text
+        return text
+
+    def add_text(self, text: str) -> None:
+        """Put what the environment says behind the rest."""
+        self._segments[-1].add(self._encode(text))
+        self.text += text
+
+    def start_again(self, text: str) -> None:
+        """Go on from another context: a new segment."""
+        self._segments.append(_Draft(self._encode(text)))
+        self.text = text
+
+    def episode(self, key: SampleKey, *, is_truncated: bool, last_words: str = "") -> Episode:
+        """All of it. `last_words` of the environment are text only, since nothing was sampled after them."""
+        segments = tuple(draft.segment() for draft in self._segments if any(draft.mask))
+        return Episode(key, segments, self.text + last_words, is_truncated, tuple(self._turn_lengths))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _tensor(values: Sequence[Any], kind: Any) -> torch.Tensor:
+    """By way of numpy, which reads lists several times as fast as torch."""
+    return torch.from_numpy(np.array(values, dtype=kind))
+
+
+def decode_after(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """As it reads behind what precedes it: some tokenizers drop the space of a text's first token."""
+    tail = list(before[-_TAIL:])
+    head, whole = decode(tokenizer, tail), decode(tokenizer, [*tail, *token_ids])
+    return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, token_ids)
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    # An array, because the tokenizer looks at each element of a list first, which takes longer than to decode it.
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class _Draft:
+    """A segment that is still growing."""
+
+    def __init__(self, token_ids: list[int]):
+        self.token_ids: list[int] = []
+        self.mask: list[bool] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self.add(token_ids)
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        num = len(token_ids)
+        self._extend(token_ids, [False] * num, [0.0] * num, [-1] * num)
+
+    def add_sampled(self, completion: Completion) -> None:
+        num = len(completion.token_ids)
+        assert num == len(completion.log_probs) == len(completion.versions), f"{completion.request_id}: uneven lengths"
+        self._extend(completion.token_ids, [True] * num, completion.log_probs, completion.versions)
+
+    def segment(self) -> Segment:
+        """Up to the last token that was sampled: from those behind it nothing is learned."""
+        end = len(self.mask) - self.mask[::-1].index(True)
+        return Segment(
+            token_ids=_tensor(self.token_ids[:end], np.int64),
+            mask=_tensor(self.mask[:end], np.bool_),
+            log_probs=_tensor(self._log_probs[:end], np.float32),
+            versions=_tensor(self._versions[:end], np.int32),
+        )
+
+    def _extend(
+        self, token_ids: Sequence[int], mask: Sequence[bool], log_probs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        self.token_ids.extend(token_ids)
+        self.mask.extend(mask)
+        self._log_probs.extend(log_probs)
+        self._versions.extend(versions)

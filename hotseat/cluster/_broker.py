@@ -1,0 +1,439 @@
+"""The queue behind a channel, and the process that serves queues to other processes.
+
+`BoundedQueue` is a pure state machine: no threads, no sockets, no clock. A request is answered by calling what was
+given with it, at once or later. In one process, `channel.py` puts a lock around it. Run as a program, this file is
+the broker: it serves any number of queues over sockets, knows items as bytes only, and fails a queue when a process
+that used it goes away without saying so. It needs only the standard library and starts in a few hundredths of a
+second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+# --- what is said between a client and the broker: KIND, LENGTH, PAYLOAD ----------------------------------------------
+
+HEAD = struct.Struct("!BQ")
+COUNT = struct.Struct("!I")
+LENGTH = struct.Struct("!Q")
+ASK_PUT = struct.Struct("!d")  # timeout; then the items
+ASK_GET = struct.Struct("!dII")  # timeout, most, at least
+
+HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE = range(1, 8)  # asked
+DONE, ITEMS, CLOSED, FAILED, LATE = range(32, 37)  # answered
+
+NONCE = 32
+_MAX_HELLO = 1 << 16
+
+
+def proof(key: bytes, nonce: bytes, side: bytes) -> bytes:
+    """That this side knows the key, without saying it."""
+    return hmac.digest(key, side + nonce, hashlib.sha256)
+
+
+def pack_items(items: list[bytes]) -> list[bytes]:
+    """Items as the pieces of a payload: their number, then each with its length before it."""
+    pieces = [COUNT.pack(len(items))]
+    for item in items:
+        pieces += (LENGTH.pack(len(item)), item)
+    return pieces
+
+
+def unpack_items(payload: memoryview) -> list[memoryview]:
+    (count,) = COUNT.unpack_from(payload)
+    items, at = [], COUNT.size
+    for _ in range(count):
+        (length,) = LENGTH.unpack_from(payload, at)
+        at += LENGTH.size
+        items.append(payload[at : at + length])
+        at += length
+    return items
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+class Waiter:
+    """A request that has not been answered yet."""
+
+    __slots__ = ("answer", "at_least", "batch", "most")
+
+    def __init__(self, answer: Callable[[int, Any], None], batch: list | None, most: int, at_least: int):
+        self.answer = answer
+        self.batch = batch
+        self.most = most
+        self.at_least = at_least
+
+
+class BoundedQueue:
+    """At most `capacity` items; puts and gets are served in the order in which they came.
+
+    A batch goes in whole or not at all. Answers: (DONE, None), (ITEMS, list), (CLOSED, None), (FAILED, reason).
+    """
+
+    def __init__(self, capacity: int, num_producers: int = 1):
+        self.capacity = capacity
+        self.items: deque = deque()
+        self.reason: str | None = None  # why it failed
+        self._producers_left = num_producers
+        self._putters: deque[Waiter] = deque()
+        self._getters: deque[Waiter] = deque()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._producers_left <= 0
+
+    def put(self, batch: list, answer: Callable[[int, Any], None]) -> Waiter:
+        waiter = Waiter(answer, batch, 0, 0)
+        self._putters.append(waiter)
+        self._settle()
+        return waiter
+
+    def get(self, most: int, at_least: int, answer: Callable[[int, Any], None]) -> Waiter:
+        waiter = Waiter(answer, None, most, at_least)
+        self._getters.append(waiter)
+        self._settle()
+        return waiter
+
+    def cancel(self, waiter: Waiter) -> bool:
+        """Withdraw a request; False if it has been answered."""
+        for queue in (self._putters, self._getters):
+            if waiter in queue:
+                queue.remove(waiter)
+                self._settle()  # it may have stood in front of one that can be served
+                return True
+        return False
+
+    def close(self) -> None:
+        """One producer is done. The last one ends the stream."""
+        self._producers_left -= 1
+        self._settle()
+
+    def fail(self, reason: str) -> None:
+        """Wake everybody with the reason. The first reason stays; a stream that ended well and was read cannot fail."""
+        if self.reason is None and not (self.is_closed and not self.items):
+            self.reason = reason
+            self.items.clear()
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.reason is not None:
+            self._wake(self._putters, FAILED, self.reason)
+            self._wake(self._getters, FAILED, self.reason)
+            return
+        if self.is_closed:
+            self._wake(self._putters, CLOSED, None)
+        moved = True
+        while moved:
+            moved = self._serve_getter() or self._serve_putter()
+
+    def _serve_getter(self) -> bool:
+        if not self._getters:
+            return False
+        getter = self._getters[0]
+        if self.is_closed and not self.items:
+            self._wake(self._getters, CLOSED, None)
+            return False
+        if len(self.items) < getter.at_least and not self.is_closed:
+            return False
+        self._getters.popleft()
+        getter.answer(ITEMS, [self.items.popleft() for _ in range(min(getter.most, len(self.items)))])
+        return True
+
+    def _serve_putter(self) -> bool:
+        if not self._putters:
+            return False
+        putter = self._putters[0]
+        # A getter waits here only if it wants more than there is; its answer takes what is above the capacity.
+        # Otherwise a batch that does not fit and a getter that wants more would wait for each other.
+        if len(self.items) + len(putter.batch) > self.capacity and not self._getters:
+            return False
+        self._putters.popleft()
+        self.items.extend(putter.batch)
+        putter.answer(DONE, None)
+        return True
+
+    @staticmethod
+    def _wake(waiters: deque[Waiter], kind: int, payload: Any) -> None:
+        while waiters:
+            waiters.popleft().answer(kind, payload)
+
+
+# --- the broker -------------------------------------------------------------------------------------------------------
+
+
+class _Served:
+    """A queue and the connections to it."""
+
+    def __init__(self, queue: BoundedQueue):
+        self.queue = queue
+        self.connections: set[_Connection] = set()
+        self.done: set[str] = set()  # clients that closed: they are allowed to go
+
+    def facts(self) -> bytes:
+        return json.dumps(
+            {
+                "size": len(self.queue.items),
+                "producers": sorted({c.who for c in self.connections if c.is_producer and c.client not in self.done}),
+                "consumers": sorted({c.who for c in self.connections if c.is_consumer}),
+            }
+        ).encode()
+
+
+class _Connection:
+    """One client connection: proof, greeting, then one request at a time."""
+
+    def __init__(self, server: Server, connection: socket.socket):
+        self.socket = connection
+        self.is_writing = False  # there is more to send than the socket takes
+        self._server = server
+        self._nonce = secrets.token_bytes(NONCE)
+        self._is_proven = False
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._served: _Served | None = None
+        self.client = self.who = ""  # one process, and what it is called
+        self.is_producer = self.is_consumer = False
+        self._waiter: Waiter | None = None
+        self._said_bye = False
+        self._write(self._nonce)
+        # A stranger who connects and says nothing is not kept.
+        server.later(10.0, lambda: None if self._served else self.end())
+
+    def on_readable(self) -> None:
+        try:
+            data = self.socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.end()
+            return
+        self._received += data
+        if not self._is_proven and not self._check_proof():
+            return
+        while len(self._received) >= HEAD.size:
+            kind, length = HEAD.unpack_from(self._received)
+            if self._served is None and (kind != HELLO or length > _MAX_HELLO):
+                self.end()
+                return
+            if len(self._received) < HEAD.size + length:
+                return
+            payload = bytes(memoryview(self._received)[HEAD.size : HEAD.size + length])
+            del self._received[: HEAD.size + length]
+            self._handle(kind, payload)
+
+    def on_writable(self) -> None:
+        try:
+            del self._unsent[: self.socket.send(memoryview(self._unsent)[: 1 << 20])]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.end()
+            return
+        if not self._unsent:
+            self.is_writing = False
+            self._server.watch(self)
+
+    def end(self) -> None:
+        """The connection is over; if its process did not say that it would be, so is the channel."""
+        if not self._server.forget(self) or self._served is None:
+            return
+        self._served.connections.discard(self)
+        if self._waiter:
+            self._served.queue.cancel(self._waiter)
+        is_missed_producer = self.is_producer and self.client not in self._served.done
+        if not self._said_bye and (is_missed_producer or self.is_consumer):
+            role = "producer" if is_missed_producer else "consumer"
+            self._served.queue.fail(f"its {role} {self.who} went away without closing it")
+
+    def _check_proof(self) -> bool:
+        if len(self._received) < 2 * NONCE:
+            return False
+        given, nonce = bytes(self._received[:NONCE]), bytes(self._received[NONCE : 2 * NONCE])
+        del self._received[: 2 * NONCE]
+        if not hmac.compare_digest(given, proof(self._server.key, self._nonce, b"client")):
+            self.end()
+            return False
+        self._is_proven = True
+        self._write(proof(self._server.key, nonce, b"broker"))
+        return True
+
+    def _handle(self, kind: int, payload: bytes) -> None:
+        if kind == PUT:
+            self.is_producer = True
+            (timeout_s,) = ASK_PUT.unpack_from(payload)
+            batch = unpack_items(memoryview(payload)[ASK_PUT.size :])
+            self._wait(timeout_s, lambda answer: self._served.queue.put(batch, answer))
+        elif kind == GET:
+            self.is_consumer = True
+            timeout_s, most, at_least = ASK_GET.unpack(payload)
+            self._wait(timeout_s, lambda answer: self._served.queue.get(most, at_least, answer))
+        elif kind == HELLO:
+            hello = json.loads(payload)
+            self.client, self.who = hello["client"], hello["who"]
+            self._served = self._server.served(hello["channel"], hello["capacity"], hello["num_producers"])
+            self._served.connections.add(self)
+            self._answer(DONE, [])
+        elif kind == CLOSE:
+            self._served.done.add(self.client)
+            self._served.queue.close()
+            self._answer(DONE, [])
+        elif kind == FAIL:
+            self._served.queue.fail(payload.decode())
+            self._answer(DONE, [])
+        elif kind == SIZE:
+            self._answer(DONE, [self._served.facts()])
+        else:
+            self._said_bye = True
+            self.end()
+
+    def _wait(self, timeout_s: float, ask: Callable[[Callable[[int, Any], None]], Waiter]) -> None:
+        is_answered = False
+
+        def answer(kind: int, payload: Any) -> None:
+            nonlocal is_answered
+            is_answered = True
+            self._waiter = None
+            self._answer(kind, pack_items(payload) if kind == ITEMS else [payload.encode()] if payload else [])
+
+        def late() -> None:
+            if not is_answered and self._served.queue.cancel(waiter):
+                self._waiter = None
+                self._answer(LATE, [self._served.facts()])
+
+        waiter = ask(answer)
+        if not is_answered:
+            self._waiter = waiter
+            self._server.later(timeout_s, late)
+
+    def _answer(self, kind: int, pieces: list[bytes]) -> None:
+        self._write(b"".join([HEAD.pack(kind, sum(map(len, pieces))), *pieces]))
+
+    def _write(self, data: bytes) -> None:
+        if not self._unsent:
+            try:
+                sent = self.socket.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # the socket will be readable, and end this connection in its turn
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self._unsent += data
+        if not self.is_writing:
+            self.is_writing = True
+            self._server.watch(self)
+
+
+class Server:
+    """One thread that serves every queue: on a socket file, and on a port of `host` where other nodes take part."""
+
+    def __init__(self, path: str, host: str | None, key: bytes):
+        self.key = key
+        self.port = 0
+        self._selector = selectors.DefaultSelector()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        self._listen(listener)
+        if host is not None:
+            listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            listener.bind((host, 0))
+            self.port = listener.getsockname()[1]
+            self._listen(listener)
+        self._queues: dict[str, _Served] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_timers = 0
+
+    def run(self, until_ended: int) -> None:
+        """Serve until the file descriptor `until_ended` is closed at its other end."""
+        self._selector.register(until_ended, selectors.EVENT_READ, None)
+        while True:
+            wait_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            for key, events in self._selector.select(wait_s):
+                if key.data is None:
+                    if not os.read(until_ended, 1024):
+                        return
+                elif isinstance(key.data, _Connection):
+                    if events & selectors.EVENT_WRITE:
+                        key.data.on_writable()
+                    if events & selectors.EVENT_READ:
+                        key.data.on_readable()
+                else:
+                    key.data()
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                heapq.heappop(self._timers)[2]()
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        self._num_timers += 1
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._num_timers, call))
+
+    def served(self, channel: str, capacity: int, num_producers: int) -> _Served:
+        if channel not in self._queues:
+            self._queues[channel] = _Served(BoundedQueue(capacity, num_producers))
+        return self._queues[channel]
+
+    def watch(self, connection: _Connection) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.is_writing else 0)
+        self._selector.modify(connection.socket, events, connection)
+
+    def forget(self, connection: _Connection) -> bool:
+        """False if it was forgotten before."""
+        if connection.socket.fileno() < 0:
+            return False
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        return True
+
+    def _listen(self, listener: socket.socket) -> None:
+        listener.listen(512)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:
+            return
+        accepted.setblocking(False)
+        prepare(accepted)
+        connection = _Connection(self, accepted)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+
+def prepare(connection: socket.socket) -> None:
+    """No waiting for more to send; and a machine that vanished is noticed in some ten seconds."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def main() -> None:
+    """Reads its task from standard input, writes the port, serves until standard input ends."""
+    task = json.loads(sys.stdin.buffer.raw.readline())
+    server = Server(task["path"], task["host"], bytes.fromhex(task["key"]))
+    print(server.port, flush=True)
+    server.run(until_ended=0)
+
+
+if __name__ == "__main__":
+    main()

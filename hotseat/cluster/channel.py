@@ -1,0 +1,415 @@
+"""Channels: bounded, typed queues that close and carry failures, between processes and within one.
+
+`put` waits while the channel is full, so a fast producer is held back by a slow consumer. `close` ends the stream:
+what was put before is still delivered, then every `get` raises `ChannelClosed`. `fail` wakes every waiter at once
+with the reason, and so does the death of a process that used the channel, unless it was a producer that had closed
+it. Every wait has a deadline.
+
+Between processes an item crosses two sockets, by way of a broker (`_broker.py`). Sockets, not actor calls: one closes
+when the process at its other end is killed, which is how the others learn of it, and it is several times as fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import math
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from hotseat.cluster import _broker as wire
+from hotseat.cluster._guard import WORKER
+from hotseat.errors import DeadlineError, RunError, WorkerError
+
+__all__ = ["Broker", "Channel", "ChannelClosed"]
+
+Item = TypeVar("Item")
+
+Address = tuple[str, str | None, int]  # socket file, host or None, port
+
+# The broker answers at the deadline. A client that hears nothing for this much longer stops believing in the broker.
+_BROKER_GRACE_S = 5.0
+
+
+class ChannelClosed(RunError):
+    """The stream ended: its producers closed it and everything put before has been taken."""
+
+
+class Channel(Generic[Item]):
+    """A queue of at most `capacity` items of `item_type`. `Cluster.channel` makes it.
+
+    Pass it to the workers that use it as an argument. Any number of them may put and get; they are served in the order
+    in which they ask. `num_producers` of them have to close it to end the stream.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        item_type: type[Item] | tuple[type, ...],
+        capacity: int,
+        *,
+        num_producers: int = 1,
+        timeout_s: float = 600.0,
+        broker: tuple[Address, bytes] | None = None,
+    ):
+        if capacity < 1 or num_producers < 1:
+            raise ValueError(
+                f"channel {name!r}: capacity {capacity} and num_producers {num_producers} must be at least 1"
+            )
+        self.name = name
+        self.item_type = item_type
+        self.capacity = capacity
+        self.num_producers = num_producers
+        self.timeout_s = timeout_s
+        if broker is None:
+            self._link: _Inside | _Outside = _Inside(capacity, num_producers)
+        else:
+            self._link = _outside(*broker, f"{name}/{secrets.token_hex(8)}", capacity, num_producers)
+
+    def put(self, item: Item, *, timeout_s: float | None = None) -> None:
+        """Wait for room, then put the item in."""
+        self.put_many([item], timeout_s=timeout_s)
+
+    def put_many(self, items: Sequence[Item], *, timeout_s: float | None = None) -> None:
+        """Put them in together, in one message: all or, if the deadline passes first, none."""
+        for item in items:
+            if not isinstance(item, self.item_type):
+                raise TypeError(
+                    f"channel {self.name!r} takes {_type_names(self.item_type)}, not {_type_names(type(item))}"
+                )
+        if len(items) > self.capacity:
+            raise ValueError(f"channel {self.name!r} has room for {self.capacity} items, not for {len(items)} at once")
+        waits = self._deadline(timeout_s)
+        kind, payload = self._link.put(list(items), waits)
+        if kind != wire.DONE:
+            raise self._error(kind, payload, f"to put {len(items)} items", waits)
+
+    def get(self, *, timeout_s: float | None = None) -> Item:
+        """Wait for an item and take it out."""
+        return self.get_many(1, timeout_s=timeout_s)[0]
+
+    def get_many(self, most: int, *, at_least: int = 1, timeout_s: float | None = None) -> list[Item]:
+        """Wait for `at_least` items, or the end of the stream, and take up to `most`; at the deadline take none."""
+        if not 1 <= at_least <= min(most, self.capacity):
+            raise ValueError(
+                f"channel {self.name!r} holds {self.capacity} items: cannot wait for {at_least} to take {most}"
+            )
+        waits = self._deadline(timeout_s)
+        kind, payload = self._link.get(most, at_least, waits)
+        if kind != wire.ITEMS:
+            raise self._error(kind, payload, f"for {at_least} items", waits)
+        return payload
+
+    def __iter__(self) -> Iterator[Item]:
+        """Items until the stream ends, each waited for at most `timeout_s` of the channel."""
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                yield self.get()
+
+    def close(self) -> None:
+        """This producer puts nothing more. When `num_producers` have said so, the stream ends."""
+        self._link.close()
+
+    def fail(self, error: BaseException | str) -> None:
+        """End the stream for everybody, now, with this reason. What was not taken is dropped."""
+        if isinstance(error, BaseException):
+            error = "".join(traceback.format_exception(error)).rstrip()
+        self._link.fail(error)
+
+    def size(self) -> int:
+        """How many items wait to be taken."""
+        return self._link.facts()["size"]
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        waits = self.timeout_s if timeout_s is None else timeout_s
+        if not (waits >= 0 and math.isfinite(waits)):
+            raise ValueError(f"channel {self.name!r}: timeout_s is {waits}; every wait has a deadline, in seconds")
+        return waits
+
+    def _error(self, kind: int, payload: Any, wanted: str, waited_s: float) -> Exception:
+        if kind == wire.CLOSED:
+            return ChannelClosed(f"channel {self.name!r} is closed")
+        if kind == wire.FAILED:
+            return WorkerError(f"channel {self.name!r} failed: {payload}")
+        ends = "".join(
+            f"; {role} {', '.join(payload[role])}" for role in ("producers", "consumers") if payload.get(role)
+        )
+        return DeadlineError(
+            f"channel {self.name!r}: waited {waited_s:.1f} s {wanted}; it has {payload['size']} of {self.capacity}"
+            f"{ends}"
+        )
+
+
+def _type_names(types: type | tuple[type, ...]) -> str:
+    return " or ".join(kind.__qualname__ for kind in (types if isinstance(types, tuple) else (types,)))
+
+
+# --- within a process -------------------------------------------------------------------------------------------------
+
+
+class _Inside:
+    """The queue, with a lock around it."""
+
+    def __init__(self, capacity: int, num_producers: int):
+        self._queue = wire.BoundedQueue(capacity, num_producers)
+        self._lock = threading.Lock()
+
+    def put(self, items: list, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(lambda answer: self._queue.put(items, answer), timeout_s)
+
+    def get(self, most: int, at_least: int, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(lambda answer: self._queue.get(most, at_least, answer), timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._queue.close()
+
+    def fail(self, reason: str) -> None:
+        with self._lock:
+            self._queue.fail(reason)
+
+    def facts(self) -> dict:
+        with self._lock:
+            return {"size": len(self._queue.items)}
+
+    def _ask(self, ask: Any, timeout_s: float) -> tuple[int, Any]:
+        answered, answers = threading.Event(), []
+
+        def answer(kind: int, payload: Any) -> None:
+            answers.append((kind, payload))
+            answered.set()
+
+        with self._lock:
+            waiter = ask(answer)
+        if not answered.wait(timeout_s):
+            with self._lock:
+                if self._queue.cancel(waiter):
+                    return wire.LATE, {"size": len(self._queue.items)}
+        return answers[0]
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a channel of the local runtime stays in its process; make it with a cluster on Ray to send it to another"
+        )
+
+
+# --- between processes ------------------------------------------------------------------------------------------------
+
+
+class Broker:
+    """A broker process, started here. It ends when this process does, or at `close`.
+
+    It listens on a socket file in `directory`, and on a port of `host` for processes on other machines; without `host`
+    no port is open. Whoever connects has to prove that it knows the key, which travels inside the channels.
+    """
+
+    def __init__(
+        self, directory: str, *, host: str | None = None, env: dict[str, str] | None = None, timeout_s: float = 30.0
+    ):
+        self.key = secrets.token_bytes(32)
+        self._path = os.path.join(directory, f"channels-{secrets.token_hex(4)}")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(wire.__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+            cwd="/",
+            start_new_session=True,
+        )
+        # Through the pipe, because the arguments of a process are for everybody to read.
+        task = {"path": self._path, "host": host, "key": self.key.hex()}
+        self._process.stdin.write(json.dumps(task).encode() + b"\n")
+        self._process.stdin.flush()
+        timer = threading.Timer(timeout_s, self._process.kill)
+        timer.start()
+        port = self._process.stdout.readline()
+        timer.cancel()
+        if not port:
+            self.close()
+            raise DeadlineError(f"the channel broker did not start in {timeout_s:.0f} s in {directory}")
+        self.address: Address = (self._path, host, int(port))
+        self.pid = self._process.pid
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(3.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(3.0)
+        self._process.stdout.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+
+class _Outside:
+    """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
+
+    There is one for each channel in a process, however often the channel is sent there, and it lasts as long as the
+    process or the stream: a worker that returns from one call and goes on in the next has not gone away.
+    """
+
+    def __init__(self, address: Address, key: bytes, channel: str, capacity: int, num_producers: int):
+        self._address = address
+        self._key = key
+        self._hello = {"channel": channel, "capacity": capacity, "num_producers": num_producers}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._client = secrets.token_hex(8)
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        hello = self._hello
+        return _outside, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
+
+    def put(self, items: list, timeout_s: float) -> tuple[int, Any]:
+        pieces = [wire.ASK_PUT.pack(timeout_s), *wire.pack_items([_dumps(item) for item in items])]
+        return self._ask(wire.PUT, pieces, timeout_s)
+
+    def get(self, most: int, at_least: int, timeout_s: float) -> tuple[int, Any]:
+        return self._ask(wire.GET, [wire.ASK_GET.pack(timeout_s, most, at_least)], timeout_s)
+
+    def close(self) -> None:
+        self._ask(wire.CLOSE, [], 0.0)
+        self._leave()
+
+    def fail(self, reason: str) -> None:
+        self._ask(wire.FAIL, [reason.encode()], 0.0)
+
+    def facts(self) -> dict:
+        return json.loads(bytes(self._ask(wire.SIZE, [], 0.0)[1]))
+
+    def _ask(self, kind: int, pieces: list[bytes], timeout_s: float) -> tuple[int, Any]:
+        connection = self._take()
+        try:
+            connection.settimeout(timeout_s + _BROKER_GRACE_S)
+            _send(connection, kind, pieces)
+            answer, payload = _receive(connection)
+        except BaseException as error:
+            # What is under way on this connection is withdrawn with it; the channel itself goes on.
+            with contextlib.suppress(OSError):
+                connection.settimeout(1.0)
+                _send(connection, wire.BYE, [])
+            connection.close()
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(f"{self._name()}: no answer in {timeout_s + _BROKER_GRACE_S:.1f} s") from error
+            if isinstance(error, OSError):
+                raise WorkerError(f"{self._name()} is gone ({error})") from error
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        if answer in (wire.CLOSED, wire.FAILED):
+            self._leave()
+        if answer == wire.ITEMS:
+            return answer, [pickle.loads(item) for item in wire.unpack_items(payload)]
+        if answer == wire.FAILED:
+            return answer, bytes(payload).decode()
+        if answer == wire.LATE:
+            return answer, json.loads(bytes(payload))
+        return answer, payload
+
+    def _leave(self) -> None:
+        """Give up the idle connections, in good order."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            with contextlib.suppress(OSError):
+                _send(connection, wire.BYE, [])
+            connection.close()
+
+    def _name(self) -> str:
+        return f"the broker of channel {self._hello['channel'].rpartition('/')[0]!r}"
+
+    def _take(self) -> socket.socket:
+        if os.getpid() != self._pid:  # a fork: its parent's connections are not for it
+            self._forget()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        path, host, port = self._address
+        try:
+            if host is None or os.path.exists(path):
+                connection = socket.socket(socket.AF_UNIX)
+                connection.settimeout(_BROKER_GRACE_S)
+                connection.connect(path)
+            else:
+                connection = socket.create_connection((host, port), timeout=_BROKER_GRACE_S)
+            try:
+                self._greet(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            raise WorkerError(f"{self._name()} is gone ({error})") from error
+        return connection
+
+    def _greet(self, connection: socket.socket) -> None:
+        wire.prepare(connection)
+        mine = secrets.token_bytes(wire.NONCE)
+        connection.sendall(wire.proof(self._key, bytes(_read(connection, wire.NONCE)), b"client") + mine)
+        if not hmac.compare_digest(bytes(_read(connection, wire.NONCE)), wire.proof(self._key, mine, b"broker")):
+            raise ConnectionError("what answers is not the broker")
+        _send(connection, wire.HELLO, [json.dumps({**self._hello, "client": self._client, "who": _who()}).encode()])
+        _receive(connection)
+
+
+_links: dict[str, _Outside] = {}
+_links_lock = threading.Lock()
+
+
+def _outside(address: Address, key: bytes, channel: str, capacity: int, num_producers: int) -> _Outside:
+    with _links_lock:
+        if channel not in _links:
+            _links[channel] = _Outside(address, key, channel, capacity, num_producers)
+        return _links[channel]
+
+
+def _who() -> str:
+    """This process, in words: the worker's group and rank, or the driver."""
+    _, group, rank, *_ = [*os.environ.get(WORKER, "").split(":"), "", "", ""][:4]
+    return f"{group}[{rank}] (pid {os.getpid()})" if group else f"driver (pid {os.getpid()})"
+
+
+def _dumps(item: Any) -> bytes:
+    # A class of the script itself has no module that the other process could import, so it has to travel by value.
+    by_value = sys.modules.get("ray.cloudpickle") if type(item).__module__ == "__main__" else None
+    return (by_value or pickle).dumps(item, protocol=5)
+
+
+def _send(connection: socket.socket, kind: int, pieces: list[bytes]) -> None:
+    size = sum(map(len, pieces))
+    pieces = [wire.HEAD.pack(kind, size), *pieces]
+    if size < 1 << 18:
+        connection.sendall(b"".join(pieces))
+    else:
+        for piece in pieces:
+            connection.sendall(piece)
+
+
+def _receive(connection: socket.socket) -> tuple[int, memoryview]:
+    kind, size = wire.HEAD.unpack(_read(connection, wire.HEAD.size))
+    return kind, _read(connection, size)
+
+
+def _read(connection: socket.socket, size: int) -> memoryview:
+    buffer = memoryview(bytearray(size))
+    at = 0
+    while at < size:
+        count = connection.recv_into(buffer[at:])
+        if not count:
+            raise ConnectionError("the connection was closed")
+        at += count
+    return buffer

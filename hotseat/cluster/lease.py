@@ -1,0 +1,345 @@
+"""The right to a device, held for a whole phase.
+
+A phase asks for all its devices at once, on behalf of its holders (processes). It gets them when nobody who asked
+before it and shares a device with it holds or waits for one: first come, first served, and no two phases can each
+hold half of what the other needs. Each holder reports, device by device, how many bytes it gave up. A device is
+passed on only when its last holder has reported and its memory has been measured. A holder that died keeps the device
+until its process is seen gone and the memory is seen free.
+
+    leases = Leases(is_gone=..., measure=...)
+    lease = leases.acquire("rollout", {engine: [0, 1]}, timeout_s=60)
+    ...
+    lease.report(engine, {0: 3 << 30, 1: 3 << 30})
+
+Nothing here knows Ray or CUDA: who is gone and what a device holds are asked of the two callables. Memory is "free"
+when the next phase's `needs` fit, where it states them. Else, after a death, when the device holds no more than it
+did when the dead one's phase got it, give or take `slack_bytes`; without a death, having measured it is enough.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hotseat.errors import DeadlineError, RunError
+
+__all__ = ["DeviceMemory", "HandOver", "Holder", "Lease", "LeaseError", "Leases"]
+
+
+class LeaseError(RunError):
+    """Somebody asked for a lease it holds already, or gave back one it does not hold."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that can hold a device. Pid and start time together name it: pids are used again."""
+
+    group: str
+    rank: int
+    pid: int | None = None
+    started: int | None = None
+    node: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.group}[{self.rank}]" + (f" (pid {self.pid})" if self.pid is not None else "")
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What was measured on a device, in bytes."""
+
+    used: int
+    total: int | None = None
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """One device passed from a phase to the next: a bar of the timeline."""
+
+    device: int
+    from_phase: str | None  # None: nobody had it before
+    from_holders: tuple[str, ...]
+    to_phase: str
+    to_holders: tuple[str, ...]
+    bytes_given_up: int  # as reported by the holders that lived
+    used: int | None  # measured before it was passed on; None where it cannot be measured
+    died: tuple[str, ...]  # holders that died instead of reporting
+    at_s: float  # by the clock of the leases
+    ms: float  # from the last report (or from the request, if that came later) to the grant
+
+
+class Lease:
+    """A phase's right to its devices. `Leases.acquire` makes it; it ends when every holder has reported."""
+
+    def __init__(self, leases: Leases, phase: str, holders: Mapping[Holder, tuple[int, ...]], needs: Mapping[int, int]):
+        self.phase = phase
+        self.holders = holders
+        self.devices = tuple(sorted({device for devices in holders.values() for device in devices}))
+        self.needs = needs
+        self._leases = leases
+        self._asked_at = 0.0
+        self._granted_at: float | None = None
+
+    def report(self, holder: Holder, bytes_given_up: Mapping[int, int] | int = 0) -> None:
+        """`holder` has put its parts aside. One number stands for its only device; a missing device gave up nothing."""
+        self._leases._report(self, holder, bytes_given_up)
+
+    def is_over(self) -> bool:
+        """Every holder has reported or was found gone."""
+        return not self._leases._silent(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error nobody knows what the holders still have: the devices stay theirs until they report or go.
+        if kind is None and (silent := self._leases._silent(self)):
+            raise LeaseError(
+                f"phase {self.phase!r} ended, but {_names(silent)} did not report what they gave up;"
+                " call lease.report(holder, bytes) for each before the phase ends"
+            )
+
+
+@dataclass
+class _Device:
+    lease: Lease | None = None  # who has it
+    reported: dict[Holder, int] = field(default_factory=dict)
+    died: list[Holder] = field(default_factory=list)
+    last_report_s: float = 0.0
+    used_at_grant: int | None = None
+    granted_s: float = 0.0
+
+
+class Leases:
+    """All devices and who may use them. Thread-safe; lives in the driver, whose loop asks for each phase.
+
+    `measure(device)` says what is in use there, or None where that cannot be measured. `is_gone(holder)` says whether
+    its process no longer exists; it is asked only about holders that have not reported, while somebody waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        measure: Callable[[int], DeviceMemory | None] = lambda device: None,
+        is_gone: Callable[[Holder], bool] = lambda holder: False,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Condition, float], object] = lambda changed, seconds: changed.wait(seconds),
+        poll_s: float = 0.05,
+        slack_bytes: int = 64 << 20,
+    ):
+        self._measure = measure
+        self._is_gone = is_gone
+        self._clock = clock
+        self._wait = wait
+        self._poll_s = poll_s
+        self._slack_bytes = slack_bytes
+        self._devices: dict[int, _Device] = {}
+        self._queue: list[Lease] = []
+        self._log: list[HandOver] = []
+        self._changed = threading.Condition()
+
+    def acquire(
+        self,
+        phase: str,
+        holders: Mapping[Holder, Iterable[int]],
+        *,
+        timeout_s: float,
+        needs: Mapping[int, int] | None = None,
+    ) -> Lease:
+        """Wait for every device of the phase. `needs`: bytes that must be free on a device before it is passed on."""
+        lease = Lease(self, phase, {holder: tuple(devices) for holder, devices in holders.items()}, dict(needs or {}))
+        if not lease.devices:
+            raise LeaseError(f"phase {phase!r} asks for no device")
+        with self._changed:
+            self._refuse_twice(lease)
+            lease._asked_at = self._clock()
+            self._queue.append(lease)
+            try:
+                while not self._try_grant(lease):
+                    waited = self._clock() - lease._asked_at
+                    if waited >= timeout_s:
+                        raise DeadlineError(f"phase {phase!r} waited {waited:.1f} s for {self._why(lease)}")
+                    self._wait(self._changed, min(timeout_s - waited, self._poll_s))
+            finally:
+                self._queue.remove(lease)
+                self._changed.notify_all()
+        return lease
+
+    def holders(self, device: int) -> tuple[Holder, ...]:
+        """Who has the device now and has not reported it."""
+        with self._changed:
+            state = self._devices.get(device)
+            return self._waited_for(device) if state and state.lease else ()
+
+    def log(self) -> tuple[HandOver, ...]:
+        """Every hand-over so far, oldest first."""
+        with self._changed:
+            return tuple(self._log)
+
+    # --- granting -------------------------------------------------------------------------------------------------
+
+    def _refuse_twice(self, lease: Lease) -> None:
+        for other in [*self._queue, *{id(s.lease): s.lease for s in self._devices.values() if s.lease}.values()]:
+            for holder in lease.holders:
+                shared = [
+                    device
+                    for device in lease.holders[holder]
+                    if device in other.holders.get(holder, ())
+                    and (other in self._queue or holder in self._waited_for(device))
+                ]
+                if shared:
+                    doing = "already waits for" if other in self._queue else "already holds"
+                    raise LeaseError(
+                        f"{holder} asks for {_devices(shared)} for phase {lease.phase!r} but {doing} it for phase"
+                        f" {other.phase!r}; a lease is not taken twice: report it first"
+                    )
+
+    def _try_grant(self, lease: Lease) -> bool:
+        earlier = self._queue[: self._queue.index(lease)]
+        if any(set(other.devices) & set(lease.devices) for other in earlier):
+            return False
+        # No device is taken before all can be: what a half-granted phase held, nobody could use.
+        measured = {}
+        for device in lease.devices:
+            settled, measured[device] = self._settled(device, lease.needs.get(device))
+            if not settled:
+                return False
+        now = self._clock()
+        for device in lease.devices:
+            self._pass_on(device, lease, measured[device], now)
+        lease._granted_at = now
+        return True
+
+    def _waited_for(self, device: int) -> tuple[Holder, ...]:
+        state = self._devices[device]
+        if state.lease is None:
+            return ()
+        return tuple(
+            holder
+            for holder, devices in state.lease.holders.items()
+            if device in devices and holder not in state.reported and holder not in state.died
+        )
+
+    def _settled(self, device: int, needs: int | None) -> tuple[bool, DeviceMemory | None]:
+        """Whether the device can be passed on, and what was measured on it just now."""
+        state = self._devices.setdefault(device, _Device())
+        for holder in self._waited_for(device):
+            if not self._is_gone(holder):
+                return False, None
+            state.died.append(holder)
+            state.last_report_s = self._clock()
+        memory = self._measure(device)
+        if memory is None:
+            return True, None
+        if needs is not None and memory.total is not None:
+            return memory.total - memory.used >= needs, memory
+        if state.died and state.used_at_grant is not None:
+            return memory.used <= state.used_at_grant + self._slack_bytes, memory
+        return True, memory
+
+    def _pass_on(self, device: int, lease: Lease, memory: DeviceMemory | None, now: float) -> None:
+        state = self._devices[device]
+        before = state.lease
+        self._log.append(
+            HandOver(
+                device=device,
+                from_phase=before.phase if before else None,
+                from_holders=_on(before, device) if before else (),
+                to_phase=lease.phase,
+                to_holders=_on(lease, device),
+                bytes_given_up=sum(state.reported.values()),
+                used=memory.used if memory else None,
+                died=tuple(str(holder) for holder in state.died),
+                at_s=now,
+                ms=1000 * (now - max(state.last_report_s, lease._asked_at)),
+            )
+        )
+        used = memory.used if memory else None
+        self._devices[device] = _Device(lease=lease, used_at_grant=used, granted_s=now)
+
+    # --- giving back ----------------------------------------------------------------------------------------------
+
+    def _report(self, lease: Lease, holder: Holder, bytes_given_up: Mapping[int, int] | int) -> None:
+        with self._changed:
+            if holder not in lease.holders:
+                raise LeaseError(
+                    f"{holder} reports to phase {lease.phase!r}, whose holders are {_names(lease.holders)}"
+                )
+            mine = lease.holders[holder]
+            if not isinstance(bytes_given_up, Mapping):
+                if len(mine) > 1 and bytes_given_up:
+                    raise LeaseError(f"{holder} holds {_devices(mine)}: report bytes for each, as a mapping")
+                bytes_given_up = dict.fromkeys(mine, bytes_given_up)
+            if strange := sorted(set(bytes_given_up) - set(mine)):
+                raise LeaseError(f"{holder} reports {_devices(strange)} but holds {_devices(mine)}")
+            for device in mine:
+                state = self._devices.get(device)
+                if state is None or state.lease is not lease or holder in state.reported or holder in state.died:
+                    raise LeaseError(
+                        f"{holder} reports {_devices([device])} for phase {lease.phase!r}, which it gave back before"
+                    )
+            for device in mine:
+                state = self._devices[device]
+                state.reported[holder] = bytes_given_up.get(device, 0)
+                state.last_report_s = self._clock()
+            self._changed.notify_all()
+
+    def _silent(self, lease: Lease) -> list[Holder]:
+        with self._changed:
+            held = [d for d in lease.devices if d in self._devices and self._devices[d].lease is lease]
+            return list(dict.fromkeys(holder for device in held for holder in self._waited_for(device)))
+
+    # --- saying why -----------------------------------------------------------------------------------------------
+
+    def _why(self, lease: Lease) -> str:
+        now, reasons = self._clock(), []
+        earlier = self._queue[: self._queue.index(lease)]
+        for device in lease.devices:
+            state = self._devices.get(device) or _Device()
+            before = [other for other in earlier if device in other.devices]
+            if state.lease and (silent := self._waited_for(device)):
+                reasons.append(
+                    f"device {device}: held by {_names(silent)} for phase {state.lease.phase!r} since"
+                    f" {now - state.granted_s:.1f} s ago"
+                )
+            elif before:
+                first = before[0]
+                reasons.append(
+                    f"device {device}: phase {first.phase!r} asked {now - first._asked_at:.1f} s ago and comes first"
+                )
+            elif state.lease and not (settled := self._settled(device, lease.needs.get(device)))[0] and settled[1]:
+                memory = settled[1]
+                reasons.append(
+                    f"device {device}: {_names([*state.reported, *state.died])} of phase {state.lease.phase!r}"
+                    f" {'died' if state.died else 'reported'}, having given up {sum(state.reported.values())} bytes,"
+                    f" but {memory.used} bytes are in use"
+                    + (f" of {memory.total}" if memory.total is not None else "")
+                    + (
+                        f" and {lease.needs[device]} are needed"
+                        if device in lease.needs
+                        else f"; {state.used_at_grant} were when it began"
+                    )
+                    + f", {now - state.last_report_s:.1f} s later"
+                )
+            elif not state.lease and device in lease.needs:
+                memory = self._measure(device)
+                reasons.append(
+                    f"device {device}: nobody holds it, but {memory.used if memory else '?'} bytes are in use and"
+                    f" {lease.needs[device]} are needed"
+                )
+        return "; ".join(reasons) or _devices(lease.devices)
+
+
+def _on(lease: Lease, device: int) -> tuple[str, ...]:
+    return tuple(str(holder) for holder, devices in lease.holders.items() if device in devices)
+
+
+def _names(holders: Iterable[Holder]) -> str:
+    return ", ".join(str(holder) for holder in holders)
+
+
+def _devices(devices: Iterable[int]) -> str:
+    listed = sorted(devices)
+    return f"device{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

@@ -1,0 +1,114 @@
+"""Rows to examples for supervised training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hotseat.data._chat import ChatTemplate, messages_of
+from hotseat.data._problems import BadValue, Problems, text_of
+from hotseat.data._sequences import Draft, Tokeniser, chat_draft, plain_draft, whole_draft
+from hotseat.data.prompts import check_input_template, fill_in
+from hotseat.data.rows import Row
+from hotseat.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One token sequence, and which of its tokens to learn."""
+
+    token_ids: Tensor  # [num_tokens] int64
+    mask: Tensor  # [num_tokens] bool: learn this token; never the first, which follows nothing
+    where: str  # the row it is from
+
+
+@dataclass(frozen=True)
+class ExampleReport:
+    """What became of the rows."""
+
+    num_rows: int
+    num_examples: int
+    num_truncated: int  # cut at `max_length`, and kept
+    num_dropped_no_answer: int  # of which nothing was left to learn
+    num_learned_tokens: int
+
+
+def make_examples(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    input_key: str = "input",
+    output_key: str | None = None,
+    input_template: str | None = None,
+    apply_chat_template: bool = False,
+    chat_template: str | None = None,
+    max_length: int | None = None,
+    multiturn: bool = False,
+    pretrain_mode: bool = False,
+) -> tuple[list[Example], ExampleReport]:
+    """Examples in the order of the rows. What is learned ends with the end-of-sequence token, once.
+
+    - `apply_chat_template`: the input is a list of messages that ends with the answer; or, with `output_key`, messages
+      or a string, and the output is the answer. Learned is the last answer, with `multiturn` every one: by the marks
+      of the template (`{% generation %}`) if it has them; otherwise the conversation is rendered up to each answer and
+      has to begin with exactly these tokens, or an error says why it does not.
+    - otherwise the input, put into `input_template`, is followed by the output, which is learned. Without `output_key`
+      all of it is learned.
+    - `pretrain_mode`: all of it is learned.
+
+    A sequence longer than `max_length` is cut there, and does not end with the end-of-sequence token then.
+    """
+    if multiturn and not apply_chat_template:
+        raise DataError("data.multiturn needs messages: set data.apply_chat_template")
+    template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
+    check_input_template(input_template)
+    tokeniser = Tokeniser(tokenizer, max_length)
+
+    def draft_of(values: Mapping[str, Any]) -> Draft:
+        if template is None:
+            prompt = fill_in(input_template, text_of(values, input_key))
+            if output_key is None:
+                return whole_draft(prompt, input_key)
+            answer = text_of(values, output_key)
+            if pretrain_mode:
+                return whole_draft(prompt + answer, input_key)
+            return plain_draft(prompt, answer, output_key)
+        messages = messages_of(values, input_key, "user")
+        if output_key is not None:
+            messages = messages + messages_of(values, output_key, "assistant")
+        if pretrain_mode:
+            return whole_draft(template.render(messages, input_key), input_key)
+        return chat_draft(template, messages, output_key or input_key, every_turn=multiturn)
+
+    examples, num_truncated, num_dropped, num_learned = [], 0, 0, 0
+    for row, sequence in zip(rows, sequences_of(rows, draft_of, tokeniser), strict=True):
+        num_tokens = int(sequence.mask.sum())
+        if num_tokens == 0:
+            num_dropped += 1
+            continue
+        num_truncated += sequence.is_truncated
+        num_learned += num_tokens
+        examples.append(Example(sequence.token_ids, sequence.mask, row.where))
+    if not examples:
+        raise DataError(f"none of the {len(rows)} rows has an answer within data.max_length {max_length}")
+    return examples, ExampleReport(len(rows), len(examples), num_truncated, num_dropped, num_learned)
+
+
+def sequences_of(rows: Sequence[Row], draft_of: Any, tokeniser: Tokeniser) -> list[Any]:
+    """A sequence for each row, or one error with everything that is wrong with them."""
+    problems, drafts = Problems(), []
+    for row in rows:
+        try:
+            drafts.append(draft_of(row.values))
+        except BadValue as error:
+            problems.add(row.where, str(error))
+    problems.raise_if_any()
+    sequences = list(tokeniser.sequences(drafts))
+    for row, sequence in zip(rows, sequences, strict=True):
+        if isinstance(sequence, BadValue):
+            problems.add(row.where, str(sequence))
+    problems.raise_if_any()
+    return sequences

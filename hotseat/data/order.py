@@ -1,0 +1,67 @@
+"""Which prompt comes when: it follows from the seed alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from hotseat.errors import DataError
+
+
+class PromptOrder:
+    """Pass after pass over the prompts, each in an order of its own; what is left of a pass goes before the next one.
+
+    Pass e is a permutation made from (seed, e) by numpy's Philox stream, which numpy promises not to change, and a
+    stable sort: the same on every machine and after every update.
+    """
+
+    def __init__(self, num_prompts: int, seed: int):
+        if num_prompts < 1:
+            raise DataError("there are no prompts to put in order")
+        self.num_prompts = num_prompts
+        self.seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._permutation = self._permute(0)
+
+    def next(self, num: int) -> list[tuple[int, int]]:
+        """The next `num` prompts, each as (pass over the data, position in the list of prompts)."""
+        taken: list[tuple[int, int]] = []
+        while len(taken) < num:
+            if self._position == self.num_prompts:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._permutation = self._permute(self._epoch)
+            part = self._permutation[self._position : self._position + num - len(taken)]
+            taken += [(self._epoch, index) for index in part.tolist()]
+            self._position += len(part)
+        return taken
+
+    def state(self) -> dict[str, int]:
+        """Where it stands, for `from_state`."""
+        return {
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, int], *, num_prompts: int, seed: int) -> PromptOrder:
+        """Go on where `state` was taken, with the same prompts and seed."""
+        for name, now in (("num_prompts", num_prompts), ("seed", seed)):
+            if state[name] != now:
+                raise DataError(
+                    f"the order of prompts was saved with {name} {state[name]}, and now it is {now}: resume with the"
+                    " same data and seed, or start anew"
+                )
+        order = cls(num_prompts, seed)
+        order._epoch, order._position = state["epoch"], state["position"]
+        order._permutation = order._permute(order._epoch)
+        return order
+
+    def _permute(self, epoch: int) -> np.ndarray:
+        key = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=16).digest()
+        stream = np.random.Philox(key=int.from_bytes(key, "little"))
+        return np.argsort(stream.random_raw(self.num_prompts), kind="stable")

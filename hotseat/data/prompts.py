@@ -1,0 +1,112 @@
+"""Rows to prompts: rendered and tokenised once, here, and never again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotseat.data._chat import ChatTemplate, messages_of
+from hotseat.data._problems import BadValue, Problems, text_of, value_of
+from hotseat.data._sequences import encode
+from hotseat.data.rows import Row
+from hotseat.errors import DataError
+from hotseat.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What became of the rows."""
+
+    num_rows: int
+    num_prompts: int
+    num_dropped_too_long: int
+    max_length: int  # tokens of the longest prompt that was kept
+
+
+def make_prompts(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    input_key: str = "input",
+    label_key: str | None = None,
+    source_key: str = "datasource",
+    input_template: str | None = None,
+    apply_chat_template: bool = False,
+    chat_template: str | None = None,
+    prompt_max_length: int | None = None,
+) -> tuple[list[Prompt], PromptReport]:
+    """Prompts in the order of the rows, `index` counting those that were kept.
+
+    With `apply_chat_template` the input is a list of messages, or a string which becomes the user's, and
+    `input_template` is not used; otherwise the input is a string, put in the place of the `{}` in `input_template`.
+    A label that is not a string becomes its JSON text. Special tokens are only those that the text has.
+    """
+    template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
+    check_input_template(input_template)
+    problems = Problems()
+    drafts: list[tuple[str, str | None, str]] = []
+    for row in rows:
+        try:
+            if template is not None:
+                messages = messages_of(row.values, input_key, "user")
+                text = template.render(messages, input_key, for_generation=True)
+            else:
+                text = fill_in(input_template, text_of(row.values, input_key))
+            source = row.values.get(source_key)
+            drafts.append((text, _label(row.values, label_key), "" if source is None else str(source)))
+        except BadValue as error:
+            problems.add(row.where, str(error))
+    problems.raise_if_any()
+
+    prompts: list[Prompt] = []
+    num_too_long = 0
+    encoded = encode_in_chunks(tokenizer, [text for text, _, _ in drafts])
+    for row, (text, label, source), ids in zip(rows, drafts, encoded, strict=True):
+        if not ids:
+            problems.add(row.where, f"{input_key}: the prompt {text!r} has no tokens")
+        elif prompt_max_length is not None and len(ids) > prompt_max_length:
+            num_too_long += 1
+        else:
+            prompts.append(Prompt(len(prompts), text, tuple(ids), label, source))
+    problems.raise_if_any()
+    if not prompts:
+        limit = f" with at most {prompt_max_length} tokens: raise data.prompt_max_length" if num_too_long else ""
+        raise DataError(f"none of the {len(rows)} rows is a prompt{limit}")
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    return prompts, PromptReport(len(rows), len(prompts), num_too_long, longest)
+
+
+def _label(values: Mapping[str, Any], key: str | None) -> str | None:
+    if key is None:
+        return None
+    value = value_of(values, key)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        raise BadValue(f"{key}: a {type(value).__name__}, which has no JSON text to hand to a reward") from None
+
+
+def check_input_template(template: str | None) -> None:
+    """A template that is used has exactly one place for the input."""
+    if template is None:
+        return
+    try:
+        if template.count("{}") == 1 and template.format("x") is not None:
+            return
+    except (IndexError, KeyError, ValueError):
+        pass
+    raise DataError(
+        f"data.input_template {template!r}: needs exactly one {{}} for the prompt, and other braces written twice"
+    )
+
+
+def fill_in(template: str | None, text: str) -> str:
+    return text if template is None else template.format(text)
+
+
+def encode_in_chunks(tokenizer: Any, texts: list[str], size: int = 1024) -> list[list[int]]:
+    return [ids for begin in range(0, len(texts), size) for ids, _ in encode(tokenizer, texts[begin : begin + size])]

@@ -1,0 +1,213 @@
+"""One worker process, as seen from the thread that owns it.
+
+The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_WORKER = Path(__file__).with_name("_worker.py")
+_MAX_ANSWER_BYTES = 1 << 30
+_LOOK_EVERY_S = 0.1  # for the death of the process and for `is_closed`, while nothing comes through the pipe
+
+
+class Closed(Exception):
+    """The owner does not want the answer any more."""
+
+
+class Late(Exception):
+    """No answer within the deadline."""
+
+
+class Garbled(Exception):
+    """What came through the pipe is no answer: the user's code wrote to it."""
+
+
+class NotLoaded(Exception):
+    """The user's file cannot be loaded; the message says why."""
+
+
+class Died(Exception):
+    """The process ended. Its exit code, or minus the signal that ended it."""
+
+    def __init__(self, code: int | None):
+        self.code = code
+        super().__init__(self._describe())
+
+    @property
+    def is_from_outside(self) -> bool:
+        """A function does not do these to itself; a kill at a deadline of ours is `Late`."""
+        return self.code in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def _describe(self) -> str:
+        if self.code is None:
+            return "its process ended"
+        if self.code >= 0:
+            return f"its process exited with code {self.code}"
+        with contextlib.suppress(ValueError):
+            return f"its process was ended by {signal.Signals(-self.code).name}"
+        return f"its process was ended by signal {-self.code}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the process is to do."""
+
+    file: str
+    function: str
+    max_memory_bytes: int | None = None
+    log_path: Path | None = None
+
+
+class WorkerProcess:
+    """A process that has loaded the user's file. Ends with `end`, with its owner thread, or with this program."""
+
+    def __init__(self, task: Task, timeout_s: float, is_closed: Callable[[], bool]):
+        self._is_closed = is_closed
+        worker_inbox, self._outbox = os.pipe()
+        self._inbox, worker_outbox = os.pipe()
+        given = {
+            "parent": os.getpid(),
+            "file": task.file,
+            "function": task.function,
+            "path": sys.path,
+            "max_memory": task.max_memory_bytes,
+            "inbox": worker_inbox,
+            "outbox": worker_outbox,
+        }
+        log: Any = 2 if task.log_path is None else open(task.log_path, "ab")  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-P", str(_WORKER), json.dumps(given)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(worker_inbox, worker_outbox),
+                start_new_session=True,  # Ctrl-C is for the driver, and the group of all that it starts can be ended
+            )
+        except BaseException:
+            os.close(self._inbox)
+            os.close(self._outbox)
+            raise
+        finally:
+            os.close(worker_inbox)
+            os.close(worker_outbox)
+            if task.log_path is not None:
+                log.close()
+        os.set_blocking(self._inbox, False)
+        os.set_blocking(self._outbox, False)
+        try:
+            answer = self._receive(time.monotonic() + timeout_s)
+        except Late:
+            self.end()
+            raise NotLoaded(f"it did not load within {timeout_s:g} s") from None
+        except BaseException:
+            self.end()
+            raise
+        if "error" in answer:
+            self.end()
+            raise NotLoaded(answer["error"])
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
+
+    def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send, and wait for the answer. Raises `Late`, `Died` or `Closed`; then it can only be ended."""
+        deadline = time.monotonic() + timeout_s
+        self._send(message, deadline)
+        return self._receive(deadline)
+
+    def end(self) -> int | None:
+        """End it and everything that it started. Returns the exit code, or minus the signal."""
+        if self._process.returncode is None:
+            # Not collected before its group is gone: until then nobody else can have its number.
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            os.close(self._inbox)
+            os.close(self._outbox)
+        return self._process.returncode
+
+    def _send(self, message: dict[str, Any], deadline: float) -> None:
+        data = memoryview(_framed(message))
+        while data:
+            self._wait_for(self._outbox, select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    data = data[os.write(self._outbox, data) :]
+                except BrokenPipeError:
+                    raise self._died() from None
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        (size,) = struct.unpack("<Q", self._read(8, deadline))
+        try:
+            if size > _MAX_ANSWER_BYTES:
+                raise ValueError
+            answer = json.loads(self._read(size, deadline))
+            if not isinstance(answer, dict):
+                raise ValueError
+        except ValueError:
+            raise Garbled("its answer cannot be read: something else was written to the worker's pipe") from None
+        return answer
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        parts = []
+        while size:
+            self._wait_for(self._inbox, select.POLLIN, deadline)
+            with contextlib.suppress(BlockingIOError):
+                part = os.read(self._inbox, min(size, 1 << 20))
+                if not part:
+                    raise self._died()
+                parts.append(part)
+                size -= len(part)
+        return b"".join(parts)
+
+    def _wait_for(self, pipe: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(pipe, event)
+        while True:
+            if self._is_closed():
+                raise Closed
+            left = deadline - time.monotonic()
+            if poll.poll(max(0.0, min(left, _LOOK_EVERY_S)) * 1000):
+                return
+            if left <= 0:
+                raise Late
+            if not self.is_alive():  # what it started may hold the pipe open
+                raise self._died()
+
+    def _died(self) -> Died:
+        """It ended, or it closed the pipe and is about to, or is made to."""
+        for _ in range(50):
+            if not self.is_alive():
+                break
+            time.sleep(0.02)
+        else:
+            self.end()
+            return Died(None)
+        return Died(self.end())
+
+
+def _framed(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message).encode()
+    return struct.pack("<Q", len(data)) + data

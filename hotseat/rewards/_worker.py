@@ -1,0 +1,146 @@
+"""The process in which a user's reward function runs. Run as a program; needs only the standard library.
+
+It loads the user's file, says that it is ready or why not, and then answers one call after another until the pipe
+closes. Messages are JSON behind their length; the user's code has no business with the pipe, and what it prints goes
+where standard output and error were set to go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import struct
+import sys
+import traceback
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(task: dict[str, Any]) -> None:
+    """task: `parent` (pid), `file`, `function`, `path` (for imports), `max_memory` (bytes), `inbox` and `outbox`."""
+    _die_with(task["parent"])
+    inbox, outbox = task["inbox"], task["outbox"]
+    for pipe in (inbox, outbox):
+        os.set_inheritable(pipe, False)
+    faulthandler.enable()
+    if task["max_memory"] is not None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (task["max_memory"], task["max_memory"]))
+    sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
+    sys.argv[:] = [task["file"]]
+    try:
+        function = load(task["file"], task["function"])
+    except BaseException as error:
+        send(outbox, {"error": describe(error, task["file"])})
+        return
+    send(outbox, {"ready": True})
+    while (call := receive(inbox)) is not None:
+        try:
+            result = function(call["queries"], call["prompts"], call["labels"])
+            if inspect.isawaitable(result):
+                result = asyncio.run(_wait(result))
+            answer = {"result": plain(result)}
+        except BaseException as error:  # whatever the user's code raises, SystemExit too, is its answer
+            answer = {"error": describe(error, task["file"])}
+        send(outbox, answer)
+
+
+async def _wait(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we could say so
+        os._exit(1)
+
+
+def load(file: str, name: str) -> Any:
+    """The function of that name in the file."""
+    spec = importlib.util.spec_from_file_location("hotseat_reward", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        has = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise AttributeError(f"no function {name} in it; it has: {', '.join(has) or 'none'}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return function
+    try:
+        signature.bind([], [], [])
+    except TypeError:
+        raise TypeError(f"{name}{signature} cannot be called with queries, prompts, labels") from None
+    return function
+
+
+def describe(error: BaseException, file: str) -> str:
+    """The error and the line of the user's file that it comes from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" at line {lines[-1]}" if lines else ""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} at line {error.lineno}"
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """The value in JSON's terms. Tensors and arrays become lists or numbers; what has no such form, its type's name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth < 8:
+        if isinstance(value, dict):
+            return {str(key): plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item, depth + 1) for item in value]
+        if callable(getattr(value, "tolist", None)):
+            return plain(value.tolist(), depth + 1)
+    return {"__type__": type(value).__name__}
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def send(pipe: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    data = struct.pack("<Q", len(data)) + data
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def receive(pipe: int) -> dict[str, Any] | None:
+    head = _read(pipe, 8)
+    if head is None:
+        return None
+    body = _read(pipe, struct.unpack("<Q", head)[0])
+    return None if body is None else json.loads(body)
+
+
+def _read(pipe: int, size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = os.read(pipe, min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,265 @@
+"""A user's reward function, in worker processes of its own: it may raise, hang or crash, and the run goes on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat.errors import RunError, UserError
+from hotseat.rewards import builtin
+from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
+from hotseat.rewards.answers import BadAnswer, Score, read_answer
+from hotseat.types import Failed
+
+_IDS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class _Job:
+    message: dict[str, list[Any]]
+    ids: tuple[str, ...]
+    future: Future[list[Score | Failed]]
+
+
+class RewardFunction:
+    """Scores groups with `reward_func(queries, prompts, labels)` from a file, `num_workers` groups at a time.
+
+    `path` is `FILE.py`, `FILE.py:FUNCTION` or the name of a built-in one (`exact_match`, `number_match`). The file is
+    loaded in a process of its own before the constructor returns: a file that cannot be used raises `UserError`. What
+    the function may return is described at `answers.read_answer`; what it prints goes to `log_path`, or to standard
+    error.
+
+    If the function raises, crashes, takes longer than `timeout_s` or answers with something else than a finite number
+    for each sample, it is called again, `retries` times at most, in a fresh process where the last one is not to be
+    trusted. Then the samples without a reward are `Failed`, with file, function and sample named. A worker that
+    somebody killed is no failure of the function: the group is sent again, up to `max_kills` times.
+
+    The owner threads take jobs in the order of `submit`, each gives one list to its future, and waits for its worker
+    at most `timeout_s`, for a starting one `start_timeout_s`; `close` wakes them within a tenth of a second.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        num_workers: int = 1,
+        timeout_s: float = 60.0,
+        retries: int = 2,
+        max_kills: int = 3,
+        start_timeout_s: float = 120.0,
+        max_memory_bytes: int | None = None,
+        log_path: str | Path | None = None,
+    ):
+        file, function = _locate(str(path))
+        self.name = f"{file}: {function}"
+        self.timeout_s = timeout_s
+        self.retries = retries
+        self.max_kills = max_kills
+        self._start_timeout_s = start_timeout_s
+        log = None if log_path is None else Path(log_path)
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        self._task = Task(str(file), function, max_memory_bytes, log)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._pids: dict[int, int] = {}
+        loaded: Future[None] = Future()
+        self._threads = [
+            threading.Thread(target=self._own, args=(number, loaded), name=f"reward-{number}", daemon=True)
+            for number in range(num_workers)
+        ]
+        atexit.register(self.close)
+        for thread in self._threads:
+            thread.start()
+        try:
+            loaded.result(start_timeout_s + 10.0)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, NotLoaded | Died | Garbled):
+                raise UserError(f"{self.name}: cannot be used as a reward function: {error}") from None
+            raise
+
+    def submit(
+        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+    ) -> Future[list[Score | Failed]]:
+        """Score one group, all samples in one call; `ids` name the samples in messages."""
+        sizes = {len(queries), len(prompts), len(labels), len(ids)}
+        assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
+        message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
+        job = _Job(message, tuple(map(str, ids)), Future())
+        with self._lock:
+            if self._is_closed:
+                raise RunError(f"{self.name}: closed")
+            self._jobs.put(job)
+        return job.future
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that are running now."""
+        return list(self._pids.values())
+
+    def close(self) -> None:
+        """End the workers and all that they started. Futures that are not done raise. Closing twice is fine."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        atexit.unregister(self.close)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None and job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {_named(job.ids)}"))
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(10.0)
+
+    def __enter__(self) -> RewardFunction:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- in the owner threads -----------------------------------------------------------------------------------------
+
+    def _own(self, number: int, loaded: Future[None]) -> None:
+        """One thread: owns one worker process at a time, from first to last."""
+        worker = _Worker(self._task, self._start_timeout_s, lambda: self._is_closed, self._note(number))
+        try:
+            self._load_first(number, worker, loaded)
+            while (job := self._jobs.get()) is not None:
+                if not job.future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    job.future.set_result(self._score(worker, job))
+                except Closed:
+                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {_named(job.ids)}"))
+                except BaseException as error:
+                    job.future.set_exception(error)
+        finally:
+            worker.end()
+
+    def _load_first(self, number: int, worker: _Worker, loaded: Future[None]) -> None:
+        """The first thread tells whether the file can be used; the others follow it, so that an error comes once."""
+        if number == 0:
+            try:
+                worker.start()
+                loaded.set_result(None)
+            except BaseException as error:
+                loaded.set_exception(error)
+            return
+        with contextlib.suppress(Exception):
+            loaded.result()
+            worker.start()  # if this fails, the first job tells
+
+    def _note(self, number: int) -> Callable[[int | None], None]:
+        def note(pid: int | None) -> None:
+            if pid is None:
+                self._pids.pop(number, None)
+            else:
+                self._pids[number] = pid
+
+        return note
+
+    def _score(self, worker: _Worker, job: _Job) -> list[Score | Failed]:
+        best: list[Score | Failed] | None = None
+        reason, num_attempts, num_kills = "", 0, 0
+        while num_attempts <= self.retries:
+            try:
+                samples = worker.score(job.message, self.timeout_s)
+            except Died as died:
+                if died.is_from_outside and num_kills < self.max_kills:
+                    num_kills += 1
+                    continue
+                again = f", killed {num_kills + 1} times (is there enough memory?)" if died.is_from_outside else ""
+                reason = f"{died}{again}"
+            except Late:
+                reason = f"did not answer within {self.timeout_s:g} s"
+            except NotLoaded as error:
+                reason = f"could not be loaded again: {error}"
+            except (BadAnswer, Garbled) as error:
+                reason = str(error)
+            else:
+                if best is None or _num_failed(samples) < _num_failed(best):
+                    best = samples
+                if _num_failed(best) == 0:
+                    break
+            num_attempts += 1
+        attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
+        if best is None:
+            return [Failed(f"{self.name}: {reason} ({attempts}; {_named(job.ids)})")] * len(job.ids)
+        return [
+            sample if isinstance(sample, Score) else Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
+            for sample, name in zip(best, job.ids, strict=True)
+        ]
+
+
+class _Worker:
+    """The process that an owner thread has now, if any."""
+
+    def __init__(
+        self, task: Task, start_timeout_s: float, is_closed: Callable[[], bool], note: Callable[[int | None], None]
+    ):
+        self._task = task
+        self._start_timeout_s = start_timeout_s
+        self._is_closed = is_closed
+        self._note = note
+        self._process: WorkerProcess | None = None
+
+    def start(self) -> WorkerProcess:
+        self._process = WorkerProcess(self._task, self._start_timeout_s, self._is_closed)
+        self._note(self._process.pid)
+        return self._process
+
+    def score(self, message: dict[str, list[Any]], timeout_s: float) -> list[Score | Failed]:
+        if self._process is not None and not self._process.is_alive():
+            self.end()  # between two jobs, so none of them is to blame
+        process = self._process or self.start()
+        try:
+            answer = process.call(message, timeout_s)
+        except BaseException:
+            self.end()
+            raise
+        if "error" in answer:
+            raise BadAnswer(f"raised {answer['error']}")
+        return read_answer(answer["result"], len(message["queries"]))
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+            self._note(None)
+
+
+def _locate(path: str) -> tuple[Path, str]:
+    if path in builtin.FUNCTIONS:
+        return Path(builtin.__file__), path
+    found = re.fullmatch(r"(.+\.py):(\w+)", path)
+    file, function = Path(found[1] if found else path).expanduser().absolute(), found[2] if found else "reward_func"
+    if not file.is_file():
+        raise UserError(
+            f"reward function: no such file: {file}; give a Python file with {function}(queries, prompts, labels), or"
+            f" one of {', '.join(builtin.FUNCTIONS)}"
+        )
+    return file, function
+
+
+def _num_failed(samples: list[Score | Failed]) -> int:
+    return sum(isinstance(sample, Failed) for sample in samples)
+
+
+def _named(ids: Sequence[str]) -> str:
+    shown = ", ".join(ids[:_IDS_SHOWN])
+    more = f" and {len(ids) - _IDS_SHOWN} more" if len(ids) > _IDS_SHOWN else ""
+    return f"{'sample' if len(ids) == 1 else 'samples'} {shown}{more}"

@@ -1,0 +1,55 @@
+"""How many rewards failed, and whether that is too many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from hotseat.errors import RewardError
+from hotseat.types import Failed
+
+_SHOWN = 3
+
+
+class RewardTally:
+    """Counts the samples of a step, or of any number of steps, until `clear`."""
+
+    def __init__(self, max_failed_fraction: float):
+        self.max_failed_fraction = max_failed_fraction
+        self.num_samples = 0
+        self._reasons: Counter[str] = Counter()
+
+    @property
+    def num_failed(self) -> int:
+        return self._reasons.total()
+
+    @property
+    def failed_fraction(self) -> float:
+        return self.num_failed / self.num_samples if self.num_samples else 0.0
+
+    def add(self, samples: Iterable[Any]) -> None:
+        """Samples, or their scores: those that are `Failed` count as failed."""
+        for sample in samples:
+            self.num_samples += 1
+            if isinstance(sample, Failed):
+                self._reasons[sample.reason] += 1
+
+    def check(self) -> None:
+        """Raises `RewardError` if too many failed."""
+        if self.failed_fraction <= self.max_failed_fraction:
+            return
+        shown = self._reasons.most_common(_SHOWN)
+        lines = [f"  {count}x {reason}" for reason, count in shown]
+        more = len(self._reasons) - len(shown)
+        raise RewardError(
+            f"{self.num_failed} of {self.num_samples} samples have no reward ({self.failed_fraction:.1%}), and"
+            f" reward.max_failed_fraction is {self.max_failed_fraction:.1%}:\n"
+            + "\n".join(lines)
+            + (f"\n  and {more} more reasons" if more else "")
+        )
+
+    def clear(self) -> None:
+        """Start to count anew."""
+        self.num_samples = 0
+        self._reasons.clear()

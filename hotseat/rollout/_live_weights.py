@@ -1,0 +1,102 @@
+"""The weights of a module while an engine serves them: named, replaced, digested, put aside."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from hotseat.algorithms.digest import named_digests
+from hotseat.errors import WeightError
+
+
+class LiveWeights:
+    """Every tensor of `module.state_dict()`, under every name it has (tied weights have several)."""
+
+    def __init__(self, module: nn.Module):
+        self._tensors: dict[str, Tensor] = {
+            name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)
+        }
+        for tensor in self._tensors.values():
+            storage = tensor.untyped_storage()
+            # A file's or another process's memory cannot be given up: take a copy.
+            if not storage.resizable() or (storage.is_shared() and not tensor.is_cuda):
+                tensor.data = tensor.data.clone()
+        storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in self._tensors.values())}
+        self._storages = list(storages.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._is_cuda = any(tensor.is_cuda for tensor in self._tensors.values())
+        self._saved: Tensor | None = None  # [bytes] uint8 on the host
+        self._loaded: set[str] = set()  # names, since `begin`
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def begin(self) -> None:
+        self._loaded = set()
+
+    def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, new in named_tensors:
+                live = self._tensors.get(name)
+                if live is None:
+                    near = difflib.get_close_matches(name, self._tensors, n=1)
+                    hint = f": did you mean {near[0]!r}?" if near else ""
+                    raise WeightError(f"the engine's model has no weight {name!r}{hint}")
+                if live.shape != new.shape:
+                    raise WeightError(f"{name}: got shape {list(new.shape)}, the engine's is {list(live.shape)}")
+                if name in self._loaded:
+                    raise WeightError(f"{name} came twice in one load")
+                live.copy_(new)
+                self._loaded.add(name)
+
+    def missing(self) -> list[str]:
+        """Weights none of whose names was loaded since `begin`, under their first."""
+        loaded = {id(self._tensors[name]) for name in self._loaded}
+        missing = {id(tensor): name for name, tensor in reversed(self._tensors.items()) if id(tensor) not in loaded}
+        return list(reversed(missing.values()))
+
+    def digest(self) -> dict[str, int]:
+        first_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
+        digests = named_digests((name, self._tensors[name]) for name in first_names.values())
+        return {name: digests[first_names[id(tensor)]] for name, tensor in self._tensors.items()}
+
+    def put_aside(self, keep: bool) -> int:
+        """Free the memory of every tensor; the tensors stay, as views of nothing. Returns the bytes copied."""
+        if keep:
+            total = sum(self._sizes)
+            if self._saved is None or self._saved.numel() != total:
+                self._saved = torch.empty(total, dtype=torch.uint8, pin_memory=self._is_cuda)
+            for part, storage in zip(torch.split(self._saved, self._sizes), self._storages, strict=True):
+                part.copy_(_bytes(storage), non_blocking=self._is_cuda)
+            if self._is_cuda:
+                torch.cuda.synchronize()
+        else:
+            self._saved = None
+        for storage in self._storages:
+            storage.resize_(0)
+        if self._is_cuda:
+            torch.cuda.empty_cache()
+        return 0 if self._saved is None else self._saved.numel()
+
+    def bring_back(self) -> int:
+        """Memory again, with what was saved in it, if anything was. Returns the bytes copied."""
+        for storage, size in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(size)
+        if self._saved is None:
+            return 0
+        for part, storage in zip(torch.split(self._saved, self._sizes), self._storages, strict=True):
+            _bytes(storage).copy_(part, non_blocking=self._is_cuda)
+        num_copied = self._saved.numel()
+        if self._is_cuda:
+            torch.cuda.synchronize()  # The pinned buffer stays, for the next time: pinning takes longer than copying.
+        else:
+            self._saved = None
+        return num_copied
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

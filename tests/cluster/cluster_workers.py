@@ -1,0 +1,181 @@
+"""Plain classes that the tests run in groups."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+
+
+class Plain:
+    """Answers about itself, and misbehaves on request."""
+
+    max_concurrency = 1
+
+    def __init__(self, base: int = 0, **extra):
+        if base == -1 and os.environ.get("RANK") == "1":
+            raise RuntimeError("cannot be made")
+        self.base = base
+        self.extra = extra
+
+    def add(self, value: int, *, twice: bool = False) -> int:
+        return self.base + value * (2 if twice else 1)
+
+    def rank(self) -> int:
+        return int(os.environ["RANK"])
+
+    def environment(self, *names: str) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in names}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def rank_sleeps(self, rank: int, seconds: float) -> int:
+        if self.rank() == rank:
+            time.sleep(seconds)
+        return self.rank()
+
+    def fail(self, text: str = "on purpose") -> None:
+        self.detail = "seen in the frame"
+        raise ValueError(text)
+
+    def rank_fails(self, rank: int, others_sleep_s: float) -> None:
+        if self.rank() == rank:
+            raise ValueError("one rank only")
+        time.sleep(others_sleep_s)
+
+    def fail_unpicklably(self) -> None:
+        class Local(Exception):
+            def __reduce__(self):
+                raise TypeError("not me")
+
+        raise Local(threading.Lock())
+
+    def exit(self) -> None:
+        sys.exit(3)
+
+    def die(self, text: str = "last words") -> None:
+        print(text, file=sys.stderr, flush=True)
+        os._exit(7)
+
+    def lock(self):
+        return threading.Lock()
+
+    def count(self):
+        yield 1
+
+    def fail_at_length(self) -> None:
+        raise ValueError("x" * 10_000_000)
+
+    def make(self, num_bytes: int) -> bytes:
+        return bytes(num_bytes)
+
+    def size(self, value) -> int:
+        return len(value)
+
+    def sizes(self, values: list) -> list[int]:
+        return [len(value) for value in values]
+
+    def spawn_child(self) -> int:
+        """A child that does not go away with this process: in a session of its own, its environment not to be read."""
+        command = [sys.executable, "-c", "import time; time.sleep(300)"]
+        child = subprocess.Popen(command, start_new_session=True, env={})
+        return child.pid
+
+    def threads(self) -> tuple[int, str | None]:
+        import torch
+
+        return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+    def all_reduce(self, value: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        tensor = torch.tensor([value * (dist.get_rank() + 1)])
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return float(tensor)
+
+    def call_other(self, group, method: str, *args) -> list:
+        return group.call(method, *args, timeout_s=20)
+
+    def close_other(self, group) -> None:
+        group.close()
+
+    def produce(self, channel, count: int, *, close: bool = True) -> int:
+        for value in range(count):
+            channel.put(value, timeout_s=20)
+        if close:
+            channel.close()
+        return count
+
+    def consume(self, channel) -> list:
+        return list(channel)
+
+    def get(self, channel, timeout_s: float):
+        return channel.get(timeout_s=timeout_s)
+
+    def nest_actor(self) -> int:
+        """An actor of this worker's own, outside what the group knows."""
+        import ray
+
+        self.nested = ray.remote(Plain).options(num_cpus=0).remote()
+        return ray.get(self.nested.pid.remote(), timeout=60)
+
+
+class Busy:
+    """Answers health checks while it works."""
+
+    max_concurrency = 3
+
+    def __init__(self):
+        self.is_working = False
+
+    def work(self, seconds: float) -> str:
+        self.is_working = True
+        time.sleep(seconds)
+        self.is_working = False
+        return "done"
+
+    def health(self) -> bool:
+        return self.is_working
+
+
+class Waiting:
+    """Coroutine methods: many requests at once on one event loop."""
+
+    def __init__(self):
+        self.running = 0
+        self.most = 0
+
+    async def request(self, value: int, seconds: float) -> int:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(seconds)
+        self.running -= 1
+        return value
+
+    def peak(self) -> int:
+        return self.most
+
+    async def fail(self) -> None:
+        raise KeyError("async")
+
+
+class Closing:
+    """Says goodbye in a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def close(self) -> None:
+        with open(self.path, "a") as file:
+            file.write("closed\n")

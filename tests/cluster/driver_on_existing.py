@@ -1,0 +1,83 @@
+"""A driver on an existing cluster of two nodes: `python driver_on_existing.py WHAT`.
+
+`run`: works and closes its cluster, then works again and waits to be killed; prints its facts as JSON each time.
+`observe`: prints what others have left.
+"""
+
+import json
+import os
+import sys
+import time
+
+from cluster_workers import Plain
+
+from hotseat.cluster import Cluster, Process
+
+
+class Where(Plain):
+    def where(self) -> dict:
+        import ray
+
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "devices": os.environ["CUDA_VISIBLE_DEVICES"],
+            "rank": os.environ["RANK"],
+            "local_rank": os.environ["LOCAL_RANK"],
+        }
+
+
+def work(cluster: Cluster) -> dict:
+    actor_at = [Process(0, 0, (1,))]
+    rollout_at = [Process(0, 1, (4, 2)), Process(1, 0, (1,))]
+    cluster.reserve([*actor_at, *rollout_at])
+    actor = cluster.launch("actor", Where, processes=actor_at)
+    rollout = cluster.launch("rollout", Where, processes=rollout_at)
+    numbers = {}
+    for node in (0, 1):  # the channel waits here, then there
+        channel = cluster.channel("numbers", int, 4, node=node)
+        pending = rollout.start("produce", channel, 20, ranks=[0])
+        numbers[node] = actor.call("consume", channel, timeout_s=60)[0]
+        pending.result(60)
+    return {
+        "pid": os.getpid(),
+        "session": cluster.session,
+        "nodes": [[node.rank, node.num_devices] for node in cluster.nodes],
+        "node_ids": [node.id for node in cluster._ray.nodes],
+        "actor": actor.call("where"),
+        "rollout": rollout.call("where"),
+        "numbers": numbers,
+        "alive": rollout.alive(),
+        "children": rollout.call("spawn_child"),
+        "workers": [*actor.pids(), *rollout.pids()],
+    }
+
+
+def observe() -> dict:
+    import ray
+    from ray._private.state import actors
+    from ray.util import placement_group_table
+
+    ray.init(logging_level="error")
+    until = time.monotonic() + 10
+    while True:
+        left = {
+            "actors": [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"],
+            "reserved": [g["state"] for g in placement_group_table().values() if g["state"] != "REMOVED"],
+        }
+        if not any(left.values()) or time.monotonic() > until:
+            return {**left, "nodes": sum(node["Alive"] for node in ray.nodes())}
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "observe":
+        print(json.dumps(observe()), flush=True)
+    else:
+        with Cluster() as cluster:
+            print(json.dumps(work(cluster)), flush=True)
+        cluster = Cluster()
+        group = cluster.launch("again", Plain, processes=[Process(0, 0, (1,)), Process(1, 1, (2,))])
+        facts = {"session": cluster.session, "children": group.call("spawn_child"), "workers": group.pids()}
+        facts["nodes"] = [[node.rank, node.num_devices] for node in cluster.nodes]
+        print(json.dumps(facts), flush=True)
+        time.sleep(300)

@@ -1,0 +1,397 @@
+"""Channels: bounded, typed, closable; a closed or failed producer wakes every waiter with the reason."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hotseat.cluster import Channel, ChannelClosed
+from hotseat.cluster._broker import CLOSED, DONE, FAILED, ITEMS, BoundedQueue
+from hotseat.cluster.channel import Broker
+from hotseat.errors import DeadlineError, WorkerError
+
+PEER = Path(__file__).with_name("channel_peer.py")
+
+
+# --- the queue itself: no threads, no sockets -------------------------------------------------------------------------
+
+
+class Answers(list):
+    """Collects (name, kind, payload) in the order in which requests were answered."""
+
+    def to(self, name):
+        return lambda kind, payload: self.append((name, kind, payload))
+
+
+def test_a_full_queue_holds_producers_back_in_their_order():
+    queue, answers = BoundedQueue(2), Answers()
+    for name in "abcd":
+        queue.put([name], answers.to(name))
+    assert answers == [("a", DONE, None), ("b", DONE, None)]
+    queue.get(1, 1, answers.to("get"))
+    assert answers[2:] == [("get", ITEMS, ["a"]), ("c", DONE, None)]
+    queue.get(3, 1, answers.to("get"))
+    assert answers[4:] == [("get", ITEMS, ["b", "c"]), ("d", DONE, None)]
+
+
+def test_a_get_waits_for_as_many_as_it_asked_for():
+    queue, answers = BoundedQueue(4), Answers()
+    queue.get(3, 3, answers.to("get"))
+    queue.put([1, 2], answers.to("put"))
+    assert answers == [("put", DONE, None)]
+    queue.put([3, 4], answers.to("put"))
+    assert answers[1:] == [("put", DONE, None), ("get", ITEMS, [1, 2, 3])]
+    assert list(queue.items) == [4]
+
+
+def test_a_batch_that_does_not_fit_and_a_get_that_wants_more_do_not_wait_for_each_other():
+    queue, answers = BoundedQueue(4), Answers()
+    queue.put([1, 2, 3], answers.to("put"))
+    queue.put([4, 5, 6], answers.to("put"))
+    assert answers == [("put", DONE, None)]
+    queue.get(4, 4, answers.to("get"))
+    assert answers[1:] == [("put", DONE, None), ("get", ITEMS, [1, 2, 3, 4])]
+    assert len(queue.items) == 2  # never above the capacity once settled
+
+
+def test_a_withdrawn_request_leaves_the_way_free():
+    queue, answers = BoundedQueue(2), Answers()
+    many = queue.get(2, 2, answers.to("many"))
+    queue.get(1, 1, answers.to("one"))
+    queue.put(["x"], answers.to("put"))
+    assert answers == [("put", DONE, None)]
+    assert queue.cancel(many)
+    assert answers[1:] == [("one", ITEMS, ["x"])]
+    assert not queue.cancel(many)
+
+
+def test_the_last_producer_ends_the_stream():
+    queue, answers = BoundedQueue(4, num_producers=2), Answers()
+    queue.put([1, 2, 3], answers.to("put"))
+    queue.close()
+    queue.get(2, 2, answers.to("first"))
+    queue.get(2, 2, answers.to("second"))
+    queue.get(2, 2, answers.to("third"))
+    assert answers[1:] == [("first", ITEMS, [1, 2])]
+    queue.close()
+    assert answers[2:] == [("second", ITEMS, [3]), ("third", CLOSED, None)]
+    queue.put([4], answers.to("late"))
+    assert answers[-1] == ("late", CLOSED, None)
+
+
+def test_a_failure_wakes_everybody_with_the_first_reason():
+    queue, answers = BoundedQueue(1), Answers()
+    queue.get(1, 1, answers.to("a"))
+    queue.get(1, 1, answers.to("b"))
+    queue.fail("disk on fire")
+    queue.fail("second thoughts")
+    queue.put([1], answers.to("c"))
+    assert answers == [(name, FAILED, "disk on fire") for name in "abc"]
+
+
+def test_a_stream_that_was_read_to_its_end_does_not_fail_any_more():
+    queue, answers = BoundedQueue(1), Answers()
+    queue.close()
+    queue.fail("too late")
+    queue.get(1, 1, answers.to("get"))
+    assert answers == [("get", CLOSED, None)]
+
+
+# --- within a process and through a broker: the same behaviour --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    made = Broker(str(tmp_path_factory.mktemp("b")))
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["inside", "outside"])
+def make(request):
+    def channel(item_type, capacity, **options) -> Channel:
+        if request.param == "outside":
+            served = request.getfixturevalue("broker")
+            options["broker"] = (served.address, served.key)
+        return Channel("numbers", item_type, capacity, **options)
+
+    return channel
+
+
+def in_thread(call, *args, **kwargs):
+    """Run it elsewhere; the returned function waits for its result or raises its error."""
+    outcome: list = []
+
+    def run() -> None:
+        try:
+            outcome.append((call(*args, **kwargs), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(10)
+        value, error = outcome[0]
+        if error:
+            raise error
+        return value
+
+    return result
+
+
+def test_items_arrive_in_order(make):
+    channel = make(int, 3)
+    consumed = in_thread(lambda: list(channel))
+    for value in range(50):
+        channel.put(value)
+    channel.close()
+    assert consumed() == list(range(50))
+
+
+def test_a_full_channel_holds_the_producer_back(make):
+    channel = make(int, 2)
+    channel.put_many([1, 2])
+    waiting = in_thread(channel.put, 3)
+    time.sleep(0.1)
+    assert channel.size() == 2
+    assert channel.get() == 1
+    waiting()
+    assert channel.get_many(5) == [2, 3]
+
+
+def test_only_its_type_is_taken(make):
+    channel = make((int, str), 2)
+    channel.put("a")
+    with pytest.raises(TypeError, match="channel 'numbers' takes int or str, not float"):
+        channel.put(1.5)
+    assert channel.size() == 1
+
+
+def test_waits_that_run_out_say_what_for(make):
+    channel = make(int, 1)
+    with pytest.raises(DeadlineError, match=r"channel 'numbers': waited 0\.1 s for 1 items; it has 0 of 1"):
+        channel.get(timeout_s=0.1)
+    channel.put(1)
+    with pytest.raises(DeadlineError, match=r"waited 0\.1 s to put 1 items; it has 1 of 1"):
+        channel.put(2, timeout_s=0.1)
+    assert channel.get_many(1) == [1]  # and the item that came too late is not in it
+    assert channel.size() == 0
+
+
+def test_requests_that_can_never_be_met_are_refused(make):
+    channel = make(int, 2)
+    with pytest.raises(ValueError, match="room for 2 items, not for 3 at once"):
+        channel.put_many([1, 2, 3])
+    with pytest.raises(ValueError, match="cannot wait for 3 to take 3"):
+        channel.get_many(3, at_least=3)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        make(int, 0)
+
+
+def test_closing_wakes_every_waiter(make):
+    channel = make(int, 1)
+    waiting = [in_thread(channel.get), in_thread(channel.get)]
+    time.sleep(0.1)
+    channel.close()
+    for wait in waiting:
+        with pytest.raises(ChannelClosed, match="channel 'numbers' is closed"):
+            wait()
+    with pytest.raises(ChannelClosed):
+        channel.put(1)
+
+
+def test_failing_wakes_every_waiter_with_the_reason(make):
+    channel = make(int, 1)
+    waiting = in_thread(channel.get)
+    time.sleep(0.1)
+    try:
+        raise KeyError("bad prompt")
+    except KeyError as error:
+        channel.fail(error)
+    with pytest.raises(WorkerError, match=r"(?s)channel 'numbers' failed: Traceback.*KeyError: 'bad prompt'"):
+        waiting()
+
+
+def test_many_threads_lose_and_double_nothing(make):
+    channel = make(int, 7, num_producers=4)
+
+    def produce(first: int) -> None:
+        for value in range(first, first + 100):
+            channel.put(value)
+        channel.close()
+
+    producers = [in_thread(produce, 100 * index) for index in range(4)]
+    consumers = [in_thread(lambda: list(channel)) for _ in range(3)]
+    for wait in producers:
+        wait()
+    taken = [wait() for wait in consumers]
+    assert sorted(value for values in taken for value in values) == list(range(400))
+
+
+def test_a_channel_inside_a_process_does_not_leave_it():
+    with pytest.raises(TypeError, match="stays in its process"):
+        pickle.dumps(Channel("local", int, 1))
+
+
+# --- between processes ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Big:
+    data: bytes
+
+
+def outside(broker: Broker, item_type=int, capacity: int = 8, **options) -> Channel:
+    return Channel("numbers", item_type, capacity, broker=(broker.address, broker.key), **options)
+
+
+@pytest.fixture
+def peer(tmp_path):
+    started = []
+
+    def start(what: str, channel: Channel) -> subprocess.Popen:
+        path = tmp_path / f"channel-{len(started)}"
+        path.write_bytes(pickle.dumps(channel))
+        process = subprocess.Popen([sys.executable, str(PEER), what, str(path)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(5)
+        process.stdout.close()
+
+
+def test_items_cross_processes(broker, peer):
+    channel = outside(broker)
+    other = peer("consume", channel)
+    for value in range(300):
+        channel.put(value, timeout_s=20)
+    channel.close()
+    assert other.communicate(timeout=20)[0] == "300\n"
+
+
+def test_a_killed_producer_wakes_the_consumer(broker, peer):
+    channel = outside(broker)
+    other = peer("put one and wait", channel)
+    assert other.stdout.readline() == "put\n"
+    assert channel.get(timeout_s=20) == 1
+    waiting = in_thread(channel.get, timeout_s=30)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    other.kill()
+    with pytest.raises(WorkerError, match=rf"its producer driver \(pid {other.pid}\) went away without closing it"):
+        waiting()
+    assert time.monotonic() - begin < 2
+
+
+def test_a_killed_consumer_wakes_the_producer(broker, peer):
+    channel = outside(broker, capacity=1)
+    other = peer("take one and wait", channel)
+    channel.put(1, timeout_s=20)
+    assert other.stdout.readline() == "1\n"
+    channel.put(2, timeout_s=20)
+    waiting = in_thread(channel.put, 3, timeout_s=30)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    other.kill()
+    with pytest.raises(WorkerError, match=rf"its consumer driver \(pid {other.pid}\) went away"):
+        waiting()
+    assert time.monotonic() - begin < 2
+
+
+def test_a_producer_may_go_once_it_has_closed(broker, peer):
+    channel = outside(broker, num_producers=2)
+    other = peer("put one, close and wait", channel)
+    assert other.stdout.readline() == "put\n"
+    other.kill()
+    other.wait(5)
+    time.sleep(0.1)
+    assert channel.get(timeout_s=5) == 1
+    channel.put(2)
+    channel.close()
+    assert list(channel) == [2]
+
+
+def test_a_stopped_process_is_named_at_the_deadline(broker, peer):
+    channel = outside(broker)
+    other = peer("put one and wait", channel)
+    assert other.stdout.readline() == "put\n"
+    channel.get(timeout_s=5)
+    os.kill(other.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=rf"producers driver \(pid {other.pid}\)"):
+        channel.get(timeout_s=0.3)
+
+
+def test_a_killed_broker_wakes_both_ends(tmp_path, peer):
+    broker = Broker(str(tmp_path))
+    channel = outside(broker)
+    other = peer("wait", channel)
+    waiting = in_thread(channel.get, timeout_s=30)
+    time.sleep(0.3)
+    os.kill(broker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="the broker of channel 'numbers' is gone"):
+        waiting()
+    assert "WorkerError: the broker of channel 'numbers' is gone" in other.communicate(timeout=10)[0]
+    broker.close()
+
+
+def test_large_items_cross_too(broker):
+    channel = outside(broker, item_type=Big, capacity=2)
+    waiting = in_thread(channel.get, timeout_s=30)
+    channel.put(Big(os.urandom(1 << 10) * (30 << 10)), timeout_s=30)
+    assert len(waiting().data) == 30 << 20
+
+
+def test_a_fork_has_connections_of_its_own(broker):
+    channel = outside(broker)
+    channel.put(1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if channel.get(timeout_s=10) == 1 else 2
+            channel.put(5, timeout_s=10)
+            channel.get_many(1, timeout_s=10)
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_strangers_are_turned_away(broker):
+    path, host, _ = broker.address
+    assert host is None  # no port is open
+    assert os.stat(os.path.dirname(path)).st_mode & 0o077 == 0
+    with pytest.raises(WorkerError, match="is gone"):
+        Channel("numbers", int, 1, broker=(broker.address, b"wrong key")).put(1, timeout_s=5)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(5)
+        stranger.connect(path)
+        assert len(stranger.recv(64)) == 32
+        stranger.sendall(b"x" * 64)
+        assert stranger.recv(64) == b""
+    assert outside(broker).size() == 0  # and the broker goes on
+
+
+def test_over_tcp_as_between_machines(tmp_path):
+    broker = Broker(str(tmp_path), host="127.0.0.1")
+    path, host, port = broker.address
+    elsewhere = (f"{path}-of-another-machine", host, port)
+    channel = Channel("numbers", int, 4, broker=(elsewhere, broker.key))
+    channel.put_many([1, 2, 3])
+    assert channel.get_many(4) == [1, 2, 3]
+    broker.close()

@@ -1,0 +1,245 @@
+"""The local runtime: the same calls, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import traceback
+
+import pytest
+import torch
+from cluster_workers import Busy, Closing, Plain, Waiting
+
+from hotseat.cluster import Cluster, Process, Worker, create_group
+from hotseat.errors import DeadlineError, PlacementError, RunError, UserError, WorkerError
+
+
+@pytest.fixture
+def cluster():
+    with Cluster("local", num_devices=4) as made:
+        yield made
+
+
+def test_results_come_in_rank_order(cluster):
+    group = cluster.launch("plain", Plain, per_rank=[{"base": 10}, {"base": 20}, {"base": 30}], processes=3)
+    assert group.size == 3
+    assert group.call("add", 1) == [11, 21, 31]
+    assert group.call("add", 1, ranks=[2, 0], twice=True) == [12, 32]
+    assert group.scatter("add", [1, 2, 3]) == [11, 22, 33]
+    assert group.alive() == [True, True, True]
+    assert group.pids() == [os.getpid()] * 3
+
+
+def test_ranks_know_themselves_when_they_are_made(cluster):
+    class Who:
+        def __init__(self):
+            self.rank, self.size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+        def who(self):
+            return self.rank, self.size
+
+    assert cluster.launch("who", Who, processes=2).call("who") == [("0", "2"), ("1", "2")]
+    assert "RANK" not in os.environ
+
+
+def test_an_exception_names_group_rank_and_method_and_keeps_its_frames(cluster):
+    group = cluster.launch("plain", Plain)
+    with pytest.raises(WorkerError, match="plain rank 0: 'fail' raised ValueError: on purpose") as caught:
+        group.call("fail")
+    assert isinstance(caught.value.__cause__, ValueError)
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert frames[-1].f_locals["self"].detail == "seen in the frame"  # where a post-mortem would stand
+    assert (caught.value.group, caught.value.rank, caught.value.method) == ("plain", 0, "fail")
+
+
+def test_a_single_rank_works_in_the_calling_thread(cluster):
+    import threading
+
+    class Here:
+        def where(self):
+            return threading.current_thread()
+
+    assert cluster.launch("here", Here).call("where") == [threading.current_thread()]
+
+
+def test_the_first_failure_is_raised_without_waiting_for_the_others(cluster):
+    class OneFails:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def work(self):
+            if self.rank == 1:
+                raise ValueError("one rank only")
+            time.sleep(5)
+
+    group = cluster.launch("some", OneFails, per_rank=[{"rank": 0}, {"rank": 1}], processes=2)
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="some rank 1"):
+        group.call("work")
+    assert time.monotonic() - begin < 3
+
+
+def test_a_deadline_names_group_rank_method_and_seconds(cluster):
+    group = cluster.launch("slow", Plain)
+    with pytest.raises(DeadlineError, match=r"slow rank 0: no answer to 'sleep' in 0\.2 s \(0 of 1 ranks answered"):
+        group.start("sleep", 3).result(0.2)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+def test_every_call_has_a_deadline(cluster, timeout_s):
+    with pytest.raises(ValueError, match="every call has a deadline"):
+        cluster.launch("plain", Plain).call("add", 1, timeout_s=timeout_s)
+
+
+def test_calls_that_were_started_run_meanwhile(cluster):
+    group = cluster.launch("busy", Busy)
+    pending = group.start("work", 0.4)
+    time.sleep(0.1)
+    assert not pending.done()
+    assert group.call("health") == [True]
+    assert pending.result(5) == ["done"]
+    assert pending.done()
+
+
+def test_one_call_at_a_time_unless_the_class_asks_for_more(cluster):
+    group = cluster.launch("plain", Plain)
+    pending = group.start("sleep", 0.6)
+    time.sleep(0.1)
+    with pytest.raises(DeadlineError, match=r"'add' waited 0\.1 s for another call to end"):
+        group.call("add", 1, timeout_s=0.1)
+    pending.result(5)
+
+
+def test_coroutine_methods_share_one_loop(cluster):
+    group = cluster.launch("waiting", Waiting)
+    pending = [group.start("request", value, 0.1) for value in range(20)]
+    assert [p.result(5)[0] for p in pending] == list(range(20))
+    assert group.call("peak")[0] > 5
+    with pytest.raises(WorkerError, match="raised KeyError"):
+        group.call("fail")
+
+
+def test_groups_can_be_awaited(cluster):
+    group = cluster.launch("busy", Busy, processes=2)
+
+    async def both() -> list:
+        return await asyncio.gather(group.acall("work", 0.2), group.acall("work", 0.2, ranks=[0]))
+
+    assert asyncio.run(both()) == [["done", "done"], ["done"]]
+
+    async def late() -> None:
+        await group.acall("work", 2.0, timeout_s=0.1)
+
+    with pytest.raises(DeadlineError, match="busy rank 0: no answer to 'work'"):
+        asyncio.run(late())
+
+
+def test_kept_results_are_passed_on_by_reference(cluster):
+    group = cluster.launch("plain", Plain, processes=2)
+    kept = group.start("make", 1000, keep=True).result()
+    assert len(kept[0].get()) == 1000
+    assert group.call("size", kept[1]) == [1000, 1000]
+    assert group.call("sizes", kept, ranks=[0]) == [[1000, 1000]]
+    assert group.call("size", cluster.put(b"abc"), ranks=[1]) == [3]
+
+
+def test_the_number_of_threads_is_set_not_inherited(cluster):
+    before = torch.get_num_threads()
+    group = cluster.launch("plain", Plain, num_threads=3)
+    assert group.call("threads")[0][0] == 3
+    assert group.start("threads").result(5)[0][0] == 3
+    assert torch.get_num_threads() == before
+
+
+def test_a_group_can_be_restarted_and_closed(cluster, tmp_path):
+    group = cluster.launch("closing", Closing, args=(str(tmp_path / "log"),))
+    group.restart(0)
+    group.close()
+    assert (tmp_path / "log").read_text() == "closed\n"
+    with pytest.raises(WorkerError, match="closing rank 0: 'close' was called, but the group is closed"):
+        group.call("close")
+    cluster.launch("closing", Plain)  # the name is free again
+
+
+def test_environments_that_differ_cannot_share_a_process(cluster):
+    cluster.launch("one", Plain, env={"HOTSEAT_TEST_VALUE": "1"})
+    assert cluster.launch("two", Plain, env={"HOTSEAT_TEST_VALUE": "1"}).call("environment", "HOTSEAT_TEST_VALUE") == [
+        {"HOTSEAT_TEST_VALUE": "1"}
+    ]
+    with pytest.raises(UserError, match="three sets HOTSEAT_TEST_VALUE=2, another group HOTSEAT_TEST_VALUE=1"):
+        cluster.launch("three", Plain, env={"HOTSEAT_TEST_VALUE": "2"})
+    cluster.close()
+    assert "HOTSEAT_TEST_VALUE" not in os.environ
+
+
+def test_the_shape_that_rlinf_users_know(cluster):
+    class Actor(Worker):
+        def __init__(self, config):
+            self.config = config
+
+        def name(self):
+            return self.config["name"]
+
+    class Strategy:
+        processes = (Process(0, 0, (0,)), Process(1, 0, (1,)))
+
+    group = Actor.create_group({"name": "a"}).launch(cluster, name="actor", placement_strategy=Strategy())
+    assert group.name == "actor"
+    assert group.call("name") == ["a", "a"]
+    assert create_group(Plain, 5).launch(cluster).call("add", 1) == [6]
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        ([], "ranks are \\[\\]"),
+        ([Process(1)], "ranks are \\[1\\]; they have to run from 0 without a gap"),
+        ([Process(0, 3)], "rank 0 is placed on node 3; the cluster has nodes 0 to 0"),
+        ([Process(0, 0, (9,))], "is given devices \\[9\\], but node 0 has devices 0 to 3"),
+    ],
+)
+def test_places_that_do_not_exist_are_refused(cluster, processes, message):
+    with pytest.raises(PlacementError, match=message):
+        cluster.launch("plain", Plain, processes=processes)
+
+
+def test_what_else_is_refused(cluster):
+    group = cluster.launch("plain", Plain, processes=2)
+    with pytest.raises(PlacementError, match="there is a group 'plain' already"):
+        cluster.launch("plain", Plain)
+    with pytest.raises(PlacementError, match="per_rank has 1 entries for 2 processes"):
+        cluster.launch("other", Plain, processes=2, per_rank=[{}])
+    with pytest.raises(ValueError, match="ranks \\[2\\] are not different ranks from 0 to 1"):
+        group.call("add", 1, ranks=[2])
+    with pytest.raises(ValueError, match="3 values to scatter over 2 ranks"):
+        group.scatter("add", [1, 2, 3])
+    with pytest.raises(PlacementError, match="runtime is 'cloud'; it can be 'ray' or 'local'"):
+        Cluster("cloud")
+    with pytest.raises(PlacementError, match="no process to reserve"):
+        cluster.reserve([])
+    cluster.reserve([Process(0, 0, (1,))])
+    with pytest.raises(PlacementError, match="reserved once"):
+        cluster.reserve([Process(0, 0, (1,))])
+    cluster.close()
+    with pytest.raises(RunError, match="the cluster is closed"):
+        cluster.launch("late", Plain)
+
+
+def test_nodes_that_carry_an_environment_set_it(cluster):
+    class PlannedNode:
+        rank, num_devices, env = 0, 4, (("HOTSEAT_TEST_NODE", "north"),)
+
+    cluster.reserve([Process(0)], nodes=[PlannedNode()])
+    group = cluster.launch("plain", Plain)
+    assert group.call("environment", "HOTSEAT_TEST_NODE") == [{"HOTSEAT_TEST_NODE": "north"}]
+
+
+def test_a_generator_is_refused(cluster):
+    with pytest.raises(WorkerError, match="'count' returns a generator; return a list"):
+        cluster.launch("plain", Plain).call("count")
+
+
+def test_a_failing_constructor_names_its_rank(cluster):
+    with pytest.raises(WorkerError, match="plain rank 1: '__init__' raised RuntimeError: cannot be made"):
+        cluster.launch("plain", Plain, args=(-1,), processes=2)

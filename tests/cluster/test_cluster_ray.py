@@ -1,0 +1,371 @@
+"""Groups on Ray: placement, calls, deadlines, deaths. One shared cluster with eight logical devices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cluster_workers import Busy, Closing, Plain, Waiting
+
+from hotseat.cluster import Cluster, Holder, Leases, Process
+from hotseat.cluster._guard import SESSION, WORKER, marked, process_state
+from hotseat.errors import DeadlineError, PlacementError, RunError, WorkerError
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@contextmanager
+def within(seconds: float):
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
+
+
+def wait_until_gone(*pids: int, timeout_s: float = 5.0) -> None:
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until and any(process_state(pid) != "gone" for pid in pids):
+        time.sleep(0.05)
+    assert [pid for pid in pids if process_state(pid) != "gone"] == []
+
+
+@pytest.fixture(scope="module")
+def pair(ray_cluster):
+    """Two processes: the first has devices 0 and 1, the second shares device 1."""
+    processes = [Process(0, 0, (1, 0)), Process(1, 0, (1,))]
+    return ray_cluster.launch(
+        "pair", Plain, args=(10,), processes=processes, num_threads=2, env={"HOTSEAT_TEST_VALUE": "seven"}
+    )
+
+
+@pytest.fixture(scope="module")
+def one(ray_cluster):
+    return ray_cluster.launch("single", Plain, args=(1,))
+
+
+@pytest.fixture
+def single(one):
+    """One process, for a test that may end it."""
+    if one.alive() == [False]:
+        one.restart(0)
+    return one
+
+
+# --- where things run -------------------------------------------------------------------------------------------------
+
+
+def test_the_inventory(ray_cluster):
+    (node,) = ray_cluster.nodes
+    assert (node.rank, node.num_devices, node.address) == (0, 8, "127.0.0.1")
+    assert ray_cluster.num_devices == 8
+    assert list(ray_cluster.devices_of(0)) == list(range(8))
+
+
+def test_device_visibility_ranks_and_threads_follow_the_plan(pair):
+    names = ["CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "HOTSEAT_TEST_VALUE"]
+    assert pair.call("environment", *names) == [
+        dict(zip(names, ["1,0", "0", "2", "0", "127.0.0.1", "seven"], strict=True)),
+        dict(zip(names, ["1", "1", "2", "1", "127.0.0.1", "seven"], strict=True)),
+    ]
+    assert pair.call("threads", timeout_s=120) == [(2, "2")] * 2
+
+
+def test_results_come_in_rank_order(pair):
+    assert pair.call("rank") == [0, 1]
+    assert pair.call("rank", ranks=[1, 0]) == [0, 1]
+    assert pair.call("rank_sleeps", 0, 0.3) == [0, 1]
+    assert pair.call("add", 1, twice=True) == [12, 12]
+    assert pair.scatter("add", [1, 2]) == [11, 12]
+    assert pair.pids() == pair.call("pid")
+    assert pair.alive() == [True, True]
+
+
+def test_torch_distributed_can_be_initialised(pair):
+    assert pair.call("all_reduce", 2.0, timeout_s=120) == [6.0, 6.0]
+
+
+def test_everything_listens_on_loopback(ray_cluster, pair):
+    ours = {f"socket:[{inode}]" for pid in marked(SESSION, [ray_cluster.session]) for inode in _socket_inodes(pid)}
+    open_to_all = [line for line in _listening() if f"socket:[{line['inode']}]" in ours and not line["loopback"]]
+    assert open_to_all == []
+    assert len(ours) > 0
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_names_group_rank_and_method_with_the_remote_traceback(pair):
+    with pytest.raises(WorkerError, match=r"pair rank 0: 'fail' raised ValueError: on purpose") as caught:
+        pair.call("fail", ranks=[0])
+    assert "raise ValueError(text)" in str(caught.value)
+    assert "_host.py" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert (caught.value.group, caught.value.rank, caught.value.method) == ("pair", 0, "fail")
+
+
+def test_the_first_failure_is_raised_without_waiting_for_the_others(pair):
+    with within(2.5), pytest.raises(WorkerError, match="pair rank 1: 'rank_fails' raised ValueError"):
+        pair.call("rank_fails", 1, 3.0)
+    pair.call("rank", timeout_s=20)  # leave the other rank time to finish
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("fail_unpicklably", "raised Plain.fail_unpicklably.<locals>.Local"),
+        ("exit", "raised SystemExit: 3"),
+        ("lock", "cannot be sent: TypeError: cannot pickle '_thread.lock' object"),
+        ("count", "raised TypeError: 'count' returns a generator; return a list, or put the items into a channel"),
+        ("nothing", "raised AttributeError: 'Plain' object has no attribute 'nothing'"),
+    ],
+)
+def test_what_cannot_be_pickled_or_called_leaves_the_worker_alive(pair, method, message):
+    with pytest.raises(WorkerError) as caught:
+        pair.call(method, ranks=[0])
+    assert str(caught.value).startswith("pair rank 0: ")
+    assert f"'{method}' {message}" in str(caught.value)
+    assert pair.call("add", 1) == [11, 11]
+
+
+def test_a_deadline_names_group_rank_method_seconds_and_process(pair):
+    with within(3), pytest.raises(DeadlineError) as caught:
+        pair.call("rank_sleeps", 1, 2.0, timeout_s=0.5)
+    text = str(caught.value)
+    assert "pair rank 1: no answer to 'rank_sleeps' in 0.5 s (1 of 2 ranks answered; missing: rank 1 (pid " in text
+    assert "is running" in text
+    pair.call("rank", timeout_s=10)
+
+
+def test_a_stopped_process_is_seen_as_such_and_can_be_replaced(single):
+    (pid,) = single.pids()
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=rf"\(pid {pid} on .*\) is stopped"):
+        single.call("add", 1, timeout_s=0.5)
+    assert single.alive() == [True]
+    single.restart(0)
+    assert single.call("add", 1) == [2]
+    assert process_state(pid) == "gone"
+
+
+def test_a_killed_process_wakes_everybody_who_waits_for_it(ray_cluster, pair, single):
+    """The call, the other end of its channel, who wants its device; and its children go with it."""
+    (holder,) = single.holders()
+    leases = Leases(is_gone=ray_cluster.is_gone)
+    leases.acquire("rollout", {holder: [0]}, timeout_s=5)
+    channel = ray_cluster.channel("numbers", int, 16)
+    single.call("produce", channel, 3, close=False)
+    assert channel.get_many(3, at_least=3) == [0, 1, 2]
+    (child,) = single.call("spawn_child")
+    getting = pair.start("get", channel, 30.0, ranks=[0])
+    sleeping = single.start("sleep", 30)
+    time.sleep(0.3)
+    with pytest.raises(DeadlineError, match=rf"held by single\[0\] \(pid {holder.pid}\) for phase 'rollout'"):
+        leases.acquire("update", {Holder("actor", 0): [0]}, timeout_s=0.2)
+    os.kill(holder.pid, signal.SIGKILL)
+    with within(5):
+        with pytest.raises(WorkerError, match=rf"single rank 0: its process \(pid {holder.pid}\) died during 'sleep'"):
+            sleeping.result(20)
+        with pytest.raises(WorkerError, match=r"its producer single\[0\] \(pid \d+\) went away without closing it"):
+            getting.result(20)
+        leases.acquire("update", {Holder("actor", 0): [0]}, timeout_s=10)
+    assert leases.log()[-1].died == (str(holder),)
+    assert single.alive() == [False]
+    wait_until_gone(child)
+    with pytest.raises(WorkerError, match="single rank 0: its process"):
+        single.call("add", 1)
+
+
+def test_a_process_that_ends_itself_is_quoted(single):
+    with pytest.raises(WorkerError) as caught:
+        single.call("fail_at_length")
+    assert len(str(caught.value)) < 100_000
+    with pytest.raises(WorkerError, match=r"(?s)its process \(pid \d+\) died during 'die'.*last words"):
+        single.call("die")
+
+
+def test_a_rank_can_be_restarted_in_the_middle_of_a_call(single):
+    pending = single.start("sleep", 30)
+    single.restart(0)
+    with pytest.raises(WorkerError, match="single rank 0: 'sleep' was under way when the rank was restarted"):
+        pending.result(5)
+    assert single.call("add", 1) == [2]
+
+
+def test_a_constructor_that_fails_on_one_rank_ends_the_group(ray_cluster):
+    with pytest.raises(WorkerError, match="broken rank 1: '__init__' raised RuntimeError: cannot be made"):
+        ray_cluster.launch("broken", Plain, args=(-1,), processes=2)
+    ours = [Path(f"/proc/{pid}/environ").read_text() for pid in marked(SESSION, [ray_cluster.session])]
+    assert [environment for environment in ours if f"{WORKER}={ray_cluster.session}:broken" in environment] == []
+
+
+def test_devices_that_were_not_reserved_are_refused(ray_cluster, pair):
+    with pytest.raises(PlacementError, match="reserved once"):
+        ray_cluster.reserve([Process(0, 0, (0,))])
+    with pytest.raises(PlacementError, match="is given devices \\[8\\], but node 0 has devices 0 to 7"):
+        ray_cluster.launch("far", Plain, processes=[Process(0, 0, (8,))])
+
+
+# --- calling ----------------------------------------------------------------------------------------------------------
+
+
+def test_health_is_answered_during_a_long_call(ray_cluster):
+    class Local(Busy):
+        """Of this function only, so it has to travel by value."""
+
+    group = ray_cluster.launch("busy", Local)
+    pending = group.start("work", 1.5)
+    time.sleep(0.3)
+    with within(1.0):
+        assert group.call("health") == [True]
+    assert not pending.done()
+    assert pending.result(10) == ["done"]
+
+
+def test_coroutine_methods_and_awaiting(ray_cluster):
+    group = ray_cluster.launch("waiting", Waiting)
+
+    async def many() -> list:
+        return await asyncio.gather(*(group.acall("request", value, 0.2, timeout_s=20) for value in range(30)))
+
+    assert [value for (value,) in asyncio.run(many())] == list(range(30))
+    assert group.call("peak")[0] > 5
+    with pytest.raises(WorkerError, match="waiting rank 0: 'fail' raised KeyError"):
+        asyncio.run(group.acall("fail"))
+
+    async def late() -> None:
+        await group.acall("request", 1, 5.0, timeout_s=0.3)
+
+    with pytest.raises(DeadlineError, match=r"waiting rank 0: no answer to 'request' in 0\.3 s"):
+        asyncio.run(late())
+
+
+def test_large_results_come_back_or_stay_where_they_are(pair):
+    assert [len(result) for result in pair.call("make", 100 << 20, ranks=[0], timeout_s=60)] == [100 << 20]
+    kept = pair.start("make", 50 << 20, keep=True).result(60)
+    assert pair.call("sizes", kept, timeout_s=60) == [[50 << 20] * 2] * 2
+    with pytest.raises(WorkerError, match=r"pair rank \d: 'fail' raised ValueError"):
+        pair.start("fail", keep=True).result(20)
+
+
+def test_a_value_is_put_once_for_all_ranks(ray_cluster, pair):
+    assert pair.call("size", ray_cluster.put(bytes(1 << 20))) == [1 << 20] * 2
+
+
+def test_a_group_can_be_called_from_another_worker(pair, single):
+    assert single.call("call_other", pair, "add", 5) == [[15, 15]]
+    with pytest.raises(
+        WorkerError, match=r"single rank 0: 'call_other' raised WorkerError: pair rank \d: 'fail' raised"
+    ):
+        single.call("call_other", pair, "fail")
+    with pytest.raises(WorkerError, match="only the process that launched the group can close it"):
+        single.call("close_other", pair)
+
+
+def test_actors_that_a_worker_starts_go_with_it(ray_cluster):
+    group = ray_cluster.launch("nest", Plain)
+    (nested,) = group.call("nest_actor", timeout_s=90)
+    assert process_state(nested) == "running"
+    group.close()
+    wait_until_gone(nested, timeout_s=10)
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_asks_first_and_wakes_who_waits(ray_cluster, tmp_path):
+    group = ray_cluster.launch("closing", Closing, args=(str(tmp_path / "log"),))
+    group.close()
+    assert (tmp_path / "log").read_text() == "closed\n"
+    with pytest.raises(WorkerError, match="the group is closed"):
+        group.call("close")
+    with pytest.raises(WorkerError, match="closing rank 0: cannot be restarted: the group is closed"):
+        group.restart(0)
+
+    group = ray_cluster.launch("asleep", Plain)
+    (pid,) = group.pids()
+    pending = group.start("sleep", 60)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            pending.result(50)
+        except Exception as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.3)
+    with within(5):
+        group.close()
+        waiter.join(5)
+    assert "asleep rank 0: 'sleep' was under way when the group was closed" in str(errors[0])
+    wait_until_gone(pid)
+
+
+# --- channels between workers -----------------------------------------------------------------------------------------
+
+
+def test_items_go_from_one_worker_to_another(ray_cluster, pair):
+    channel = ray_cluster.channel("numbers", int, 16)
+    producing = pair.start("produce", channel, 500, ranks=[0])
+    assert pair.call("consume", channel, ranks=[1], timeout_s=30) == [list(range(500))]
+    assert producing.result(5) == [500]
+
+
+# --- a second cluster in the same process -----------------------------------------------------------------------------
+
+
+def test_a_cluster_inside_a_cluster_shares_ray_and_leaves_it_running(ray_cluster, pair):
+    with Cluster() as inner:
+        assert inner.num_devices == 8
+        taken = r"could not reserve node 0: 1 devices in 0 s: Ray has 0 devices and \S+ CPUs free; wait for other jobs"
+        with pytest.raises(PlacementError, match=taken):
+            inner.reserve([Process(0, 0, (3,))], timeout_s=0.3)
+        inner.reserve([Process(0)])
+        with pytest.raises(
+            PlacementError, match=r"far rank 0 is placed on node 0, devices \[3\], of which \[3\] was not"
+        ):
+            inner.launch("far", Plain, processes=[Process(0, 0, (3,))])
+        assert inner.launch("inner", Plain).call("add", 2) == [2]
+        with pytest.raises(PlacementError, match="leave num_devices out"):
+            Cluster(num_devices=2)
+    with pytest.raises(RunError, match="the cluster is closed"):
+        inner.put(1)
+    assert pair.call("add", 3) == [13, 13]
+
+
+def _socket_inodes(pid: int) -> set[str]:
+    inodes = set()
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    except OSError:
+        pass
+    return inodes
+
+
+def _listening() -> list[dict]:
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if fields[3] != "0A":
+                    continue
+                raw = bytes.fromhex(fields[1].split(":")[0])
+                if len(raw) == 4:
+                    address = socket.inet_ntop(socket.AF_INET, raw[::-1])
+                else:
+                    words = b"".join(raw[at : at + 4][::-1] for at in range(0, 16, 4))
+                    address = socket.inet_ntop(socket.AF_INET6, words)
+                loopback = address.startswith(("127.", "::ffff:127.")) or address == "::1"
+                found.append({"inode": fields[9], "address": address, "loopback": loopback})
+    return found

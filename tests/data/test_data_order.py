@@ -1,0 +1,71 @@
+import hashlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotseat.data import PromptOrder
+from hotseat.errors import DataError
+
+
+def test_each_pass_is_a_permutation_and_the_tail_goes_before_the_next():
+    order = PromptOrder(5, seed=3)
+    taken = order.next(3) + order.next(3) + order.next(4) + order.next(10)
+    assert [epoch for epoch, _ in taken] == [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5
+    passes = [[index for _, index in taken[at : at + 5]] for at in range(0, 20, 5)]
+    assert all(sorted(one) == [0, 1, 2, 3, 4] for one in passes)
+    assert len(set(map(tuple, passes))) > 1
+
+
+def test_the_order_follows_the_seed():
+    assert PromptOrder(100, 1).next(300) == PromptOrder(100, 1).next(300)
+    assert PromptOrder(100, 1).next(100) != PromptOrder(100, 2).next(100)
+
+
+def test_the_order_is_that_of_philox_and_does_not_change_between_versions():
+    for seed, epoch in ((42, 0), (42, 1), (7, 0)):
+        key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()
+        stream = philox(int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"), 50)
+        expected = sorted(range(50), key=lambda index: stream[index])
+        order = PromptOrder(50, seed)
+        order.next(50 * epoch)
+        assert [index for _, index in order.next(50)] == expected
+
+
+def philox(key0: int, key1: int, num: int) -> list[int]:
+    """Philox4x64-10 of Salmon et al. 2011, from counter 1 on."""
+    words, low = [], 2**64 - 1
+    for counter in range(1, num // 4 + 2):
+        block, one, other = [counter, 0, 0, 0], key0, key1
+        for _ in range(10):
+            left, right = block[0] * 0xD2E7470EE14C6C93, block[2] * 0xCA5A826395121157
+            block = [(right >> 64) ^ block[1] ^ one, right & low, (left >> 64) ^ block[3] ^ other, left & low]
+            one, other = (one + 0x9E3779B97F4A7C15) & low, (other + 0xBB67AE8584CAA73B) & low
+        words += block
+    return words[:num]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(0, 2**40), st.lists(st.integers(0, 9), max_size=6), st.integers(0, 30))
+def test_resumed_equals_uninterrupted(num_prompts, seed, before, after):
+    order = PromptOrder(num_prompts, seed)
+    for num in before:
+        order.next(num)
+    saved = json.loads(json.dumps(order.state()))
+    resumed = PromptOrder.from_state(saved, num_prompts=num_prompts, seed=seed)
+    assert resumed.next(after) == order.next(after)
+    assert resumed.state() == order.state()
+
+
+def test_other_data_or_another_seed_is_refused():
+    state = PromptOrder(5, seed=3).state()
+    with pytest.raises(DataError, match="saved with num_prompts 5, and now it is 6"):
+        PromptOrder.from_state(state, num_prompts=6, seed=3)
+    with pytest.raises(DataError, match="saved with seed 3, and now it is 4"):
+        PromptOrder.from_state(state, num_prompts=5, seed=4)
+
+
+def test_no_prompts():
+    with pytest.raises(DataError, match="no prompts"):
+        PromptOrder(0, 1)
