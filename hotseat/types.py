@@ -235,3 +235,20 @@ class MicroBatch:
             fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()},
             sample_ids=self.sample_ids,
         )
+
+
+# --- residency --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What it took to put parts aside or to bring them back."""
+
+    num_bytes: int  # that left the device, or came back to it
+    num_bytes_copied: int  # of those, that were kept on the host; the rest was dropped, or comes back empty
+    ms: float
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.num_bytes + other.num_bytes, self.num_bytes_copied + other.num_bytes_copied, self.ms + other.ms
+        )

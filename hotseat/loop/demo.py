@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-CARELESS = 0.7  # share of examples that forget the carry
+CARELESS = 0.75  # share of examples that forget the carry
 NUM_EVAL = 200
-NUM_EXAMPLES = 24_000
+NUM_EXAMPLES = 40_000
 
 REWARD = '''\
 """1 for the right sum, 0 for anything else."""
 
 
 def reward_func(queries, prompts, labels):
-    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    answers = [query[len(prompt):].removesuffix("<eos>") for query, prompt in zip(queries, prompts)]
     return [1.0 if answer == label else 0.0 for answer, label in zip(answers, labels)]
 '''
 

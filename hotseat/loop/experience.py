@@ -120,6 +120,19 @@ def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: Advanta
     return rewards
 
 
+def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+    """(reward of each turn, flat position of its last sampled token) where every episode has them; None otherwise."""
+    samples = [sample for group in groups for sample in group.samples]
+    if not samples or not all(
+        sample.turn_rewards and len(sample.turn_rewards) == len(sample.episode.turn_lengths) for sample in samples
+    ):
+        return None, None
+    sampled = batch.mask.nonzero()[:, 0]
+    lengths = torch.tensor([length for sample in samples for length in sample.episode.turn_lengths])
+    rewards = torch.tensor([reward for sample in samples for reward in sample.turn_rewards], dtype=torch.float32)
+    return rewards, sampled[lengths.cumsum(0) - 1]
+
+
 def with_advantages(
     groups: Sequence[Group],
     batch: MicroBatch,
@@ -132,12 +145,19 @@ def with_advantages(
         kl = estimate_kl(
             batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask, settings.kl_estimator
         )
-    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples])
+    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples], dtype=torch.int64)
+    rewards = shaped_rewards(groups, batch, settings)
+    turn_rewards, turns = rewards_of_turns(groups, batch)
+    if turn_rewards is not None and turns is not None:
+        # What the turns got is placed there; the rest of the episode's reward stays on its last token.
+        rewards = rewards.index_add(0, batch.layout.token_episode[turns], -turn_rewards)
     advantages = compute_advantages(
         settings.estimator,
         batch.layout,
-        shaped_rewards(groups, batch, settings),
+        rewards,
         groups=group_ids,
+        turn_rewards=turn_rewards,
+        turns=turns,
         kl=kl,
         kl_coefficient=settings.kl_in_reward,
         reward_clip=settings.reward_clip,

@@ -123,7 +123,7 @@ class RlRun:
         self._hosts = cluster.launch(
             "agents", RolloutHost, args=(self._engines, _host_settings(config)), timeout_s=self._timeout_s
         )
-        self._seats = Seats(plan, groups, timeout_s=self._timeout_s)
+        self._seats = Seats(plan, groups, timeout_s=self._timeout_s, is_gone=cluster.is_gone)
         stack.callback(self._seats.close)
 
         self._order = PromptOrder(len(prompts), config.seed)

@@ -39,12 +39,13 @@ class Seats:
         groups: Mapping[str, Group],
         *,
         timeout_s: float,
+        is_gone: Callable[[Holder], bool] = lambda holder: False,
         measure: Callable[[int], DeviceMemory | None] = lambda device: None,
     ):
         self._plan = plan
         self._groups = groups
         self._timeout_s = timeout_s
-        self._leases = Leases(measure=measure, is_gone=lambda holder: not self._is_alive(holder))
+        self._leases = Leases(measure=measure, is_gone=is_gone)
         self._lease: Lease | None = None
         self._processes = {
             (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
@@ -143,7 +144,3 @@ class Seats:
                     if process is not None:
                         found[holder] = process.devices
         return found
-
-    def _is_alive(self, holder: Holder) -> bool:
-        group = self._groups.get(holder.group)
-        return group is not None and group.alive()[holder.rank]

@@ -27,7 +27,7 @@ from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObject
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count, split_by_tokens
-from hotseat.types import Completion, MicroBatch, Request
+from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import Bucket, Receiver, Sender
 
 
@@ -82,10 +82,10 @@ class ModelWorker:
                 by_sample.setdefault(name, []).append(log_probs[bounds[segment] : bounds[segment + 1]])
         return by_sample
 
-    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Any:
+    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.put_aside(parts)
 
-    def bring_back(self, parts: Sequence[Any]) -> Any:
+    def bring_back(self, parts: Sequence[Any]) -> Moved:
         return self._backend.bring_back(parts)
 
     def close(self) -> None:
@@ -289,10 +289,10 @@ class EngineWorker:
     def finish_load(self, version: int) -> dict[str, int]:
         return self._receiver.finish(version)
 
-    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Any:
+    def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._engine.put_aside(parts, keep_weights=keep_weights)
 
-    def bring_back(self, parts: Sequence[Any]) -> Any:
+    def bring_back(self, parts: Sequence[Any]) -> Moved:
         return self._engine.bring_back(parts)
 
     def health(self) -> Any:

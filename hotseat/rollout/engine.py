@@ -11,19 +11,10 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from hotseat.errors import UserError
-from hotseat.types import Completion, Request
+from hotseat.types import Completion, Moved, Request
 
 Part = Literal["weights", "kv_cache"]
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What it took to put parts aside or to bring them back."""
-
-    num_bytes: int  # that left the device, or came back to it
-    num_bytes_copied: int  # of those, that were kept elsewhere; the rest was dropped, or comes back empty
-    milliseconds: float
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from hotseat.errors import (
 from hotseat.rollout._live_weights import LiveWeights
 from hotseat.rollout._sampling import filtered, sample, uniforms
 from hotseat.rollout._slots import Prefix, padded, slot_model
-from hotseat.rollout.engine import PARTS, Health, Moved, Part, check_parts, check_request, check_scoring
-from hotseat.types import Completion, Request
+from hotseat.rollout.engine import PARTS, Health, Part, check_parts, check_request, check_scoring
+from hotseat.types import Completion, Moved, Request
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hotseat.errors import UserError
 from hotseat.train.packing import LayoutKind
 from hotseat.train.schedule import Schedule
-from hotseat.types import MicroBatch
+from hotseat.types import MicroBatch, Moved
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -96,17 +96,6 @@ class UpdateReport:
     num_tokens: int
     num_sampled: int  # tokens under the mask
     metrics: Mapping[str, float]  # the loss's own sums, over all micro-batches of all ranks
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What putting parts aside or bringing them back cost."""
-
-    num_bytes: int
-    ms: float
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.num_bytes + other.num_bytes, self.ms + other.ms)
 
 
 class Backend(Protocol):

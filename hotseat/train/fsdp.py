@@ -32,7 +32,6 @@ from hotseat.train.attention import has_flash
 from hotseat.train.backend import (
     PARTS,
     Loss,
-    Moved,
     Outputs,
     Part,
     TrainOptions,
@@ -45,7 +44,7 @@ from hotseat.train.packing import model_input
 from hotseat.train.policy import layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
 from hotseat.train.residency import Shelf
-from hotseat.types import MicroBatch
+from hotseat.types import MicroBatch, Moved
 
 _KIND = {"backend": "fsdp", "format": 1}
 _MAX_NAMED = 16  # samples in an error message
@@ -246,7 +245,7 @@ class FSDPBackend:
     def put_aside(self, parts: Collection[Part]) -> Moved:
         self._need("put_aside")
         check_parts(parts)
-        moved = Moved(0, 0.0)
+        moved = Moved(0, 0, 0.0)
         for part in (part for part in PARTS if part in parts and part not in self._aside):
             if part in self.movable:
                 moved += self._shelves[part].put_aside(self._tensors(part))
@@ -256,7 +255,7 @@ class FSDPBackend:
     def bring_back(self, parts: Collection[Part]) -> Moved:
         self._need("bring_back")
         check_parts(parts)
-        moved = Moved(0, 0.0)
+        moved = Moved(0, 0, 0.0)
         for part in (part for part in PARTS if part in parts and part in self._aside):
             if part in self.movable:
                 moved += self._shelves[part].bring_back()

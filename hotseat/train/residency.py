@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hotseat.train.backend import Moved
+from hotseat.types import Moved
 
 
 class Shelf:
@@ -51,7 +51,7 @@ class Shelf:
 
     def _moved(self, start: float) -> Moved:
         num_bytes = sum(num_bytes for _, num_bytes in self._stored)
-        return Moved(num_bytes=num_bytes, ms=(_now(self._device) - start) * 1e3)
+        return Moved(num_bytes=num_bytes, num_bytes_copied=num_bytes, ms=(_now(self._device) - start) * 1e3)
 
     def _pieces(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Device bytes and the host bytes that belong to them: the storages laid end to end over the chunks."""

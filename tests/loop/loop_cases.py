@@ -37,7 +37,7 @@ def reward_func(queries, prompts, labels):
 
 
 def make_task(directory: Path, seed: int = 0) -> Path:
-    """A tiny Llama over digits, prompts `12+34=` with a digit as label, and a reward that counts sevens in the answer."""
+    """A tiny Llama over digits, prompts `1+2=` with a digit as label, and a reward that counts sevens."""
     import json
 
     import transformers

@@ -1,5 +1,7 @@
 """From groups to the batches of optimizer steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -107,6 +109,19 @@ def test_kl_in_the_reward_needs_both_log_probs_and_lowers_the_advantage():
     batch = with_advantages(groups, batch, settings(kl_in_reward=0.1), alone)
     # k1 = 0.5 a token, so -0.05 a token; the first of two tokens carries both.
     assert batch.fields[ADVANTAGES][batch.mask].tolist() == pytest.approx([-0.1, -0.05, -0.1, -0.05])
+
+
+def test_rewards_of_turns_land_on_their_own_tokens():
+    """Two turns of one and two tokens: the first token is credited with both, the second turn with its own."""
+    [group] = [make_group(0, [3.0, 1.0], sampled=3)]
+    samples = tuple(
+        replace(sample, episode=replace(sample.episode, turn_lengths=(1, 2)), turn_rewards=rewards)
+        for sample, rewards in zip(group.samples, [(2.0, 1.0), (0.0, 1.0)], strict=True)
+    )
+    groups = [replace(group, samples=samples)]
+    batch = with_advantages(groups, flatten(groups), settings(), alone)
+    # Turn 1: 2 and 0, mean 1. Turn 2: 1 and 1, mean 1. So +1 and -1 before the first turn ends, 0 afterwards.
+    assert batch.fields[ADVANTAGES][batch.mask].tolist() == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0]
 
 
 def test_long_and_truncated_answers_are_charged():

@@ -94,6 +94,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def sample_some(engine: Engine, num_tokens: int = 12) -> None:
+    """Let it sample so many more tokens, in all its requests together."""
+    before = engine.health().num_sampled
+    until(lambda: engine.health().num_sampled > before + num_tokens, "some tokens")
+
+
 def assert_same(subject: Subject, got: Completion, expected: Completion) -> None:
     if subject.is_bit_exact:
         assert got == expected
@@ -305,8 +311,7 @@ def abort_gives_what_there_is_and_frees_the_slot(subject: Subject) -> None:
     with subject.engine(num_slots=1, max_length=600) as engine:
         long = request("long", max_new_tokens=500)
         running, waiting = engine.submit(long), engine.submit(request("waiting"))
-        before = engine.health().num_sampled
-        until(lambda: engine.health().num_sampled > before + 3, "some tokens")
+        sample_some(engine)
         assert sorted(engine.abort(["long", "waiting", "nobody"])) == ["long", "waiting"]
         aborted = running.result(PATIENCE_S)
         assert aborted.finish == "abort"
@@ -322,11 +327,9 @@ def abort_gives_what_there_is_and_frees_the_slot(subject: Subject) -> None:
 
 def pause_keeps_sequences_and_they_go_on_under_new_weights(subject: Subject) -> None:
     with subject.engine(max_length=600) as engine:
-        asked = request("long", max_new_tokens=150)
-        (undisturbed,) = engine.generate([asked])
-        before = engine.health().num_sampled
-        future = engine.submit(asked)
-        until(lambda: engine.health().num_sampled > before + 5, "some tokens")
+        (undisturbed,) = engine.generate([request("undisturbed", max_new_tokens=60)])
+        future = engine.submit(request("long", max_new_tokens=550))
+        sample_some(engine)
         engine.pause()
         sampled = engine.health().num_sampled
         late = engine.submit(request("late"))
@@ -338,11 +341,14 @@ def pause_keeps_sequences_and_they_go_on_under_new_weights(subject: Subject) -> 
         assert engine.version == 3
         assert not future.done()
         engine.resume()
+        sample_some(engine)
+        engine.abort(["long"])
         completion = future.result(PATIENCE_S)
+        num_tokens = len(completion.token_ids)
         switch = completion.versions.index(3)
-        assert completion.versions == (0,) * switch + (3,) * (150 - switch)
-        assert completion.token_ids[:switch] == undisturbed.token_ids[:switch]
-        assert completion.token_ids != undisturbed.token_ids
+        assert 0 < switch < num_tokens
+        assert completion.versions == (0,) * switch + (3,) * (num_tokens - switch)
+        assert completion.token_ids[:switch][:60] == undisturbed.token_ids[:switch]
         assert set(late.result(PATIENCE_S).versions) == {3}
 
 
@@ -467,7 +473,7 @@ def parts_go_aside_and_come_back_bit_for_bit(subject: Subject) -> None:
             moved = engine.put_aside(chosen)
             assert moved.num_bytes == sum(resident[part] for part in chosen)
             assert moved.num_bytes_copied == sum(resident[part] for part in chosen if part == "weights")
-            assert moved.milliseconds > 0
+            assert moved.ms > 0
             for part in engine.parts:
                 assert engine.health().resident_bytes[part] == (0 if part in chosen else resident[part])
             assert engine.health().aside == chosen
@@ -502,24 +508,29 @@ def weights_that_are_replaced_anyway_need_not_be_kept(subject: Subject) -> None:
 
 
 def requests_in_flight_survive_putting_aside_only_if_paused(subject: Subject) -> None:
-    asked = [request("a", max_new_tokens=120), request("b", [4, 4], max_new_tokens=121)]
+    asked = [request("a", max_new_tokens=550), request("b", [4, 4], max_new_tokens=551)]
     with subject.engine(max_length=600) as engine:
         if not engine.can_put_aside:
             return
-        expected = engine.generate(asked)
-        before = engine.health().num_sampled
+        expected = engine.generate([replace(r, sampling=replace(r.sampling, max_new_tokens=60)) for r in asked])
         futures = [engine.submit(r) for r in asked]
         with pytest.raises(RunError, match="2 requests in flight"):
             engine.put_aside(engine.can_put_aside)
-        until(lambda: engine.health().num_sampled > before + 6, "some tokens")
+        sample_some(engine)
         engine.pause()
         engine.put_aside(engine.can_put_aside)
         with pytest.raises(RunError, match="put aside"):
             engine.resume()
         engine.bring_back(engine.can_put_aside)
         engine.resume()
+        sample_some(engine)
+        engine.abort()
         for future, completion in zip(futures, expected, strict=True):
-            assert_same(subject, future.result(PATIENCE_S), completion)
+            got = future.result(PATIENCE_S)
+            num_tokens = min(60, len(got.token_ids))
+            assert got.token_ids[:num_tokens] == completion.token_ids[:num_tokens]
+            if subject.is_bit_exact:
+                assert got.log_probs[:num_tokens] == completion.log_probs[:num_tokens]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -237,6 +237,7 @@ def alone() -> tuple[list[Request], list[Completion]]:
         return requests, [engine.generate([one])[0] for one in requests]
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # not every CPU has it; torch then takes another way
 def test_bfloat16_weights_serve_too() -> None:
     config = LLAMA_LIKE["llama, grouped, tied"]
     reference = random_model(config, 0).to(torch.bfloat16)
@@ -416,8 +417,8 @@ def test_waits_end_and_say_what_they_waited_for() -> None:
 def test_generate_has_a_deadline_and_leaves_nothing_behind() -> None:
     with LLAMA.engine(max_length=600) as engine:
         asked = [request("short", max_new_tokens=1), request("long", max_new_tokens=550)]
-        with pytest.raises(DeadlineError, match=r"1 of 2 requests did not finish in 0\.2 s"):
-            engine.generate(asked, timeout_s=0.2)
+        with pytest.raises(DeadlineError, match=r"[12] of 2 requests did not finish in 0\.05 s"):
+            engine.generate(asked, timeout_s=0.05)
         assert engine.health().num_running == engine.health().num_waiting == 0
 
 
