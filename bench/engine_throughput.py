@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
 
+    torch.get_num_threads()  # Else the first parallel operation takes the number that was set last, by an engine.
     torch.set_num_threads(args.threads)
     requests = mixed_requests(num_prompts=32, num_samples=8)
     num_tokens = sum(r.sampling.max_new_tokens for r in requests)

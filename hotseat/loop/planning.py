@@ -16,10 +16,12 @@ from hotseat.placement import (
     ForwardMemory,
     Inventory,
     ModelShape,
+    Node,
     NodePool,
     Overlap,
     Part,
     Plan,
+    PlannedRole,
     RoleSpec,
     TrainMemory,
     default_flow,
@@ -51,17 +53,41 @@ def make_plan(config: Config, inventory: str | Inventory | None = None) -> Plan:
     return _on_assumed_nodes(config, roles, flow)
 
 
+def inventory_of(cluster: Any) -> Inventory:
+    """What a running cluster has: its nodes in order, each with its devices."""
+    return Inventory(tuple(Node(rank, num_devices=node.num_devices) for rank, node in enumerate(cluster.nodes)))
+
+
+class ComponentPlacement:
+    """Where each role of a config goes on a running cluster, in the shape that users of RLinf know.
+
+    placement = ComponentPlacement(config, cluster)
+    Actor.create_group(config).launch(cluster, name="actor", placement_strategy=placement.get_strategy("actor"))
+    """
+
+    def __init__(self, config: Config, cluster: Any):
+        self.plan = make_plan(config, inventory_of(cluster))
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return tuple(role.name for role in self.plan.roles)
+
+    @property
+    def placement_mode(self) -> str:
+        """colocated, disaggregated or hybrid: derived."""
+        return self.plan.label
+
+    def get_strategy(self, name: str) -> PlannedRole:
+        """The processes of a role, for `launch`."""
+        return self.plan.role(name)
+
+    def get_world_size(self, name: str) -> int:
+        return len(self.plan.role(name).processes)
+
+
 def num_data_parallel(config: Config, made: Plan) -> int:
-    """Ranks that each see different samples."""
-    ranks = len(made.role("actor").processes)
-    per_replica = config.train.sequence_parallel_size * _tensor_parallel(config)
-    if ranks % per_replica:
-        raise PlacementError(
-            f"actor: {ranks} ranks do not divide into replicas of {per_replica} (train.sequence_parallel_size"
-            f" {config.train.sequence_parallel_size} x train.deepspeed.tensor_parallel_size"
-            f" {config.train.deepspeed.tensor_parallel_size})"
-        )
-    return ranks // per_replica
+    """Ranks that each see different samples. The planner has checked that they divide into replicas."""
+    return len(made.role("actor").processes) // (config.train.sequence_parallel_size * _tensor_parallel(config))
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:

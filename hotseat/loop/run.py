@@ -16,7 +16,7 @@ from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
 from hotseat.errors import NotBuiltError, TooFewDevicesError, UserError
-from hotseat.loop.planning import make_plan, num_data_parallel
+from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
 from hotseat.loop.rundir import make_run_dir, save_plan
 from hotseat.placement import Inventory, Plan
 
@@ -57,7 +57,7 @@ def _start_rl(config: Config) -> dict[str, float]:
         from hotseat.loop.rl import COLUMNS, RlRun, train_rl
 
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
-        plan = make_plan(config, _inventory_of(cluster, config))
+        plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
         view, log = stack.enter_context(_observed(config, run_dir, algebra, COLUMNS))
         for note in notes:
@@ -88,7 +88,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         from hotseat.loop.supervised import SupervisedWorker
 
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
-        plan = make_plan(config, _inventory_of(cluster, config))
+        plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
         view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS))
         for note in notes:
@@ -214,14 +214,6 @@ def _cluster(make: Any, config: Config, dry: Plan) -> Any:
     """A cluster with room for the plan: an existing one, or our own with one logical device per planned device."""
     num_devices = 1 + max((device for role in dry.roles for device in role.devices), default=0)
     return make(config.cluster.runtime, num_devices=num_devices, timeout_s=config.cluster.call_timeout_s)
-
-
-def _inventory_of(cluster: Any, config: Config) -> Inventory:
-    """What the cluster really has."""
-    from hotseat.placement import Node
-
-    nodes = tuple(Node(rank, num_devices=node.num_devices) for rank, node in enumerate(cluster.nodes))
-    return Inventory(nodes)
 
 
 @contextmanager

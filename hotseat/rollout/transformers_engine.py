@@ -371,6 +371,9 @@ class TransformersEngine:
         error: HotseatError = RunError("the engine was closed")
         try:
             if self._num_threads is not None:
+                # A thread takes the process's default at its first question or parallel operation, even after it was
+                # set a number of its own: ask first.
+                torch.get_num_threads()
                 torch.set_num_threads(self._num_threads)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)

@@ -537,9 +537,15 @@ def test_an_idle_engine_burns_no_cpu() -> None:
 
 
 def test_the_number_of_threads_is_set_not_inherited() -> None:
-    engine = TransformersEngine(random_model(LLAMA_LIKE["llama"], 0), max_length=64, num_threads=1)
-    assert engine._call("count", torch.get_num_threads) == 1
-    engine.close()
+    engines = {
+        count: TransformersEngine(random_model(LLAMA_LIKE["llama"], 0), max_length=64, num_threads=count)
+        for count in (2, 1)
+    }
+    for engine in engines.values():
+        engine.generate([request("a")])
+    for count, engine in engines.items():
+        assert engine._call("count", torch.get_num_threads) == count
+        engine.close()
 
 
 def test_close_ends_the_thread() -> None:

@@ -1,0 +1,142 @@
+"""From a config to the planner's question."""
+
+import json
+
+import pytest
+
+from hotseat.cluster import Cluster, Worker
+from hotseat.config import loads
+from hotseat.errors import PlacementError
+from hotseat.loop.planning import ComponentPlacement, make_plan, num_data_parallel, role_specs
+from hotseat.placement import EngineMemory, ForwardMemory, Part, TrainMemory
+
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+def specs(text: str) -> dict:
+    return {spec.name: spec for spec in role_specs(loads(text))}
+
+
+def test_a_role_that_is_not_placed_goes_where_the_actor_is():
+    plan = make_plan(loads("algorithm: {kl: {coef: 0.1}}"))
+    assert {role.name: role.devices for role in plan.roles} == {"actor": (0,), "rollout": (0,), "reference": (0,)}
+
+
+def test_a_role_that_the_run_does_not_have_cannot_be_placed():
+    with pytest.raises(PlacementError, match="critic is placed, but this run has no critic"):
+        make_plan(loads("cluster: {component_placement: {actor: 0, critic: 0}}"))
+
+
+def test_offload_is_always_never_or_as_needed():
+    assert specs("actor: {enable_offload: true}")["actor"].put_aside == "always"
+    assert specs("actor: {enable_offload: false}")["actor"].put_aside == "never"
+    assert specs("")["actor"].put_aside is None
+
+
+def test_deepspeed_keeps_masters_beside_sixteen_bit_weights_and_fsdp_casts_fp32_ones():
+    deepspeed = specs("train: {backend: deepspeed, deepspeed: {zero_stage: 1, adam_offload: true}}")["actor"].memory
+    assert isinstance(deepspeed, TrainMemory)
+    assert (deepspeed.weight_bytes, deepspeed.master_bytes, deepspeed.zero_stage) == (2, 4, 1)
+    assert deepspeed.optimizer_offload
+    fsdp = specs("")["actor"].memory
+    assert (fsdp.weight_bytes, fsdp.master_bytes, fsdp.compute_bytes, fsdp.zero_stage) == (4, 0, 2, 3)
+    pure = specs("train: {fp32_master: false}")["actor"].memory
+    assert (pure.weight_bytes, pure.master_bytes, pure.moment_bytes, pure.gradient_bytes) == (2, 0, 2, 2)
+    plain = specs("train: {dtype: fp32}")["actor"].memory
+    assert (plain.weight_bytes, plain.compute_bytes, plain.moment_bytes) == (4, 4, 4)
+
+
+def test_an_engine_has_its_share_its_size_and_its_parts():
+    spec = specs("rollout: {engine: vllm, tensor_parallel_size: 2, memory_share: 0.4, enforce_eager: true}")["rollout"]
+    assert (spec.tensor_parallel, spec.share) == (2, 0.4)
+    assert isinstance(spec.memory, EngineMemory)
+    assert not spec.memory.cuda_graphs
+    assert spec.can_put_aside == {Part.WEIGHTS, Part.KV_CACHE}
+    assert specs("rollout: {engine: vllm}")["rollout"].share == 0.9
+    assert specs("")["rollout"].share is None
+
+
+def test_a_reference_is_sharded_under_fsdp_and_zero_3_only():
+    base = "algorithm: {kl: {coef: 0.1}}\n"
+    assert isinstance(specs(base)["reference"].memory, ForwardMemory)
+    assert specs(base)["reference"].memory.is_sharded
+    assert not specs(base + "train: {backend: deepspeed}")["reference"].memory.is_sharded
+    assert specs(base + "train: {backend: deepspeed, deepspeed: {zero_stage: 3}}")["reference"].memory.is_sharded
+
+
+def test_a_shape_comes_from_the_config_the_model_directory_or_the_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 3}))
+    assert specs(f"actor: {{model: {tmp_path}}}")["actor"].model.num_layers == 3
+    assert specs(f"actor: {{model: {tmp_path}, shape: {json.dumps(LLAMA)}}}")["actor"].model.num_layers == 2
+    assumed = specs("actor: {model: org/Llama-3-8b-mine}")["actor"]
+    assert (assumed.model_assumed, assumed.model.num_layers) == ("Llama-3-8B", 32)
+    assert specs("actor: {model: org/unheard-of}")["actor"].model is None
+
+
+def test_a_critic_is_shaped_like_the_reward_model_with_a_scalar_head():
+    text = f"algorithm: {{estimator: gae}}\nactor: {{shape: {json.dumps(LLAMA)}}}\n"
+    text += f"reward: {{model: r, shape: {json.dumps(LLAMA | {'num_hidden_layers': 5})}}}"
+    found = specs(text)
+    assert found["critic"].model.num_layers == 5
+    assert found["critic"].model.num_parameters < found["reward"].model.num_parameters + 100
+
+
+def test_a_broken_model_config_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PlacementError, match=r"config.json is not JSON"):
+        make_plan(loads(f"actor: {{model: {tmp_path}}}"))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(PlacementError, match=r"config.json does not hold a model config"):
+        make_plan(loads(f"actor: {{model: {tmp_path}}}"))
+
+
+def test_ranks_divide_into_replicas():
+    text = "cluster: {component_placement: {actor: 0-7}}\ntrain: {sequence_parallel_size: 2}"
+    assert num_data_parallel(loads(text), make_plan(loads(text))) == 4
+    odd = loads("cluster: {component_placement: {actor: 0-2}}\ntrain: {sequence_parallel_size: 2}")
+    with pytest.raises(PlacementError, match="3 processes cannot be cut into groups of 2"):
+        make_plan(odd)
+
+
+def test_more_nodes_than_the_inventory_are_refused_and_fewer_are_used():
+    text = "cluster: {num_nodes: 2, component_placement: {actor: all}}"
+    with pytest.raises(PlacementError, match=r"cluster.num_nodes is 2, the inventory has 1 node"):
+        make_plan(loads(text), "1x8")
+    assert len(make_plan(loads(text), "4x8").role("actor").devices) == 16
+
+
+def test_a_flow_of_ones_own_is_taken():
+    text = """
+flow:
+  - {name: rollout, run: [rollout]}
+  - {name: update, train: [actor]}
+  - {name: sync, push: [rollout]}
+"""
+    assert [step.name for step in make_plan(loads(text)).steps] == ["rollout", "update", "sync"]
+
+
+class Echo(Worker):
+    def __init__(self, word):
+        self.word = word
+
+    def say(self):
+        return self.word
+
+
+def test_groups_launch_in_the_shape_that_users_of_rlinf_know():
+    config = loads("cluster: {component_placement: {actor: 0-1, rollout: 1}}")
+    with Cluster("local", num_devices=2) as cluster:
+        placement = ComponentPlacement(config, cluster)
+        assert placement.components == ("actor", "rollout")
+        assert placement.placement_mode == "hybrid"
+        assert placement.get_world_size("actor") == 2
+        actor = Echo.create_group("hello").launch(
+            cluster, name="actor", placement_strategy=placement.get_strategy("actor")
+        )
+        assert actor.call("say") == ["hello", "hello"]
