@@ -5,7 +5,11 @@ sequence ignored), in one run. `model.generate` takes the requests in batches of
 runs each batch to its longest request; only tokens that were asked for count. Each is run several times in turn and
 the best time counts, since other work on the machine only ever adds to it.
 
-    python bench/engine_throughput.py [--threads 2] [--slots 64 128 256] [--repeats 3]
+Threads share one matrix product only where nobody else wants the cores: OpenBLAS waits for a thread that has lost its
+core by spinning, and a step then takes ten times as long. Engines of one thread each, in processes of their own, do not
+wait for each other.
+
+    python bench/engine_throughput.py [--threads 1] [--slots 64 128 256] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -39,13 +39,13 @@ data: {{path: {prompts}, label_key: label, max_length: 16, max_samples: {num_pro
 reward: {{function: {reward}}}
 rollout: {{batch_size: 32, samples_per_prompt: 8, max_new_tokens: 5, num_slots: 256}}
 algorithm: {{estimator: group_norm}}
-train: {{dtype: fp32, batch_size: 256, micro_batch_size: 256}}
+train: {{dtype: fp32, batch_size: 128, micro_batch_size: 128}}
 eval: {{path: {held_out}, every: 20, temperature: 0.0, samples_per_prompt: 1}}
 log: {{every: 10}}
 """
 
 NUM_EXAMPLES = 40_000
-NUM_PROMPTS = 3_840
+NUM_PROMPTS = 3_200
 
 
 def run_demo(directory: Path, seed: int) -> int:

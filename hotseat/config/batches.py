@@ -34,10 +34,16 @@ class BatchAlgebra:
     score_micro_batches: int | None  # per rank and step, for log-probs
     tokens_per_step: int  # at most
     num_rows: int | None  # in all passes
+    is_bound: bool  # the rows are not counted yet: at most so many
     num_steps: int | None
     num_dropped_rows: int | None  # tail of the last pass
     schedule_length: int | None
     warmup_steps: int | None
+
+
+def warmup_steps(schedule_length: int, ratio: float) -> int:
+    """Optimizer steps over which the learning rate rises, rounded up as in OpenRLHF."""
+    return math.ceil(schedule_length * ratio)
 
 
 def nearest_multiples(number: int, of: int) -> str:
@@ -48,7 +54,8 @@ def nearest_multiples(number: int, of: int) -> str:
 
 def nearest_divisors(number: int, of: int) -> str:
     """The divisors of `of` around a number, as words."""
-    divisors = [candidate for candidate in range(1, of + 1) if of % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(of) + 1) if of % candidate == 0]
+    divisors = sorted({*small, *(of // candidate for candidate in small)})
     below = [divisor for divisor in divisors if divisor <= number]
     above = [divisor for divisor in divisors if divisor > number]
     return " or ".join(str(found) for found in [*below[-1:], *above[:1]])
@@ -79,11 +86,12 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
     if problems:
         raise BatchError("batch sizes do not divide:\n" + "\n".join(f"  {problem}" for problem in problems))
 
-    rows = num_rows if num_rows is not None else config.data.max_samples
+    bounds = [bound for bound in (num_rows, config.data.max_samples) if bound is not None]
+    rows = min(bounds) if bounds else None
     passes = train.num_episodes if is_rl else train.max_epochs
     total_rows = rows * passes if rows is not None else None
     num_steps = total_rows // prompts if total_rows is not None else None
-    if rows is not None and num_rows is not None and total_rows is not None and total_rows < prompts:
+    if total_rows is not None and total_rows < prompts:
         raise BatchError(
             f"{rows} rows in {passes} pass(es) are fewer than the {prompts} of one step:"
             f" lower {'rollout' if is_rl else 'train'}.batch_size to {total_rows} or add data"
@@ -100,10 +108,11 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
         score_micro_batches=score_micro_batches,
         tokens_per_step=samples * config.data.max_length * (2 if config.task in ("rm", "dpo") else 1),
         num_rows=total_rows,
+        is_bound=num_rows is None,
         num_steps=num_steps,
         num_dropped_rows=total_rows - num_steps * prompts if total_rows is not None and num_steps is not None else None,
         schedule_length=schedule,
-        warmup_steps=int(schedule * config.actor.optimizer.warmup_ratio) if schedule is not None else None,
+        warmup_steps=warmup_steps(schedule, config.actor.optimizer.warmup_ratio) if schedule is not None else None,
     )
 
 
@@ -185,7 +194,7 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
         (
             "steps",
             f"{algebra.num_steps:,}",
-            f"{per_pass:,} rows x {passes} pass(es) / {algebra.prompts_per_step:,},"
+            f"{'at most ' * algebra.is_bound}{per_pass:,} rows x {passes} pass(es) / {algebra.prompts_per_step:,},"
             f" {algebra.num_dropped_rows:,} left over",
         )
     )

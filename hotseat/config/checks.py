@@ -224,6 +224,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.eval.path is not None,
         _says("eval.path is not set, so nothing is evaluated"),
     ),
+    Rule(
+        tuple(f"checkpoint.{name}" for name in ("path", "keep_last", "max_gib", "save_state", "export_each")),
+        lambda c: c.checkpoint.every is not None or c.checkpoint.resume,
+        _says("checkpoint.every is not set, so no checkpoint is made"),
+    ),
     Rule(("checkpoint.best_metric",), lambda c: c.eval.path is not None, _says("eval.path is not set")),
     Rule(
         ("log.wandb.org", "log.wandb.project", "log.wandb.group", "log.wandb.run_name"),
@@ -288,6 +293,12 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 f"{data.prompt_max_length} leaves no token to sample within data.max_length {data.max_length}",
             )
         )
+    for key, budget in (
+        ("train.max_tokens_per_device", config.train.max_tokens_per_device),
+        ("rollout.max_tokens_per_device", rollout.max_tokens_per_device if config.task == "rl" else None),
+    ):
+        if budget is not None and budget < data.max_length:
+            found.append((key, f"{budget} holds no sequence of data.max_length, {data.max_length} tokens"))
     if data.probs is not None and data.path is not None:
         num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
         if num_paths != num_probs:

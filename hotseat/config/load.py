@@ -146,13 +146,22 @@ def _apply_override(document: Document, override: str) -> None:
         document.problems.append(Problem("", f"{override!r} is not key=value", file="command line"))
         return
     path: KeyPath = tuple(key.strip().split("."))
+    try:
+        value = parse_value(text)
+    except ValueError as error:
+        document.problems.append(Problem(key, f"{text!r} is not a value: {error}; quote it", file=origin))
+        return
     node = document.values
-    for part in path[:-1]:
-        child = node.get(str(part))
-        if not isinstance(child, dict):
+    for depth, part in enumerate(path[:-1], start=1):
+        child = node.setdefault(str(part), {})
+        if child is None:
             child = node[str(part)] = {}
+        if not isinstance(child, dict):
+            message = f"{dotted(path[:depth])} is a value, {_shown(child)}, and has no keys below it"
+            document.problems.append(Problem(key, message, file=origin))
+            return
         node = child
-    node[str(path[-1])] = parse_value(text)
+    node[str(path[-1])] = value
     document.origins[path] = origin
 
 
@@ -213,7 +222,7 @@ _EXPECTED = {
 def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
     """One of pydantic's findings in our words: what was given, what would fit."""
     kind, given, context = str(detail["type"]), detail["input"], detail.get("ctx") or {}
-    shown = f"given {given!r}"
+    shown = f"given {_shown(given)}"
     if kind == "extra_forbidden":
         return f"unknown key; {nearest_key(path)}"
     if kind == "missing":
@@ -231,6 +240,13 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
         return f"{shown}, must have {context.get('max_length', context.get('min_length'))} values"
     expected = _EXPECTED.get(kind.split("_")[0])
     return f"{shown}, must be {expected}" if expected else f"{shown}: {detail['msg']}"
+
+
+def _shown(given: Any) -> str:
+    """A value as YAML writes it."""
+    if given is None:
+        return "nothing"
+    return str(given).lower() if isinstance(given, bool) else repr(given)
 
 
 def _literals_at(path: KeyPath) -> list[str]:

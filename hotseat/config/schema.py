@@ -308,8 +308,6 @@ class Data(Section):
     """Prompts longer than this are dropped and counted; unset is half of `max_length`."""
     max_length: Positive = 2048
     """Tokens of a whole sequence at most."""
-    num_workers: NotNegative = 8
-    """Processes that tokenise."""
 
 
 # --- algorithms -------------------------------------------------------------------------------------------------------
@@ -508,7 +506,7 @@ class Checkpoint(Section):
     path: str | None = None
     """Where checkpoints go; unset is `checkpoints` in the run directory."""
     every: Positive | None = None
-    """Steps between checkpoints; unset saves at the end only."""
+    """Steps between checkpoints; unset makes none, and exports the model at the end."""
     keep_last: Positive = 3
     """Checkpoints kept, besides the best."""
     max_gib: Annotated[float, Field(gt=0)] | None = None

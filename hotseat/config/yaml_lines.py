@@ -31,7 +31,7 @@ class _Dumper(yaml.SafeDumper):
     """SafeDumper that also quotes text which our loader would take for a number."""
 
 
-_INT = re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+)$")
+_INT = re.compile(r"^[-+]?[0-9]+$")  # no base but ten: `0x4` is a selection of devices, not four
 _FLOAT = re.compile(
     r"""^(?: [-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?
           | [-+]?[0-9]+[eE][-+]?[0-9]+
@@ -46,8 +46,7 @@ for _each in (_Loader, _Dumper):
 
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    text = str(loader.construct_scalar(node))
-    return int(text, 0) if text.lower().startswith(("0x", "0o")) else int(text)
+    return int(str(loader.construct_scalar(node)))
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
@@ -80,9 +79,9 @@ class Document:
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         """A problem at a key, with the line of the key or of the nearest section around it."""
-        origin = self.origins.get(path)
-        if origin is not None:
-            return Problem(dotted(path), message, file=origin)
+        for depth in range(len(path), 0, -1):
+            if path[:depth] in self.origins:
+                return Problem(dotted(path), message, file=self.origins[path[:depth]])
         at = path
         while at and at not in self.lines:
             at = at[:-1]
@@ -90,22 +89,30 @@ class Document:
 
 
 def read_yaml(text: str, file: str | None = None) -> Document:
-    """Parse a config. Syntax errors are raised; keys given twice are collected as problems."""
+    """Parse a config. What is not YAML is raised; keys given twice are collected as problems."""
     document = Document(file=file)
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = mark.line + 1 if mark else None
-        raise ConfigError([Problem("", f"not YAML: {error.problem}", file=file, line=line)]) from None
-    if node is None:
-        return document
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError([Problem("", "a config is a mapping of keys to values", file=file, line=1)])
-    loader = _Loader("")
-    loader.flatten_mapping(node)
-    document.values = _build(node, (), document, loader)
+        if node is None:
+            return document
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError([Problem("", "a config is a mapping of keys to values", file=file, line=1)])
+        document.values = _build(node, (), document, _Loader(""))
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem("", f"not YAML: {_reason(error)}", file=file, line=_line(error))]) from None
+    except RecursionError:
+        raise ConfigError([Problem("", "not a config: it is nested without end", file=file)]) from None
     return document
+
+
+def parse_value(text: str) -> Any:
+    """One value as it would stand in a file: `1e-6` is a number, `[1, 2]` a list, `0-7` and `@actor` text."""
+    if text.startswith("@"):  # YAML keeps it for itself; in a file a selection is quoted, on a command line it is not
+        return text
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(_reason(error)) from None
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -113,25 +120,24 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=110)
 
 
-def parse_value(text: str) -> Any:
-    """One value as it would stand in a file: `1e-6` is a number, `[1, 2]` a list, `0-7` a string."""
-    return yaml.load(text, Loader=_Loader)
+def _reason(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+
+
+def _line(error: yaml.YAMLError) -> int | None:
+    mark = getattr(error, "problem_mark", None)
+    return mark.line + 1 if mark is not None else None
 
 
 def _build(node: yaml.Node, path: KeyPath, document: Document, loader: _Loader) -> Any:
     if isinstance(node, yaml.MappingNode):
-        loader.flatten_mapping(node)
+        _note_twice(node, path, document, loader)
+        loader.flatten_mapping(node)  # merged keys come first, so that a mapping's own replace them
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = str(loader.construct_object(key_node, deep=True))
             here = (*path, key)
-            line = key_node.start_mark.line + 1
-            if key in values:
-                first = document.lines[here]
-                document.problems.append(
-                    Problem(dotted(here), f"given twice, first on line {first}", file=document.file, line=line)
-                )
-            document.lines[here] = line
+            document.lines[here] = key_node.start_mark.line + 1
             values[key] = _build(value_node, here, document, loader)
         return values
     if isinstance(node, yaml.SequenceNode):
@@ -139,3 +145,15 @@ def _build(node: yaml.Node, path: KeyPath, document: Document, loader: _Loader) 
             document.lines[(*path, index)] = item.start_mark.line + 1
         return [_build(item, (*path, index), document, loader) for index, item in enumerate(node.value)]
     return loader.construct_object(node, deep=True)
+
+
+def _note_twice(node: yaml.MappingNode, path: KeyPath, document: Document, loader: _Loader) -> None:
+    first: dict[str, int] = {}
+    for key_node, _ in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
+        if key in first:
+            message = f"given twice, first on line {first[key]}"
+            document.problems.append(Problem(dotted((*path, key)), message, file=document.file, line=line))
+        first.setdefault(key, line)

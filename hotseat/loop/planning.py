@@ -46,11 +46,25 @@ def make_plan(config: Config, inventory: str | Inventory | None = None) -> Plan:
     """The plan of a run on an inventory: the one given, the config's, or as many nodes of eight devices as it takes."""
     roles = role_specs(config)
     flow = make_flow(config, tuple(spec.name for spec in roles))
-    given = inventory or config.cluster.inventory
+    given = inventory if inventory is not None else config.cluster.inventory
     if given is not None:
         found = given if isinstance(given, Inventory) else Inventory.parse(given)
-        return plan(_with_pools(found, config), roles, flow)
-    return _on_assumed_nodes(config, roles, flow)
+        made = plan(_with_pools(found, config), roles, flow)
+    else:
+        made = _on_assumed_nodes(config, roles, flow)
+    return replace(made, warnings=(*made.warnings, *_not_priced(config)))
+
+
+def _not_priced(config: Config) -> list[str]:
+    """Options that change the memory in a way that the figures do not show."""
+    found = []
+    if config.train.lora.rank:
+        found.append("train.lora.rank: the figures are for training all weights; adapters take less")
+    if config.train.ema.enabled:
+        found.append("train.ema.enabled: the average, as large as the weights, is not in the figures")
+    if config.actor.optimizer.kind == "muon":
+        found.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
+    return found
 
 
 def inventory_of(cluster: Any) -> Inventory:
@@ -160,12 +174,13 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             can_put_aside=_TRAINED,
             memory=_train_memory(config),
         )
+    score_tokens, score_batch = _score_batch(config)
     return replace(
         spec,
         can_put_aside=frozenset({Part.WEIGHTS}),
         memory=ForwardMemory(
-            max_tokens=config.data.max_length,
-            micro_batch=config.rollout.micro_batch_size,
+            max_tokens=score_tokens,
+            micro_batch=score_batch,
             weight_bytes=_BYTES[config.train.dtype],
             is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
             packing=config.train.packing,
@@ -179,10 +194,13 @@ def _train_memory(config: Config) -> TrainMemory:
     is_deepspeed = train.backend == "deepspeed"
     # FSDP keeps fp32 weights and casts them per layer; DeepSpeed keeps 16-bit weights beside fp32 masters.
     has_master = train.fp32_master and compute < 4
+    max_tokens, micro_batch = _train_batch(config)
+    score_tokens, score_batch = _score_batch(config)
     return TrainMemory(
-        max_tokens=config.data.max_length,
-        micro_batch=train.micro_batch_size,
-        forward_micro_batch=config.rollout.micro_batch_size if config.task == "rl" else None,
+        max_tokens=max_tokens,
+        micro_batch=micro_batch,
+        # In units of `max_tokens`, rounded up: a token budget counts as one long sequence.
+        forward_micro_batch=-(-score_tokens * score_batch // max_tokens),
         backend=train.backend,
         zero_stage=train.deepspeed.zero_stage if is_deepspeed else 3,
         sequence_parallel=train.sequence_parallel_size,
@@ -195,6 +213,23 @@ def _train_memory(config: Config) -> TrainMemory:
         gradient_checkpointing=train.gradient_checkpointing,
         packing=train.packing,
     )
+
+
+def _train_batch(config: Config) -> tuple[int, int]:
+    """(tokens of a sequence, sequences) of a micro-batch. A token budget is one sequence of that length."""
+    if config.train.max_tokens_per_device is not None:
+        return config.train.max_tokens_per_device, 1
+    pair = 2 if config.task in ("rm", "dpo") else 1
+    return config.data.max_length, config.train.micro_batch_size * pair
+
+
+def _score_batch(config: Config) -> tuple[int, int]:
+    """The same for log-probs; outside rl they are of the micro-batches that are trained on."""
+    if config.task != "rl":
+        return _train_batch(config)
+    if config.rollout.max_tokens_per_device is not None:
+        return config.rollout.max_tokens_per_device, 1
+    return config.data.max_length, config.rollout.micro_batch_size
 
 
 def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
@@ -226,20 +261,21 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
     }.get(role, (actor,))
     for name, written in sources:
         if written is not None:
-            return _scalar(role, from_hf_config(written)), None
+            return _with_head(config, role, from_hf_config(written)), None
         if name is None:
             continue
         local = _local_config(name)
         if local is not None:
-            return _scalar(role, from_hf_config(local)), None
+            return _with_head(config, role, from_hf_config(local)), None
         assumed = known_shape(name)
         if assumed is not None:
-            return _scalar(role, assumed.shape), assumed.model
+            return _with_head(config, role, assumed.shape), assumed.model
     return None, None
 
 
-def _scalar(role: str, shape: ModelShape) -> ModelShape:
-    return shape.with_scalar_head() if role in ("critic", "reward") else shape
+def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:
+    """Models that give one number per sequence have no vocabulary at the end."""
+    return shape.with_scalar_head() if role in ("critic", "reward") or config.task == "rm" else shape
 
 
 def _local_config(name: str) -> Mapping[str, object] | None:

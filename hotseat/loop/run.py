@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -33,12 +34,25 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
 
 def refuse_what_cannot_start(config: Config) -> None:
     """Everything that stands in the way, in one error."""
-    problems = [f"{key}: {message}" for key, message in missing(config)]
-    if problems:
-        raise UserError("this run cannot start:\n" + "\n".join(f"  {problem}" for problem in problems))
-    unbuilt = [f"{key}: {what}" for key, what in not_built(config)]
+    text = ""
+    absent = missing(config) + _files_not_there(config)
+    if absent:
+        text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
+    unbuilt = not_built(config)
     if unbuilt:
-        raise NotBuiltError("not part of this version:\n" + "\n".join(f"  {problem}" for problem in unbuilt))
+        text += "not part of this version:\n" + "".join(f"  {key}: {what}\n" for key, what in unbuilt)
+    if text:
+        raise (UserError if absent else NotBuiltError)(text.rstrip())
+
+
+def _files_not_there(config: Config) -> list[tuple[str, str]]:
+    """User code that is named and does not exist. Models and data may be hub names, and say so themselves."""
+    found = []
+    for key, given in (("reward.function", config.reward.function), ("agent.path", config.agent.path)):
+        file = re.match(r"(.+\.py)(:\w+)?$", given or "")
+        if file is not None and not Path(file[1]).expanduser().is_file():
+            found.append((key, f"there is no file {file[1]}"))
+    return found
 
 
 # --- reinforcement ----------------------------------------------------------------------------------------------------
@@ -47,10 +61,13 @@ def refuse_what_cannot_start(config: Config) -> None:
 def _start_rl(config: Config) -> dict[str, float]:
     from hotseat.loop.inputs import eos_token_ids, load_tokenizer, rl_prompts
 
+    # Placement and batch sizes first: they need neither tokenizer nor data.
+    dry = make_plan(config, _local_inventory(config))
+    num_ranks = num_data_parallel(config, dry)
+    batch_algebra(config, num_ranks)
     tokenizer = load_tokenizer(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
-    dry = make_plan(config, _local_inventory(config))
-    algebra = batch_algebra(config, num_data_parallel(config, dry), len(prompts))
+    algebra = batch_algebra(config, num_ranks, len(prompts))
     run_dir = make_run_dir(config)
     with ExitStack() as stack, _stoppable():
         from hotseat.cluster import Cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hotseat.config import Config
+from hotseat.config.batches import warmup_steps
 from hotseat.loop.experience import AdvantageSettings
 from hotseat.loop.losses import PolicyObjective
 from hotseat.loop.workers import BatchSettings, EngineSettings, PolicySettings
@@ -49,7 +50,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         schedule=Schedule(
             kind=optimizer.schedule,
             peak=optimizer.learning_rate,
-            num_warmup_steps=int(schedule_length * optimizer.warmup_ratio),
+            num_warmup_steps=warmup_steps(schedule_length, optimizer.warmup_ratio),
             num_steps=schedule_length,
             min_ratio=optimizer.min_learning_rate_ratio,
         ),

@@ -38,7 +38,8 @@ class Change:
 
     def __str__(self) -> str:
         value = ("off", "on")[self.value] if isinstance(self.value, bool) else str(self.value)
-        return f"set {self.role}.{self.setting} to {value} (then {self.gib_after:.1f} GiB)"
+        setting = "memory_share" if self.setting == "share" else self.setting
+        return f"set {self.role}.{setting} to {value} (then {self.gib_after:.1f} GiB)"
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -283,7 +283,8 @@ def _does_not_pack(
         return f"{failed.role}: {failed.selection} needs devices and {where} has none: write cpu*1"
     enough = _enough_nodes(here, size, len(claimed))
     fix = f"{enough} node{'s' * (enough > 1)} of {size} devices would do"
-    share = f"{fix}; or let roles share devices, for instance {failed.role}: '@{_other(here, by_rank, failed)}'"
+    other = _other(here, by_rank, failed)
+    share = f"{fix}; or let roles share devices, for instance {failed.role}: '@{other}'" if other else fix
     if need > total:
         has = f"{where} has {total} ({_of(inventory, nodes)})"
         return f"the roles need {need} devices and {has}: {', '.join(sums)}; {share}"
@@ -293,9 +294,9 @@ def _does_not_pack(
     )
 
 
-def _other(here: Sequence[Request], by_rank: Mapping[str, set[int]], failed: Request) -> str:
+def _other(here: Sequence[Request], by_rank: Mapping[str, set[int]], failed: Request) -> str | None:
     others = [*by_rank, *(request.role for request in here if request.role != failed.role)]
-    return "actor" if "actor" in others or not others else others[0]
+    return "actor" if "actor" in others else others[0] if others else None
 
 
 def _of(inventory: Inventory, nodes: set[int]) -> str:
@@ -433,7 +434,7 @@ def _one_node(inventory: Inventory, request: Request, rank: int, devices: tuple[
         return nodes[0]
     sizes = sorted({inventory.nodes[node].num_devices for node in nodes})
     if request.engine_size is not None:
-        fits = _divisor_at_most(sizes[0], request.engine_size)
+        fits = _divisor_at_most(sizes[0], min(request.engine_size, len(devices) - 1))
         raise PlacementError(
             f"{request.role}: engine {rank} of tensor parallel size {request.engine_size} would span nodes"
             f" {format_ranks(nodes)} (devices {format_ranks(devices)}): an engine stays on one node;"

@@ -515,20 +515,19 @@ def savings(memory: Memory, is_training: bool) -> list[tuple[str, Sequence[bool 
     """Settings with values that take less memory, each value less than the one before; cheapest settings first."""
     found: list[tuple[str, Sequence[bool | int]]] = []
     if isinstance(memory, TrainMemory):
-        found.append(("zero_stage", [3] * (memory.zero_stage < 3)))
+        is_deepspeed = memory.backend == "deepspeed"
+        found.append(("zero_stage", [3] * (is_deepspeed and memory.zero_stage < 3)))
         found.append(("chunked_logprobs", [True] * (not memory.chunked_logprobs)))
         if is_training:
             found.append(("gradient_checkpointing", [True] * (not memory.gradient_checkpointing)))
             found.append(("micro_batch", range(memory.micro_batch - 1, 0, -1)))
-            found.append(("optimizer_offload", [True] * (not memory.optimizer_offload)))
+            found.append(("optimizer_offload", [True] * (is_deepspeed and not memory.optimizer_offload)))
         else:
             found.append(("forward_micro_batch", range((memory.forward_micro_batch or memory.micro_batch) - 1, 0, -1)))
-        found.append(("weight_offload", [True] * (not memory.weight_offload)))
     elif isinstance(memory, ForwardMemory):
         found.append(("is_sharded", [True] * (not memory.is_sharded)))
         found.append(("chunked_logprobs", [True] * (not memory.chunked_logprobs)))
         found.append(("micro_batch", range(memory.micro_batch - 1, 0, -1)))
-        found.append(("weight_offload", [True] * (not memory.weight_offload)))
     elif isinstance(memory, EngineMemory):
         found.append(("cuda_graphs", [False] * (memory.engine == "vllm" and memory.cuda_graphs)))
         found.append(("slots", range(memory.slots - 1, 0, -1)))

@@ -417,7 +417,7 @@ def _group(
 
 def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, changes: Sequence[Change]) -> str:
     why = (
-        "put_aside is never: leave it unset or set it to always"
+        f"{stuck.role}.enable_offload is false: unset it, or set it to true"
         if stuck.mode == "never"
         else "its backend cannot put that aside: use one that can"
     )

@@ -125,7 +125,8 @@ class TransformersEngine:
     eos_token_ids: end a completion unless the request says `ignore_eos`.
     num_slots: sequences decoded together. max_length: of prompt and completion together.
     num_threads: of the thread that computes. Sums may depend on it, so it is a setting and not inherited; it also
-        becomes the default of threads started later in the process. None leaves it to torch.
+        becomes the default of threads started later in the process. None leaves it to torch. More than one pays on idle
+        cores only (see `bench/engine_throughput.py`); where others work too, take more engines of one thread.
     prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default 8 * max_length.
     own_layers: False runs the model's own forward even where a faster one is known.
     call_timeout_s: how long a call that waits for the background thread may take.

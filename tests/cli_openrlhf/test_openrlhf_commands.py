@@ -51,6 +51,8 @@ def test_flags_without_effect_in_the_hybrid_engine_command():
         ("--ref_num_gpus_per_node", "the reference uses the actor's devices"),
         ("--reward_num_nodes", "the reward uses the actor's devices"),
         ("--reward_num_gpus_per_node", "the reward uses the actor's devices"),
+        ("--ckpt_path", "--save_steps is not set, so no checkpoint is made"),
+        ("--save_hf_ckpt", "--save_steps is not set, so no checkpoint is made"),
         (
             "--critic_learning_rate",
             "--advantage_estimator is reinforce_baseline, which has no critic; only gae has one",

@@ -117,7 +117,6 @@ WITHOUT_A_FLAG = {
     "rollout.top_k",
     "rollout.num_slots",
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS
-    "data.num_workers",
     "algorithm.aggregation",
     "train.fp32_master",
     "train.max_skipped_steps",

@@ -551,7 +551,7 @@ def test_an_engine_has_no_effect_on_supervised_training():
         (["--use_wandb", "a", "b"], "there is one value too many after --use_wandb"),
         (["--async_train", "--async_queue_size", "0"], "--async_queue_size: given 0, must be at least 1"),
         (["--reward_clip_range", "1", "-1"], "--reward_clip_range: [1.0, -1.0]: the first must be below the second"),
-        (["--input_key", ""], "--input_key: given None, must be text"),
+        (["--input_key", ""], "--input_key: given nothing, must be text"),
     ],
 )
 def test_what_is_wrong_is_said_by_flag(argv, message):

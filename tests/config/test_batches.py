@@ -23,7 +23,7 @@ def test_the_hybrid_engine_command_adds_up():
     assert algebra.num_steps == 19  # 20000 // 1024
     assert algebra.num_dropped_rows == 544  # 20000 - 19 x 1024
     assert algebra.schedule_length == 608  # 19 x 32
-    assert algebra.warmup_steps == 18  # 3 % of 608
+    assert algebra.warmup_steps == 19  # 3 % of 608 is 18.24, rounded up
 
 
 def test_the_tail_of_a_pass_joins_the_next():
@@ -84,12 +84,12 @@ def test_the_explanation_shows_numbers_and_where_they_come_from():
     rows = explain(batch_algebra(config, 8), config)
     assert ("samples per step", "4,096", "1,024 prompts x 4") in rows
     assert ("micro-batches per rank", "4", "128 / (8 ranks x 4)") in rows
-    assert ("steps", "19", "20,000 rows x 1 pass(es) / 1,024, 544 left over") in rows
+    assert ("steps", "19", "at most 20,000 rows x 1 pass(es) / 1,024, 544 left over") in rows
 
 
 def test_the_explanation_says_what_it_cannot_know():
-    config = loads("train: {max_tokens_per_device: 999}\nrollout: {max_tokens_per_device: 99}")
+    config = loads("train: {max_tokens_per_device: 9999}\nrollout: {max_tokens_per_device: 2999}")
     rows = {what: (number, how) for what, number, how in explain(batch_algebra(config, 1), config)}
     assert rows["steps"] == ("unknown", "set data.max_samples, or give --num-rows, to know")
-    assert rows["micro-batches per rank"] == ("varies", "at most 999 tokens each")
-    assert rows["log-prob micro-batches per rank"] == ("varies", "at most 99 tokens each")
+    assert rows["micro-batches per rank"] == ("varies", "at most 9,999 tokens each")
+    assert rows["log-prob micro-batches per rank"] == ("varies", "at most 2,999 tokens each")

@@ -48,7 +48,7 @@ critic:
         "run.yaml:2: actr: unknown key; did you mean actor?",
         "run.yaml:4: rollout.temprature: unknown key; did you mean rollout.temperature?",
         "run.yaml:5: rollout.top_p: given 1.5, must be at most 1.0",
-        "run.yaml:6: rollout.batch_size: given True, must be a whole number",
+        "run.yaml:6: rollout.batch_size: given true, must be a whole number",
         "run.yaml:7: rollout.engine: given 'vlm', must be one of transformers, vllm; did you mean vllm?",
         "run.yaml:8: rollout.enforce_eager: has no effect: rollout.engine is transformers; this is for vllm; remove it",
         "run.yaml:11: critic.optimizer.learning_rate: has no effect: algorithm.estimator is group_norm, which has no"
@@ -127,6 +127,60 @@ def test_an_override_without_equals_is_a_problem():
     assert problems_of("", "nonsense") == ["command line: 'nonsense' is not key=value"]
 
 
+@pytest.mark.parametrize("value", ["[1,", '"x', "*x", "!foo x", ": :"])
+def test_an_override_that_is_no_value_is_a_problem(value):
+    [problem] = problems_of("", f"name={value}")
+    assert problem.startswith(f"override name={value}: name: ")
+    assert "is not a value" in problem
+
+
+def test_a_selection_needs_no_quotes_on_the_command_line():
+    config = loads("", ["cluster.component_placement.rollout=@actor"])
+    assert config.cluster.component_placement == {"rollout": "@actor"}
+
+
+def test_an_override_below_a_value_is_a_problem_of_the_override():
+    [problem] = problems_of("rollout: {batch_size: 8}", "rollout.batch_size.x=3")
+    assert problem.endswith("rollout.batch_size.x: rollout.batch_size is a value, 8, and has no keys below it")
+    assert problem.startswith("override rollout.batch_size.x=3: ")
+    [problem] = problems_of("", "cluster.node_groups=[{label: a, env_configs: [{env_vars: [{X: 1}]}]}]")
+    assert problem.startswith("override cluster.node_groups=")
+
+
+def test_an_override_fills_an_empty_section():
+    assert loads("rollout:", ["rollout.batch_size=8"]).rollout.batch_size == 8
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: !foo 3",
+        "seed: !!python/object:os.system x",
+        "rollout: {<<: 3}",
+        "a: \x01",
+        "rollout: &a {foo: *a}",
+        "[" * 3000,
+    ],
+)
+def test_a_file_that_no_config_can_be_made_of_says_so(text):
+    [problem] = problems_of(text)
+    assert problem.startswith("run.yaml")
+    assert "not" in problem
+
+
+def test_merged_keys_can_be_replaced():
+    text = """
+algorithm: {estimator: gae}
+actor: {optimizer: &shared {learning_rate: 1e-5, weight_decay: 0.1}}
+critic:
+  optimizer:
+    <<: *shared
+    learning_rate: 2e-5
+"""
+    config = loads(text)
+    assert (config.critic.optimizer.learning_rate, config.critic.optimizer.weight_decay) == (2e-5, 0.1)
+
+
 def test_a_section_keeps_its_other_defaults_when_one_key_is_set():
     assert (
         loads("algorithm: {estimator: gae}\ncritic: {optimizer: {weight_decay: 0.1}}").critic.optimizer.learning_rate
@@ -142,7 +196,7 @@ def test_a_section_keeps_its_other_defaults_when_one_key_is_set():
         ("1e-6", 1e-6),
         ("5E3", 5000.0),
         ("010", 10),
-        ("0x10", 16),
+        ("0x10", "0x10"),
         (".5", 0.5),
         ("-3", -3),
         ("true", True),

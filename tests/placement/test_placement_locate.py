@@ -244,7 +244,7 @@ def test_more_devices_than_there_are():
         place("4x8xA100-80G", engine_size=4, reference="1x8", reward="1x8", critic="1x8", actor="1x8", rollout="2x4")
     with refused("need 12 devices", "actor 8 (by rank)", "2 nodes of 8 devices would do"):
         place("1x8", actor="0-7", rollout="1x4")
-    with refused("need 3 devices and pool sim has 2", "env: '@actor'"):
+    with refused("need 3 devices and pool sim has 2", "2 nodes of 2 devices would do"):
         place("a=1x8,sim=1x2", actor="a/1x8", env="sim/3x1")
     with refused("need 999999999 devices", "125000000 nodes of 8 devices would do"):
         place("1x8", actor="999999999x1")

@@ -278,22 +278,22 @@ def test_a_part_that_must_leave_but_may_not_is_refused():
     with refused(
         "actor: its optimizer (44.9 GiB) must leave devices 0-1 in step rollout",
         "of 139.0 GiB",
-        "put_aside is never: leave it unset or set it to always",
+        "actor.enable_offload is false: unset it, or set it to true",
         # The actor has 67.3 GiB of parts and 0.9 fixed: (139 - 68.2) / 139 is just above a half.
-        "set rollout.share to 0.5 ",
+        "set rollout.memory_share to 0.5 ",
         "give actor devices of its own",
     ):
         make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=0.6)])
     with refused("actor: its optimizer (44.9 GiB) must leave devices 0-1", "its backend cannot put that aside"):
         make_plan("1x2xH200", [actor(can_put_aside=frozenset()), rollout(share=0.6)])
-    with refused("rollout: its kv_cache (", "must leave device 0 in step update", "put_aside is never"):
+    with refused("rollout: its kv_cache (", "must leave device 0 in step update", "rollout.enable_offload is false"):
         make_plan("1x1xH200", [actor(model="Qwen2.5-3B"), rollout(model="Qwen2.5-3B", share=0.8, put_aside="never")])
 
 
 def test_the_share_that_the_refusal_proposes_fits():
-    with pytest.raises(Exception, match="rollout.share to") as caught:
+    with pytest.raises(Exception, match="rollout.memory_share to") as caught:
         make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=0.6)])
-    share = float(str(caught.value).split("rollout.share to ")[1].split(" ")[0])
+    share = float(str(caught.value).split("rollout.memory_share to ")[1].split(" ")[0])
     assert make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=share)]).verdict in ("fits", "tight")
     with refused("must leave"):
         make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=share + 0.01)])
@@ -338,7 +338,9 @@ def test_the_largest_micro_batch_that_fits_is_proposed():
 
 
 def test_changes_that_only_help_together_are_marked():
-    memory = TrainMemory(4096, micro_batch=8, gradient_checkpointing=False, chunked_logprobs=False, packing=False)
+    memory = TrainMemory(
+        4096, 8, backend="deepspeed", gradient_checkpointing=False, chunked_logprobs=False, packing=False
+    )
     found = make_plan("1x1x40G", [actor(model="Qwen2.5-3B", memory=memory)], task="sft")
     changes = step_of(found, "update").changes
     assert len(changes) > 1

@@ -140,7 +140,9 @@ def test_what_does_not_fit_says_what_would():
     assert "the engine's memory share has no room for its weights and one" in engine
     assert "- set rollout.memory_share to 0.2" in engine
     assert "No setting makes it fit" in printed(make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"))
-    memory = TrainMemory(4096, micro_batch=8, gradient_checkpointing=False, chunked_logprobs=False, packing=False)
+    memory = TrainMemory(
+        4096, 8, backend="deepspeed", gradient_checkpointing=False, chunked_logprobs=False, packing=False
+    )
     both = make_plan("1x1x40G", [actor(model="Qwen2.5-3B", memory=memory)], task="sft")
     assert "All of these together make it fit:" in printed(both)
 
