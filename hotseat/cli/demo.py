@@ -34,18 +34,18 @@ cluster:
   component_placement: {{actor: 0, rollout: "@actor"}}
 actor:
   model: {directory}/sft/model
-  optimizer: {{learning_rate: 1e-4, schedule: linear, warmup_ratio: 0.05, min_learning_rate_ratio: 0.1}}
+  optimizer: {{learning_rate: 2e-4, schedule: linear, warmup_ratio: 0.05, min_learning_rate_ratio: 0.1}}
 data: {{path: {prompts}, label_key: label, max_length: 16, max_samples: {num_prompts}}}
 reward: {{function: {reward}}}
-rollout: {{batch_size: 32, samples_per_prompt: 8, max_new_tokens: 5, num_slots: 256}}
+rollout: {{batch_size: 64, samples_per_prompt: 8, max_new_tokens: 5, num_slots: 256}}
 algorithm: {{estimator: group_norm}}
-train: {{dtype: fp32, batch_size: 128, micro_batch_size: 128}}
+train: {{dtype: fp32, batch_size: 512, micro_batch_size: 512}}
 eval: {{path: {held_out}, every: 20, temperature: 0.0, samples_per_prompt: 1}}
 log: {{every: 10}}
 """
 
 NUM_EXAMPLES = 40_000
-NUM_PROMPTS = 3_200
+NUM_PROMPTS = 5_120
 
 
 def run_demo(directory: Path, seed: int) -> int:

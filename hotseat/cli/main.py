@@ -181,4 +181,5 @@ def _options(arguments: argparse.Namespace) -> int:
     return render(Console(), arguments.section)
 
 
-__all__ = ["entry", "main", "make_parser"]
+if __name__ == "__main__":
+    entry()

@@ -229,7 +229,9 @@ def _local_inventory(config: Config) -> Inventory | None:
 
 def _cluster(make: Any, config: Config, dry: Plan) -> Any:
     """A cluster with room for the plan: an existing one, or our own with one logical device per planned device."""
-    num_devices = 1 + max((device for role in dry.roles for device in role.devices), default=0)
+    num_devices: int | None = 1 + max((device for role in dry.roles for device in role.devices), default=0)
+    if os.environ.get("RAY_ADDRESS"):
+        num_devices = None  # that cluster has its own
     return make(config.cluster.runtime, num_devices=num_devices, timeout_s=config.cluster.call_timeout_s)
 
 

@@ -1,6 +1,9 @@
 """The reinforcement loop, end to end on files."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -217,6 +220,15 @@ def test_a_name_cannot_leave_the_run_directory(task, name):
 # --- placement changes speed, never maths ---------------------------------------------------------------------------
 
 
+def run_command(task: Path, name: str, *overrides: str, cluster: str) -> None:
+    """`hotseat run` in a process of its own, without what another test's Ray may have left in the environment."""
+    (task / f"{name}.yaml").write_text(rl_yaml(task, cluster=cluster, name=name))
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_placement_and_runtime_change_no_bit(task):
@@ -230,7 +242,7 @@ def test_placement_and_runtime_change_no_bit(task):
     }
     for name, cluster in placements.items():
         offload = ("rollout.enable_offload=true",) if name == "colocated" else ()
-        run(task, f"name={name}", *common, *offload, cluster=cluster)
+        run_command(task, name, *common, *offload, cluster=cluster)
         plan = json.loads((task / "runs" / name / "plan.json").read_text())
         if name != "in_process":
             assert plan["label"] == name
@@ -243,7 +255,7 @@ def test_placement_and_runtime_change_no_bit(task):
 @pytest.mark.timeout(300)
 def test_two_training_ranks_agree_with_one(task):
     run(task, "name=one")
-    run(task, "name=two", cluster="{runtime: ray, component_placement: {actor: 0-1, rollout: 0}}")
+    run_command(task, "two", cluster="{runtime: ray, component_placement: {actor: 0-1, rollout: 0}}")
     one, two = weights(task, "one"), weights(task, "two")
     for name in one:
         assert (one[name] - two[name]).abs().max() < 1e-5

