@@ -94,7 +94,7 @@ def test_twenty_steps_on_recorded_episodes_give_the_same_weights(example, tmp_pa
         theirs.prepare([Share(tuple(groups), steps)], NUM_UPDATES, settings, [])
         assert len(theirs.update(settings)) == NUM_UPDATES
     found = dict(theirs._backend.weights())
-    # Each weight has moved by up to 4e-3. Where a gradient is near Adam's epsilon, its last bits decide the direction, so
+    # Each weight has moved by up to 4e-3. Where a gradient is near Adam's epsilon, its last bits decide the direction:
     # single weights differ by more than the rest.
     for name, weight in mine.named_parameters():
         difference = (found[name] - weight).detach().abs()
