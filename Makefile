@@ -19,7 +19,7 @@ test: setup lint
 	$(BIN)/python -m pytest -m "not long and not gpu"
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow and not ray and not long and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
 
 test-long: setup
 	$(BIN)/python -m pytest -m "not gpu"
