@@ -5,7 +5,7 @@ class runs as a group on Ray and as one rank per process under a launcher.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,8 +42,7 @@ def batch_of(examples: Sequence[Example]) -> MicroBatch:
 
 def weigh(batch: MicroBatch, totals: StepTotals) -> MicroBatch:
     """Every token counts the same, over all ranks."""
-    weights = loss_weights(batch.layout, "token_mean", totals=totals)
-    return MicroBatch(batch.token_ids, batch.offsets, batch.mask, weights, batch.fields, batch.sample_ids)
+    return replace(batch, weights=loss_weights(batch.layout, "token_mean", totals=totals))
 
 
 class SupervisedWorker:

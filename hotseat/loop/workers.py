@@ -23,7 +23,7 @@ from hotseat.loop.experience import (
     with_advantages,
     with_fields,
 )
-from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObjective, SupervisedObjective
+from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObjective
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count, split_by_tokens
@@ -152,18 +152,6 @@ class ActorWorker(ModelWorker):
         self._steps, self._totals = [], []
         return reports
 
-    # --- learning from examples --------------------------------------------------------------------------------------
-
-    def learn(self, batch: MicroBatch | None, cut: BatchSettings) -> UpdateReport:
-        """Together. One optimizer step on this rank's examples, whose weights are set for all ranks."""
-        return self._backend.update(cut.cut(batch) if batch is not None else [], SupervisedObjective(), 1.0)
-
-    def evaluate(self, batch: MicroBatch | None, cut: BatchSettings) -> tuple[float, int]:
-        """Together. (summed negative log-likelihood, tokens) of this rank's examples."""
-        pieces = cut.cut(batch) if batch is not None else []
-        log_probs = self._backend.log_probs(pieces, 1.0)
-        return -float(sum(values.sum() for values in log_probs)), sum(int(piece.mask.sum()) for piece in pieces)
-
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def begin_push(self, version: int) -> None:
@@ -195,9 +183,6 @@ class ActorWorker(ModelWorker):
                 )
             )
         return [values.tolist() for values in self._backend.log_probs(batches, temperature)]
-
-    def version(self) -> int:
-        return self._backend.version
 
     def export(self, directory: str) -> None:
         """Together."""
