@@ -82,6 +82,10 @@ class Document:
         for depth in range(len(path), 0, -1):
             if path[:depth] in self.origins:
                 return Problem(dotted(path), message, file=self.origins[path[:depth]])
+        if path not in self.lines:  # a section that only an override has made
+            for given, origin in self.origins.items():
+                if given[: len(path)] == path:
+                    return Problem(dotted(path), message, file=origin)
         at = path
         while at and at not in self.lines:
             at = at[:-1]

@@ -147,6 +147,10 @@ def test_an_override_below_a_value_is_a_problem_of_the_override():
     assert problem.startswith("override cluster.node_groups=")
 
 
+def test_an_unknown_section_in_an_override_is_blamed_on_the_override():
+    assert problems_of("seed: 1", "rolout.x=1") == ["override rolout.x=1: rolout: unknown key; did you mean rollout?"]
+
+
 def test_an_override_fills_an_empty_section():
     assert loads("rollout:", ["rollout.batch_size=8"]).rollout.batch_size == 8
 
