@@ -17,8 +17,8 @@ seed: {seed}
 cluster: {{runtime: local, threads_per_process: 2}}
 actor:
   model: {model}
-  optimizer: {{learning_rate: 2e-3, schedule: linear, warmup_ratio: 0.05, min_learning_rate_ratio: 0.05}}
-data: {{path: {examples}, output_key: output, max_length: 16, max_samples: {num_examples}}}
+  optimizer: {{learning_rate: 1e-3, schedule: linear, warmup_ratio: 0.05, min_learning_rate_ratio: 0.05}}
+data: {{path: {examples}, output_key: output, max_length: 16}}
 train: {{dtype: fp32, batch_size: 64, micro_batch_size: 64}}
 log: {{every: 50}}
 """
@@ -44,7 +44,6 @@ eval: {{path: {held_out}, every: 20, temperature: 0.0, samples_per_prompt: 1}}
 log: {{every: 10}}
 """
 
-NUM_EXAMPLES = 40_000
 NUM_PROMPTS = 5_120
 
 
@@ -67,7 +66,6 @@ def run_demo(directory: Path, seed: int) -> int:
         "prompts": files.prompts,
         "held_out": files.held_out,
         "reward": files.reward,
-        "num_examples": NUM_EXAMPLES,
         "num_prompts": NUM_PROMPTS,
     }
     print(f"the task: {files.examples}, {files.prompts}, {files.reward}", flush=True)

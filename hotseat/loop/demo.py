@@ -14,7 +14,7 @@ from pathlib import Path
 
 CARELESS = 0.75  # share of examples that forget the carry
 NUM_EVAL = 200
-NUM_EXAMPLES = 40_000
+NUM_EXAMPLES = 25_600
 
 REWARD = '''\
 """1 for the right sum, 0 for anything else."""
@@ -94,13 +94,14 @@ def make_model(path: Path, seed: int) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=16,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=32,
             tie_word_embeddings=True,
+            initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones wake up late
             bos_token_id=None,
             eos_token_id=words["<eos>"],
             pad_token_id=words["<pad>"],
