@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -47,13 +48,20 @@ log: {{every: 10}}
 NUM_PROMPTS = 5_120
 
 
-def run_demo(directory: Path, seed: int) -> int:
+BAR_WIDTH = 50
+
+
+def run_demo(directory: Path | None, seed: int) -> int:
     """The whole demo; the exit code."""
+    from transformers.utils import logging
+
     from hotseat.loop.demo import make_files
     from hotseat.loop.run import start
     from hotseat.observe import read_metrics
 
-    if directory.exists() and any(directory.iterdir()):
+    logging.disable_progress_bar()
+    directory = directory or free_directory(Path("runs"))
+    if _is_used(directory):
         raise UserError(f"{directory} is not empty: give another --dir, or remove it")
     started_s = time.monotonic()
     directory = directory.resolve()
@@ -74,11 +82,24 @@ def run_demo(directory: Path, seed: int) -> int:
         print(f"\nhotseat run {directory / name}.yaml", flush=True)
         start(load(directory / f"{name}.yaml"))
     records = read_metrics(directory / "grpo" / "metrics.jsonl")
-    evaluations = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    curve = [(int(record["step"]), record["eval/accuracy"]) for record in records if "eval/accuracy" in record]
+    print("\nheld-out exact match, by step of reinforcement")
+    for step, accuracy in curve:
+        print(f"  {step:>4}  {'█' * round(BAR_WIDTH * accuracy):{BAR_WIDTH}}  {accuracy:6.1%}")
     print(
-        f"\nheld-out exact match: {evaluations[0]:.1%} after the examples, {evaluations[-1]:.1%} after reinforcement"
+        f"\n{curve[0][1]:.1%} after the examples, {curve[-1][1]:.1%} after reinforcement"
         f" ({time.monotonic() - started_s:.0f} s)\n"
         f"metrics: {directory}/grpo/metrics.jsonl   curves: tensorboard --logdir {directory}\n"
         f"model:   {directory}/grpo/model"
     )
     return 0
+
+
+def free_directory(parent: Path) -> Path:
+    """`demo`, or the first of `demo-2`, `demo-3` that is not in use: an earlier demo stays as it is."""
+    numbered = itertools.chain(["demo"], (f"demo-{number}" for number in itertools.count(2)))
+    return next(parent / name for name in numbered if not _is_used(parent / name))
+
+
+def _is_used(directory: Path) -> bool:
+    return directory.exists() and any(directory.iterdir())

@@ -63,7 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
     _takes_config(run)
 
     demo = _command(commands, "demo", _demo, "make a small model and a task, train it by examples and by reinforcement")
-    demo.add_argument("--dir", default="runs/demo", metavar="DIR", help="where everything goes (default: %(default)s)")
+    demo.add_argument(
+        "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
+    )
     demo.add_argument("--seed", type=int, default=0, help="the same seed gives the same curve (default: %(default)s)")
 
     plan = _command(commands, "plan", _plan, "show where roles go, what is on which device when, and whether it fits")
@@ -125,7 +127,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     from hotseat.cli.demo import run_demo
 
-    return run_demo(Path(arguments.dir), arguments.seed)
+    return run_demo(None if arguments.dir is None else Path(arguments.dir), arguments.seed)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

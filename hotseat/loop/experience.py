@@ -6,8 +6,9 @@ takes whole groups, because a baseline compares siblings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from hotseat.algorithms import (
 )
 from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
 from hotseat.train.packing import take
-from hotseat.types import Group, MicroBatch, ScoredEpisode
+from hotseat.types import Group, MicroBatch, ScoredEpisode, Segment
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,39 @@ class Share:
 
     groups: tuple[Group, ...]
     steps: tuple[tuple[int, ...], ...]  # per group, per sample
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels flat: four arrays instead of four small tensors for every segment, which take ten times as long."""
+        episodes = [sample.episode for group in self.groups for sample in group.samples]
+        segments = [segment for episode in episodes for segment in episode.segments]
+        flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
+        lengths = [[len(segment.token_ids) for segment in episode.segments] for episode in episodes]
+        return _share, (self.steps, [_with_episodes(group, iter(())) for group in self.groups], lengths, flat)
+
+
+def _share(
+    steps: tuple[tuple[int, ...], ...],
+    groups: Sequence[Group],
+    lengths: Sequence[Sequence[int]],
+    flat: Sequence[Any],
+) -> Share:
+    """What `Share.__reduce__` took apart."""
+    sizes = [length for episode in lengths for length in episode]
+    parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
+    segments = iter([tuple(Segment(*next(parts)) for _ in episode) for episode in lengths])
+    return Share(tuple(_with_episodes(group, segments) for group in groups), steps)
+
+
+def _tensors(segment: Segment) -> tuple[Tensor, ...]:
+    return segment.token_ids, segment.mask, segment.log_probs, segment.versions
+
+
+def _with_episodes(group: Group, segments: Iterator[tuple[Segment, ...]]) -> Group:
+    """The group with these segments, an entry per sample; with none when they run out."""
+    samples = [
+        replace(sample, episode=replace(sample.episode, segments=next(segments, ()))) for sample in group.samples
+    ]
+    return replace(group, samples=tuple(samples))
 
 
 def assign(sizes: Sequence[int], samples_per_step: int, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:

@@ -34,12 +34,12 @@ from hotseat.train.backend import UpdateReport
 from hotseat.types import Prompt
 
 COLUMNS = {
-    "reward": ".3f",
-    "length": ".1f",
-    "kl": ".4f",
-    "eval/accuracy": ".3f",
-    "tokens_per_s": ",.0f",
-    "step_s": ".2f",
+    "reward": "reward {:.3f}",
+    "length": "length {:.1f}",
+    "kl": "kl {:.4f}",
+    "eval/accuracy": "accuracy {:.3f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "step_s": "{:.2f} s",
 }
 NUM_CANARIES = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.1}

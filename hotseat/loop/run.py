@@ -27,6 +27,7 @@ MAX_LOGICAL_DEVICES = 64
 def start(config: Config, launched: bool = False) -> dict[str, float]:
     """Run a config to its end. `launched`: this process is one rank of several that a launcher started."""
     refuse_what_cannot_start(config)
+    _quieten_transformers()
     if config.task == "rl":
         return _start_rl(config)
     return _start_supervised(config, launched)
@@ -131,7 +132,13 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     return final
 
 
-_SUPERVISED_COLUMNS = {"loss": ".4f", "eval/loss": ".4f", "grad_norm": ".2f", "tokens_per_s": ",.0f", "step_s": ".2f"}
+_SUPERVISED_COLUMNS = {
+    "loss": "loss {:.4f}",
+    "eval/loss": "held out {:.4f}",
+    "grad_norm": "gradient {:.2f}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "step_s": "{:.2f} s",
+}
 
 
 def _supervised_args(config: Config, algebra: BatchAlgebra, examples: Any, held_out: Any) -> tuple[Any, ...]:
@@ -264,6 +271,13 @@ def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, view: An
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
     view.say(f"model: {path}")
+
+
+def _quieten_transformers() -> None:
+    """No bars for reading and writing local files between the lines of a run. Downloads still show theirs."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ class LiveView:
     """Shows phase, step, the columns it was given, and when the run will be done. Plain lines when not a terminal."""
 
     def __init__(self, title: str, num_steps: int, columns: Mapping[str, str], console: Console | None = None):
-        """`columns` maps a metric to its format, such as `{"reward": ".3f"}`."""
+        """`columns` maps a metric to how it is shown, such as `{"reward": "reward {:.3f}"}`."""
         self._title = title
         self._num_steps = num_steps
         self._columns = columns
@@ -43,20 +43,17 @@ class LiveView:
         """What is going on now."""
         self._phase, self._phase_started_s = name, time.monotonic()
 
-    def step(self, step: int, values: Mapping[str, float | int | str | None]) -> None:
+    def step(self, step: int, values: Mapping[str, float | None]) -> None:
         """A finished step: one line that stays."""
         self._step = step
         width = len(str(self._num_steps))
         cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]
-        for name, spec in self._columns.items():
-            value = values.get(name)
-            if value is not None:
-                cells.append(f"{name} {value:{spec}}" if not isinstance(value, str) else f"{name} {value}")
-        self._console.print("  ".join(cells), highlight=False)
+        cells += [shown.format(values[name]) for name, shown in self._columns.items() if values.get(name) is not None]
+        self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:
         """Seconds to the end at the pace so far."""

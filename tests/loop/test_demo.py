@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hotseat.cli.demo import GRPO, SFT, run_demo
+from hotseat.cli.demo import GRPO, SFT, free_directory, run_demo
 from hotseat.config import loads
 from hotseat.config.checks import missing
 from hotseat.errors import UserError
@@ -18,7 +18,6 @@ NAMES = {
     "prompts": "p",
     "held_out": "h",
     "reward": "r.py",
-    "num_examples": 64,
     "num_prompts": 32,
 }
 
@@ -44,3 +43,11 @@ def test_a_directory_in_use_is_not_touched(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="is not empty: give another --dir"):
         run_demo(tmp_path, 0)
+
+
+def test_another_demo_gets_a_directory_of_its_own(tmp_path):
+    assert free_directory(tmp_path) == tmp_path / "demo"
+    (tmp_path / "demo").mkdir()
+    assert free_directory(tmp_path) == tmp_path / "demo"
+    (tmp_path / "demo" / "file").touch()
+    assert free_directory(tmp_path) == tmp_path / "demo-2"

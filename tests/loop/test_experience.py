@@ -1,5 +1,6 @@
 """From groups to the batches of optimizer steps."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from loop_cases import make_group, make_segment
 
 from hotseat.loop.experience import (
     AdvantageSettings,
+    Share,
     assign,
     cut_into_steps,
     flatten,
@@ -154,3 +156,26 @@ def test_steps_hold_their_own_samples():
 
 def test_a_segment_helper_masks_the_context():
     assert make_segment(2, 1).mask.tolist() == [False, False, True]
+
+
+def test_a_share_arrives_as_it_was_sent_and_in_few_arrays():
+    two_turns = make_group(1, [1.0, 0.0])
+    episode = two_turns.samples[0].episode
+    longer = replace(episode, segments=(make_segment(2, 3), make_segment(4, 1, start=9)), turn_lengths=(3, 1))
+    two_turns = replace(two_turns, samples=(replace(two_turns.samples[0], episode=longer), two_turns.samples[1]))
+    sent = Share((make_group(0, [0.5]), two_turns, make_group(2, [])), ((0,), (0, 1), ()))
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    found = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
+    assert len(buffers) == 4
+    assert found.steps == sent.steps
+    assert [group.prompt for group in found.groups] == [group.prompt for group in sent.groups]
+    for mine, theirs in zip(found.groups, sent.groups, strict=True):
+        for got, expected in zip(mine.samples, theirs.samples, strict=True):
+            assert replace(got.episode, segments=()) == replace(expected.episode, segments=())
+            assert (got.reward, got.score) == (expected.reward, expected.score)
+            for a, b in zip(got.episode.segments, expected.episode.segments, strict=True):
+                for name in ("token_ids", "mask", "log_probs", "versions"):
+                    assert getattr(a, name).equal(getattr(b, name))
+                    assert getattr(a, name).dtype == getattr(b, name).dtype
+    assert pickle.loads(pickle.dumps(Share((), ()))) == Share((), ())

@@ -43,7 +43,7 @@ def test_tensorboard_gets_the_numbers_and_not_the_words(tmp_path):
 
 def test_without_a_terminal_every_step_is_a_plain_line():
     out = io.StringIO()
-    with LiveView("step", 20, {"reward": ".3f", "kl": ".1e"}, Console(file=out, width=100)) as view:
+    with LiveView("step", 20, {"reward": "reward {:.3f}", "kl": "kl {:.1e}"}, Console(file=out, width=100)) as view:
         view.phase("rollout")
         view.step(7, {"reward": 0.51234, "other": 1.0})
         view.say("done")
