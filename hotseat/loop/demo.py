@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CARELESS = 0.75  # share of examples that forget the carry
 NUM_EVAL = 200
@@ -79,17 +80,24 @@ def careless(a: int, b: int) -> str:
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
-def make_model(path: Path, seed: int) -> None:
-    import torch
+def make_tokenizer() -> Any:
+    """One token per character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = {word: index for index, word in enumerate(["<pad>", "<eos>", *"0123456789+="])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.save_pretrained(path)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_model(path: Path, seed: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(path)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -103,8 +111,8 @@ def make_model(path: Path, seed: int) -> None:
             tie_word_embeddings=True,
             initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones wake up late
             bos_token_id=None,
-            eos_token_id=words["<eos>"],
-            pad_token_id=words["<pad>"],
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )
     )
     model.save_pretrained(path)

@@ -6,8 +6,9 @@ The driver gets facts. Groups stay here until the actor's ranks fetch their shar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from hotseat.agents import AgentHost, load_agent
@@ -95,29 +96,27 @@ class RolloutHost:
 
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated."""
-        episodes: dict[Future[Any], tuple[_Pending, int]] = {}
+        # Episodes and scores as they are done. Every one ends: agents and rewards have deadlines of their own.
+        done: SimpleQueue[tuple[_Pending, int | None, Future[Any]]] = SimpleQueue()
+
+        def report(pending: _Pending, sample: int | None, future: Future[Any]) -> None:
+            future.add_done_callback(lambda future: done.put((pending, sample, future)))
+
         for job in jobs:
             pending = _Pending(job, [None] * job.num_samples, job.num_samples)
             for sample in range(job.num_samples):
                 key = SampleKey(job.epoch, job.prompt.index, sample)
-                episodes[self._agents.submit(job.prompt, key, sampling)] = (pending, sample)
-        scoring: dict[Future[Any], _Pending] = {}
+                report(pending, sample, self._agents.submit(job.prompt, key, sampling))
         facts: dict[int, GroupFacts] = {}
-        waiting: set[Future[Any]] = set(episodes)
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                if future in scoring:
-                    pending = scoring.pop(future)
-                    facts[pending.job.ticket] = self._finish(pending, future.result())
-                    continue
-                pending, sample = episodes.pop(future)
-                pending.outcomes[sample] = future.result()
-                pending.num_open -= 1
-                if pending.num_open == 0:
-                    scores = self._score(pending)
-                    scoring[scores] = pending
-                    waiting.add(scores)
+        while len(facts) < len(jobs):
+            pending, finished, future = done.get()
+            if finished is None:
+                facts[pending.job.ticket] = self._finish(pending, future.result())
+                continue
+            pending.outcomes[finished] = future.result()
+            pending.num_open -= 1
+            if pending.num_open == 0:
+                report(pending, None, self._score(pending))
         return [facts[job.ticket] for job in jobs]
 
     def share(self, tickets: Sequence[int], steps: Sequence[Sequence[int]]) -> Share:

@@ -51,7 +51,7 @@ def train_rl(run: RlRun, view: LiveView, log: Any) -> dict[str, float]:
     final = run.evaluate()
     log(0, final)
     for step in range(1, run.num_steps + 1):
-        started_s = time.monotonic()
+        started = time.monotonic(), time.process_time()
         view.phase("rollout")
         collected = run.collect()
         view.phase("prepare")
@@ -60,7 +60,7 @@ def train_rl(run: RlRun, view: LiveView, log: Any) -> dict[str, float]:
         reports = run.update()
         view.phase("sync")
         pushed = run.push()
-        metrics = run.metrics(collected, reports, pushed, time.monotonic() - started_s)
+        metrics = run.metrics(collected, reports, pushed, *started)
         if run.is_evaluated(step):
             view.phase("evaluate")
             final = run.evaluate()
@@ -213,9 +213,15 @@ class RlRun:
             self._actor.call("export", str(path))
 
     def metrics(
-        self, collected: Collected, reports: list[UpdateReport], pushed: PushReport, seconds: float
+        self,
+        collected: Collected,
+        reports: list[UpdateReport],
+        pushed: PushReport,
+        started_s: float,
+        process_started_s: float,
     ) -> dict[str, float]:
-        """Everything that is known of a step."""
+        """Everything that is known of a step that ends now."""
+        seconds = time.monotonic() - started_s
         metrics = rollout_metrics(collected)
         last = reports[-1]
         metrics |= {
@@ -226,6 +232,7 @@ class RlRun:
             "version": float(pushed.version),
             "canary_gap": pushed.canary_gap,
             "step_s": seconds,
+            "driver_s": time.process_time() - process_started_s,  # of this process's own work
             "tokens_per_s": metrics["sampled_tokens"] / seconds,
         }
         for name in ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy"):

@@ -1,0 +1,102 @@
+"""What the loop itself costs: a step with a model so small that computing hardly counts, from 64 to 4,096 samples.
+
+One run on Ray per size, as `hotseat run` does it: actor and engine take turns on one device, agents, reward function
+and driver in processes of their own. The model has one layer of width 16, an answer is one token, and a sample is used
+once. "driver" is the processor time of the driver process, the part that no device and no other process can take over.
+
+    python bench/loop_overhead.py [--sizes 64 256 1024 4096] [--steps 12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hotseat.config import loads
+from hotseat.loop import run
+from hotseat.loop.demo import answer, make_tokenizer, question
+from hotseat.observe import read_metrics
+
+GROUP_SIZE = 8
+NUM_WARM_UP = 3  # steps that do not count
+PHASES = ("rollout", "prepare", "update", "sync")
+
+CONFIG = """
+task: rl
+name: samples-{num_samples}
+run_dir: {directory}
+actor: {{model: {directory}/model, optimizer: {{learning_rate: 1e-5, schedule: constant}}}}
+data: {{path: {directory}/prompts.jsonl, label_key: label, max_length: 8, max_samples: {num_prompts}}}
+reward: {{function: {directory}/reward.py}}
+rollout: {{batch_size: {batch_size}, samples_per_prompt: 8, max_new_tokens: 1, num_slots: 256}}
+train: {{dtype: fp32, batch_size: {num_samples}, micro_batch_size: {micro_batch_size}}}
+log: {{every: 1000}}
+"""
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [float(query.endswith(label[0])) for query, label in zip(queries, labels)]
+"""
+
+
+def make_task(directory: Path, num_prompts: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    make_tokenizer().save_pretrained(directory / "model")
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory / "model")
+    sums = [(index // 100 % 100, index % 100) for index in range(num_prompts)]
+    rows = [{"input": question(a, b), "label": answer(a, b)} for a, b in sums]
+    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--steps", type=int, default=12)
+    arguments = parser.parse_args()
+    table = Table(*["samples", "step ms", *(f"{phase} ms" for phase in PHASES), "µs/sample", "driver µs/sample"])
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_task(directory, max(arguments.sizes) // GROUP_SIZE * arguments.steps)
+        for num_samples in arguments.sizes:
+            batch_size = num_samples // GROUP_SIZE
+            num_prompts = batch_size * arguments.steps
+            text = CONFIG.format(
+                directory=directory,
+                num_samples=num_samples,
+                micro_batch_size=min(num_samples, 1024),
+                batch_size=batch_size,
+                num_prompts=num_prompts,
+            )
+            run.start(loads(text))
+            records = read_metrics(directory / f"samples-{num_samples}" / "metrics.jsonl")
+            records = [record for record in records if "step_s" in record][NUM_WARM_UP:]
+            step_s = statistics.median(record["step_s"] for record in records)
+            phases = [statistics.median(record[f"time/{phase}"] for record in records) for phase in PHASES]
+            driver_s = statistics.median(record["driver_s"] for record in records)
+            cells = [f"{num_samples:,}", f"{1e3 * step_s:.0f}", *(f"{1e3 * phase:.0f}" for phase in phases)]
+            table.add_row(*cells, f"{1e6 * step_s / num_samples:.0f}", f"{1e6 * driver_s / num_samples:.0f}")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
