@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -97,13 +97,17 @@ class AgentHost:
 
     def submit(self, prompt: Prompt, key: SampleKey, sampling: Sampling) -> Future[Outcome]:
         """Ask for an episode. Returns at once."""
-        job = _Job(prompt, key, sampling)
+        return self.submit_many([(prompt, key)], sampling)[0]
+
+    def submit_many(self, wanted: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[Future[Outcome]]:
+        """Ask for episodes that start together, so that their first requests reach the engine together."""
+        jobs = [_Job(prompt, key, sampling) for prompt, key in wanted]
         with self._lock:
             if self._closed is not None:
                 raise WorkerError(self._closed) if self.is_broken else RunError(self._closed)
-            self._jobs.add(job)
-        self._loop.call_soon_threadsafe(self._start, job)
-        return job.future
+            self._jobs.update(jobs)
+        self._loop.call_soon_threadsafe(self._start, jobs)
+        return [job.future for job in jobs]
 
     def close(self) -> None:
         """End all episodes. Futures that are not done raise. Closing twice is fine."""
@@ -149,10 +153,11 @@ class AgentHost:
         self._beat = time.monotonic()
         self._loop.call_later(_BEAT_S, self._show_life)
 
-    def _start(self, job: _Job) -> None:
-        task = self._loop.create_task(self._run(job))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _start(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            task = self._loop.create_task(self._run(job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _run(self, job: _Job) -> None:
         async with self._slots:

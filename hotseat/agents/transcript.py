@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,9 +66,15 @@ def _tensor(values: Sequence[Any], kind: Any) -> torch.Tensor:
 
 def decode_after(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> str:
     """As it reads behind what precedes it: some tokenizers drop the space of a text's first token."""
-    tail = list(before[-_TAIL:])
-    head, whole = decode(tokenizer, tail), decode(tokenizer, [*tail, *token_ids])
+    tail = tuple(before[-_TAIL:])
+    head, whole = _decode_again(tokenizer, tail), decode(tokenizer, [*tail, *token_ids])
     return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, token_ids)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode_again(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
+    """The samples of a prompt follow the same tokens."""
+    return decode(tokenizer, token_ids)
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ It guards against mistakes, not against an adversary. Three passes over the data
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -113,10 +113,16 @@ def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[i
     return int(_digest(tensor, offset, stride, _AxisWeights())) & _MASK_64
 
 
-def named_digests(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """`tensor_digest` of many whole tensors, with one wait for the device instead of one each."""
+def named_digests(
+    named_tensors: Iterable[tuple[str, Tensor]], offsets: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, int]:
+    """`tensor_digest` of many tensors, with one wait for the device instead of one each.
+
+    offsets: of those that are slices of a larger one.
+    """
     axes = _AxisWeights()
-    digests = {name: _digest(tensor, (), (), axes) for name, tensor in named_tensors}
+    offsets = offsets or {}
+    digests = {name: _digest(tensor, offsets.get(name, ()), (), axes) for name, tensor in named_tensors}
     if not digests:
         return {}
     devices = {digest.device for digest in digests.values()}

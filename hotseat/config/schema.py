@@ -262,8 +262,8 @@ class Agent(Section):
     """Python file with an agent; unset answers in one turn."""
     max_steps: Positive | None = None
     """Turns of an episode at most; unset leaves it to the agent."""
-    max_concurrent: Positive = 128
-    """Episodes in flight per engine."""
+    max_concurrent: Positive | None = None
+    """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

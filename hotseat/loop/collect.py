@@ -134,6 +134,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "group_reward_std": statistics.fmean(statistics.pstdev(found.rewards) for found in groups),
+        "groups_alike": statistics.fmean(min(found.rewards) == max(found.rewards) for found in groups),
         "length": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
         "truncated": statistics.fmean(flag for found in groups for flag in found.truncated),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Iterable
 
 from hotseat.cluster.group import Group
@@ -28,7 +29,9 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._name = f"{os.getpid()}-{next(self._numbers)}"
         self._outbox: dict[int, list[Request]] = {rank: [] for rank in engines.ranks}
+        # By request id, oldest first.
         self._in_flight: dict[int, dict[str, asyncio.Future[Completion]]] = {rank: {} for rank in engines.ranks}
+        self._since_s: dict[str, float] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
         self._submitting: set[asyncio.Task[None]] = set()
 
@@ -37,19 +40,17 @@ class EngineClient:
         rank = min(self._in_flight, key=lambda rank: len(self._in_flight[rank]))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._in_flight[rank][request.id] = future
+        self._since_s[request.id] = time.monotonic()
         if not self._outbox[rank]:
             task = asyncio.create_task(self._submit(rank))
             self._submitting.add(task)
             task.add_done_callback(self._submitting.discard)
         self._outbox[rank].append(request)
         try:
-            return await asyncio.wait_for(future, self._timeout_s)
-        except TimeoutError:
-            raise DeadlineError(
-                f"engine {rank}: request {request.id} had no answer in {self._timeout_s:.0f} s"
-            ) from None
+            return await future
         finally:
             self._in_flight[rank].pop(request.id, None)
+            del self._since_s[request.id]
 
     async def _submit(self, rank: int) -> None:
         """Send what has come up in this turn of the event loop."""
@@ -76,8 +77,17 @@ class EngineClient:
                     future = waiting.pop(completion.request_id, None)
                     if future is not None and not future.done():
                         future.set_result(completion)
+                self._fail_overdue(rank)
         except Exception as error:
             self._fail(waiting.values(), error)
+
+    def _fail_overdue(self, rank: int) -> None:
+        now = time.monotonic()
+        for name, future in list(self._in_flight[rank].items()):
+            if now - self._since_s[name] < self._timeout_s:
+                return
+            error = DeadlineError(f"engine {rank}: request {name} had no answer in {self._timeout_s:.0f} s")
+            self._fail([future], error)
 
     def _fail(self, futures: Iterable[asyncio.Future[Completion] | None], error: Exception) -> None:
         for future in list(futures):

@@ -102,11 +102,14 @@ class RolloutHost:
         def report(pending: _Pending, sample: int | None, future: Future[Any]) -> None:
             future.add_done_callback(lambda future: done.put((pending, sample, future)))
 
-        for job in jobs:
-            pending = _Pending(job, [None] * job.num_samples, job.num_samples)
-            for sample in range(job.num_samples):
-                key = SampleKey(job.epoch, job.prompt.index, sample)
-                report(pending, sample, self._agents.submit(job.prompt, key, sampling))
+        pendings = [_Pending(job, [None] * job.num_samples, job.num_samples) for job in jobs]
+        samples = [(pending, sample) for pending in pendings for sample in range(pending.job.num_samples)]
+        wanted = [
+            (pending.job.prompt, SampleKey(pending.job.epoch, pending.job.prompt.index, sample))
+            for pending, sample in samples
+        ]
+        for (pending, sample), episode in zip(samples, self._agents.submit_many(wanted, sampling), strict=True):
+            report(pending, sample, episode)
         facts: dict[int, GroupFacts] = {}
         while len(facts) < len(jobs):
             pending, finished, future = done.get()

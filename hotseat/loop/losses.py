@@ -49,6 +49,20 @@ class PolicyObjective:
     def needs_entropy(self) -> bool:
         return self.entropy_coefficient is not None
 
+    def samples_with_gradient(self, batch: MicroBatch) -> list[int] | None:
+        """The segments of samples whose loss has a gradient at all; None: every sample's may.
+
+        Where all answers to a prompt are worth the same, their advantages are exactly zero, and so is all that comes of
+        them: no need to compute it. With a KL or an entropy term every sample counts.
+        """
+        if REFERENCE_LOG_PROBS in batch.fields or self.entropy_coefficient:
+            return None
+        layout = batch.layout
+        is_token = (batch.mask & (batch.fields[ADVANTAGES] != 0)).to(torch.int64)
+        num_tokens = torch.zeros(layout.num_episodes, dtype=torch.int64).index_add_(0, layout.token_episode, is_token)
+        chosen: list[int] = (num_tokens[layout.segment_episode] > 0).nonzero().squeeze(-1).tolist()
+        return chosen if len(chosen) < batch.num_segments else None
+
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         log_probs, mask = outputs.log_probs, batch.mask
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())

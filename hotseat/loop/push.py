@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotseat.cluster.group import Group
@@ -27,26 +26,34 @@ class PushReport:
     canary_gap: float
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What one side holds after a push, and what it makes of the canary."""
+
+    digests: dict[str, int]
+    log_probs: list[list[float]]
+
+
 def push_weights(actor: Group, engines: Group, version: int, canary: Canary) -> PushReport:
-    """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them."""
-    actor.call("begin_push", version)
+    """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them.
+
+    Both sides work at the same time where they can: on a small model the calls themselves are most of the time.
+    """
+    packing = actor.start("begin_push", version)
     engines.call("begin_load", version)
+    has_bucket = packing.result()[0]
     num_buckets = 0
-    while actor.call("pack_next")[0]:
+    while has_bucket:
         [bucket] = actor.start("packed", ranks=[0], keep=True).result()
-        engines.call("take_bucket", bucket)
+        taking = engines.start("take_bucket", bucket)
+        has_bucket = actor.call("pack_next")[0]
+        taking.result()
         num_buckets += 1
-    live = engines.start("finish_load", version)
-    sent = actor.call("digest")[0]
-    for rank, found in enumerate(live.result()):
-        check_digests(version, sent, found, f"engine {rank}")
-    return PushReport(version, num_buckets, _check_canary(actor, engines, version, canary))
-
-
-def _check_canary(actor: Group, engines: Group, version: int, canary: Canary) -> float:
-    sequences: Sequence[Sequence[int]] = canary.sequences
-    expected = actor.call("canary", sequences, canary.temperature)[0]
-    answers = engines.call("score", sequences, canary.temperature)
-    return max(
-        check_canary(version, expected, found, canary.tolerance, f"engine {rank}") for rank, found in enumerate(answers)
-    )
+    sent: Proof = actor.call("finish_push", canary)[0]
+    proofs: list[Proof] = engines.call("finish_load", version, canary)
+    gaps = []
+    for rank, found in enumerate(proofs):
+        name = f"engine {rank}"
+        check_digests(version, sent.digests, found.digests, name)
+        gaps.append(check_canary(version, sent.log_probs, found.log_probs, canary.tolerance, name))
+    return PushReport(version, num_buckets, max(gaps))

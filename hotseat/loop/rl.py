@@ -286,7 +286,7 @@ def _host_settings(config: Config) -> HostSettings:
         max_length=config.data.max_length,
         agent=config.agent.path,
         max_turns=config.agent.max_steps,
-        max_concurrent=config.agent.max_concurrent,
+        max_concurrent=config.agent.max_concurrent or settings.episodes_per_engine(config),
         episode_timeout_s=config.cluster.call_timeout_s,
         reward=config.reward.function,
         reward_timeout_s=config.reward.timeout_s,

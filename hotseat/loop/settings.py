@@ -81,6 +81,11 @@ def engine_settings(config: Config, eos_token_ids: tuple[int, ...]) -> EngineSet
     )
 
 
+def episodes_per_engine(config: Config) -> int:
+    """In flight, so that an engine is full: while one half is sampled, agents and rewards are busy with the other."""
+    return 2 * config.rollout.num_slots if config.rollout.engine == "transformers" else 512
+
+
 def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
     algorithm, reward = config.algorithm, config.reward
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient

@@ -24,9 +24,10 @@ from hotseat.loop.experience import (
     with_fields,
 )
 from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObjective
+from hotseat.loop.push import Canary, Proof
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.fsdp import FSDPBackend
-from hotseat.train.packing import split_by_count, split_by_tokens
+from hotseat.train.packing import split_by_count, split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import Bucket, Receiver, Sender
 
@@ -147,15 +148,17 @@ class ActorWorker(ModelWorker):
                 pieces = []
                 if batch is not None:
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_new_tokens)
-                    pieces = settings.train.cut(whole)
+                    pieces = settings.train.cut(_with_gradient(whole, settings.objective))
                 reports.append(self._backend.update(pieces, settings.objective, settings.temperature))
         self._steps, self._totals = [], []
         return reports
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def begin_push(self, version: int) -> None:
+    def begin_push(self, version: int) -> bool:
+        """Together. Gather the first bucket; whether there is one."""
         self._sender.begin(version)
+        return self._sender.pack_next()
 
     def pack_next(self) -> bool:
         """Together. Gather the next bucket; whether there is one."""
@@ -164,25 +167,19 @@ class ActorWorker(ModelWorker):
     def packed(self) -> Bucket:
         return self._sender.packed()
 
-    def digest(self) -> dict[str, int]:
-        """Together."""
-        return self._backend.digest()
-
-    def canary(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        """Together. Log-probs of fixed sequences, each rank all of them."""
-        batches = []
-        for index, sequence in enumerate(sequences):
-            length = len(sequence)
-            batches.append(
-                MicroBatch(
-                    token_ids=torch.tensor(sequence),
-                    offsets=torch.tensor([0, length]),
-                    mask=torch.ones(length, dtype=torch.bool),
-                    weights=torch.zeros(length),
-                    sample_ids=(f"canary {index}",),
-                )
-            )
-        return [values.tolist() for values in self._backend.log_probs(batches, temperature)]
+    def finish_push(self, canary: Canary) -> Proof:
+        """Together. Every rank scores all of the canary, so that none waits for another."""
+        lengths = torch.tensor([0, *map(len, canary.sequences)])
+        num_tokens = int(lengths.sum())
+        batch = MicroBatch(
+            token_ids=torch.tensor([token for sequence in canary.sequences for token in sequence]),
+            offsets=lengths.cumsum(0),
+            mask=torch.ones(num_tokens, dtype=torch.bool),
+            weights=torch.zeros(num_tokens),
+            sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
+        )
+        [log_probs] = self._backend.log_probs([batch], canary.temperature)
+        return Proof(self._backend.digest(), [part.tolist() for part in log_probs.split(lengths[1:].tolist())])
 
     def export(self, directory: str) -> None:
         """Together."""
@@ -191,6 +188,16 @@ class ActorWorker(ModelWorker):
     def _add_moments(self, local: Moments) -> Moments:
         everyone = self._backend.gather_facts(local, "add up the moments of the advantages")
         return sum(everyone[1:], start=everyone[0])
+
+
+def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
+    """Without the samples that change nothing. One sample stays in any case: the optimizer steps, whatever it got."""
+    chosen = objective.samples_with_gradient(batch)
+    if chosen is None:
+        return batch
+    if not chosen:
+        chosen = [index for index, name in enumerate(batch.sample_ids) if name == batch.sample_ids[0]]
+    return take(batch, chosen)
 
 
 def _in_order(batch: MicroBatch, found: Iterable[Mapping[str, list[Tensor]]]) -> Tensor:
@@ -243,8 +250,8 @@ class EngineWorker:
 
     def submit(self, client: str, requests: Sequence[Request]) -> None:
         """Take requests of a client."""
-        for request in requests:
-            self._engine.submit(request).add_done_callback(lambda done: self._finish(client, done))
+        for future in self._engine.submit_many(requests):
+            future.add_done_callback(lambda done: self._finish(client, done))
 
     def fetch(self, client: str, wait_s: float) -> list[Completion]:
         """What has finished for a client, waiting for the first at most `wait_s`."""
@@ -262,17 +269,15 @@ class EngineWorker:
             self._finished.setdefault(client, []).append(error if error is not None else done.result())
             self._changed.notify_all()
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        return self._engine.score(sequences, temperature)
-
     def begin_load(self, version: int) -> None:
         self._receiver.begin(version)
 
     def take_bucket(self, bucket: Bucket) -> None:
         self._receiver.take(bucket)
 
-    def finish_load(self, version: int) -> dict[str, int]:
-        return self._receiver.finish(version)
+    def finish_load(self, version: int, canary: Canary) -> Proof:
+        digests = self._receiver.finish(version)
+        return Proof(digests, self._engine.score(canary.sequences, canary.temperature))
 
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._engine.put_aside(parts, keep_weights=keep_weights)

@@ -99,9 +99,13 @@ class SlotCache:
         values.index_copy_(0, at, value.reshape(-1, values.shape[1]))
 
     def write(self, slots: Sequence[int], prefix: Prefix) -> None:
-        for slot in slots:
-            self.keys[:, slot, :, : prefix.num_tokens] = prefix.keys
-            self.values[:, slot, :, : prefix.num_tokens] = prefix.values
+        """The same prefix into each of these slots."""
+        first, last = min(slots), max(slots)
+        # Slots next to each other, as samples of a prompt mostly get them, are one copy.
+        runs = [slice(first, last + 1)] if last - first + 1 == len(slots) else [slice(s, s + 1) for s in slots]
+        for run in runs:
+            self.keys[:, run, :, : prefix.num_tokens] = prefix.keys[:, None]
+            self.values[:, run, :, : prefix.num_tokens] = prefix.values[:, None]
 
     def move(self, source: int, target: int, num_keys: int) -> None:
         for cache in (self.keys, self.values):

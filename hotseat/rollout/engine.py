@@ -62,6 +62,9 @@ class Engine(Protocol):
         waits for its turn; later use `abort`.
         """
 
+    def submit_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """`submit` for each, at once: they can start together. If one is refused, none is taken."""
+
     def generate(self, requests: Sequence[Request], timeout_s: float = ...) -> list[Completion]:
         """All completions, in the order of the requests. After a failure or `timeout_s` the remaining are aborted."""
 

@@ -211,32 +211,33 @@ class TransformersEngine:
         return self._version
 
     def submit(self, request: Request) -> Future[Completion]:
-        sequence = self._checked(request)
+        return self.submit_many([request])[0]
+
+    def submit_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        sequences = [self._checked(request) for request in requests]
+        ids = [request.id for request in requests]
         with self._wake:
             self._raise_unless_ready()
-            if request.id in self._in_flight:
+            if not self._in_flight.keys().isdisjoint(ids):
                 self._drop_cancelled()
-            if request.id in self._in_flight:
+            twice = [name for name, count in Counter(ids).items() if count > 1 or name in self._in_flight]
+            if twice:
                 raise UserError(
-                    f"request {request.id!r} is already in flight: ids must be unique among unfinished requests"
+                    f"request {twice[0]!r} is already in flight: ids must be unique among unfinished requests"
                 )
-            self._in_flight[request.id] = sequence
-            self._waiting.append(sequence)
+            self._in_flight.update(zip(ids, sequences, strict=True))
+            self._waiting.extend(sequences)
             self._wake.notify_all()
-        return sequence.future
+        return [sequence.future for sequence in sequences]
 
     def generate(self, requests: Sequence[Request], timeout_s: float = 3600.0) -> list[Completion]:
         self._refuse_own_thread("generate")
-        for request in requests:
-            self._checked(request)
         deadline = time.monotonic() + timeout_s
-        submitted: list[Future[Completion]] = []
+        submitted = self.submit_many(requests)
         try:
-            for request in requests:
-                submitted.append(self.submit(request))
             return [future.result(max(0.0, deadline - time.monotonic())) for future in submitted]
         except BaseException as error:
-            unfinished = [r.id for r, f in zip(requests, submitted, strict=False) if not f.done()]
+            unfinished = [r.id for r, f in zip(requests, submitted, strict=True) if not f.done()]
             if unfinished:
                 with contextlib.suppress(HotseatError):  # What went wrong first is what matters.
                     self.abort(unfinished)
@@ -517,9 +518,13 @@ class TransformersEngine:
     def _fill(self, slots: list[int], sequences: list[_Sequence]) -> None:
         """Prompts into slots. All but the last token, which is decoded with the others and gives the first logits."""
         prefixes = self._prefill(list(dict.fromkeys(s.prompt[:-1] for s in sequences if len(s.prompt) > 1)))
+        slots_of: dict[tuple[int, ...], list[int]] = {prefix: [] for prefix in prefixes}
         for slot, sequence in zip(slots, sequences, strict=True):
             if len(sequence.prompt) > 1:
-                self._slots.cache.write([slot], prefixes[sequence.prompt[:-1]])
+                slots_of[sequence.prompt[:-1]].append(slot)
+        for prompt, chosen in slots_of.items():
+            if chosen:
+                self._slots.cache.write(chosen, prefixes[prompt])
 
         column = self._column
         at = column(slots, torch.int64)

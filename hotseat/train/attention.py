@@ -4,6 +4,9 @@
 16-bit floats on a CUDA device packed tokens go through `torch.nn.attention.varlen`. Elsewhere the block-diagonal
 attention is computed block by block: segments of like length are gathered into rows, so that it costs the sum of the
 blocks and not the square of all tokens. Padded rows need neither: the filling is on the right, where nothing looks.
+
+Where segments share their first tokens, each segment gathers a copy of them: the rest of the model, which is most of
+the work, sees them once.
 """
 
 from __future__ import annotations
@@ -34,13 +37,31 @@ class Blocks:
     offsets: Tensor | None  # [num_segments + 1] int32 on the device, for varlen attention; None elsewhere
     longest: int
     rows: tuple[tuple[Tensor, int, int], ...] = ()  # per group: tokens [segments * length], segments, length
-    places: Tensor | None = None  # [num_tokens]: where each token stands in the groups' rows, one after another
+    places: Tensor | None = None  # [num_tokens]: where each token stands in what was gathered, one group after another
+    copies: Tensor | None = None  # [sum of lengths]: for varlen attention, the tokens to gather; None: all as they are
 
     @staticmethod
-    def of(lengths: Tensor, offsets: Tensor, *, device: torch.device | None, has_flash: bool) -> Blocks:
+    def of(
+        lengths: Tensor,
+        offsets: Tensor,
+        token: Tensor | None = None,
+        *,
+        device: torch.device | None,
+        has_flash: bool,
+    ) -> Blocks:
+        """`token` [sum of lengths] names the token at each place of each segment where segments share some."""
         longest = int(lengths.max())
+        if token is None:
+            token, is_shared = torch.arange(int(offsets[-1])), False
+        else:
+            is_shared = True
+        places = torch.empty(int(token.max()) + 1, dtype=torch.int64)
         if has_flash:
-            return Blocks(offsets.to(torch.int32).to(device, non_blocking=True), longest)
+            starts = offsets.to(torch.int32).to(device, non_blocking=True)
+            if not is_shared:
+                return Blocks(starts, longest)
+            _set_rows(places, token, torch.arange(len(token)))
+            return Blocks(starts, longest, (), places.to(device), token.to(device))
         order = torch.argsort(lengths, descending=True, stable=True).tolist()
         sizes = lengths.tolist()
         groups: list[list[int]] = []
@@ -49,7 +70,6 @@ class Blocks:
                 groups.append([])
             groups[-1].append(segment)
         rows = []
-        places = torch.empty(int(offsets[-1]), dtype=torch.int64)
         start = 0
         for group in groups:
             length = sizes[group[0]]
@@ -60,10 +80,39 @@ class Blocks:
             # A row that is too long repeats its last token, whose result there is never read.
             tokens = offsets[members, None] + torch.minimum(step, (lengths[members] - 1).clamp(min=0)[:, None])
             is_token = step < lengths[members, None]
-            places[tokens[is_token]] = start + is_token.flatten().nonzero().squeeze(-1)
-            rows.append((tokens.flatten().to(device), len(group), length))
+            _set_rows(places, token[tokens[is_token]], start + is_token.flatten().nonzero().squeeze(-1))
+            rows.append((token[tokens.flatten()].to(device), len(group), length))
             start += tokens.numel()
         return Blocks(None, longest, tuple(rows), places.to(device))
+
+
+def _set_rows(target: Tensor, index: Tensor, values: Tensor) -> None:
+    """target[index] = values; of several values for one index any will do, and it is always the same one."""
+    last = torch.full_like(target, -1).scatter_reduce_(0, index, torch.arange(len(index)), "amax")
+    is_set = last >= 0
+    target[is_set] = values[last[is_set]]
+
+
+class Gather(torch.autograd.Function):
+    """`index_select` of rows of which some are wanted several times. Their gradients are added in fp32, not rounded to
+    16 bits after each addition."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dtype = values.shape, values.dtype
+        return values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        [index] = ctx.saved_tensors
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=gradient.device)
+        return total.index_add_(0, index, gradient.float()).to(ctx.dtype), None
+
+
+def gather(values: Tensor, index: Tensor) -> Tensor:
+    """values[index] by rows."""
+    return Gather.apply(values, index) if values.element_size() < 4 else values.index_select(0, index)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -93,7 +142,7 @@ def causal_attention(
     if blocks is None:
         out = _rows(query, key, value, scaling, sliding_window)
     elif blocks.offsets is not None:
-        out = _varlen(query, key, value, blocks.offsets, blocks.longest, scaling, sliding_window)
+        out = _varlen(query, key, value, blocks, blocks.offsets, scaling, sliding_window)
     else:
         out = _gathered(query, key, value, blocks, scaling, sliding_window)
     return out, None
@@ -124,7 +173,7 @@ def _gathered(
     flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [num_tokens, heads, head_size]
     outputs = []
     for tokens, num_segments, length in blocks.rows:
-        rows = [tensor.index_select(0, tokens).unflatten(0, (num_segments, length)).transpose(1, 2) for tensor in flat]
+        rows = [gather(tensor, tokens).unflatten(0, (num_segments, length)).transpose(1, 2) for tensor in flat]
         outputs.append(_rows(*rows, scale, window).flatten(0, 1))
     return torch.cat(outputs).index_select(0, blocks.places).unsqueeze(0)
 
@@ -133,27 +182,29 @@ def _varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    blocks: Blocks,
     offsets: Tensor,
-    longest: int,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+    if blocks.copies is not None:
+        flat = [gather(tensor, blocks.copies) for tensor in flat]
     is_grouped = query.shape[1] != key.shape[1]
     extra = {"enable_gqa": True} if is_grouped and _varlen_asks_for_grouping() else {}
     out = varlen_attn(
         *flat,
         offsets,
         offsets,
-        longest,
-        longest,
+        blocks.longest,
+        blocks.longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **extra,
     )
-    return out.unsqueeze(0)
+    return (out if blocks.places is None else out.index_select(0, blocks.places)).unsqueeze(0)
 
 
 @functools.cache

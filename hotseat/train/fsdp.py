@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hotseat.algorithms.digest import combine_digests, tensor_digest
+from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import BatchError, NonFiniteError, RunError
 from hotseat.train.attention import has_flash
 from hotseat.train.backend import (
@@ -54,7 +54,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class FSDPBackend:
-    """One rank. See `Backend` for the contract."""
+    """One rank. See `Backend` for the contract.
+
+    unit_bytes: a layer at least this large is gathered when its turn comes; smaller ones all at once, since for them
+        the messages would cost more than the memory.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class FSDPBackend:
         *,
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
+        unit_bytes: int = 8 << 20,
     ):
         self._options = options
         self._device = torch.device(device)
@@ -74,7 +79,7 @@ class FSDPBackend:
         self._saved_names = set(loaded.state_dict())
         self._ranks = Ranks(self._device, options.timeout_s, always_group=options.precision == "bf16_master")
         if self._ranks.size > 1 or options.precision == "bf16_master":
-            _shard(self._policy, loaded, options, self._device, self._ranks.size)
+            _shard(self._policy, loaded, options, self._device, self._ranks.size, unit_bytes)
         else:
             self._policy.to(self._device)
         compute = torch.float32 if options.precision == "fp32" else torch.bfloat16
@@ -308,19 +313,16 @@ class FSDPBackend:
     def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
         self._need("digest", "weights")
         # Every rank hashes the rows it holds: digests of slices add up, so nothing is gathered but the digests.
-        mine = {name: self._digest_here(tensor, dtype) for name, tensor in self._state().items()}
+        state, offsets = self._state(), {}
+        for name, tensor in state.items():
+            if isinstance(tensor, DTensor):
+                first_row = self._ranks.rank * -(-tensor.shape[0] // self._ranks.size)
+                offsets[name] = (first_row, *[0] * (tensor.ndim - 1))
+        # What is the same on every rank counts once.
+        here = {name: tensor for name, tensor in state.items() if name in offsets or self._ranks.rank == 0}
+        mine = named_digests(((name, _convert(_local(tensor), dtype)) for name, tensor in here.items()), offsets)
         everyone = self._ranks.gather(mine, "add up the digests of the weights")
-        return {name: combine_digests(part[name] for part in everyone) for name in mine}
-
-    def _digest_here(self, tensor: Tensor, dtype: torch.dtype | None) -> int:
-        if isinstance(tensor, DTensor):
-            first_row = self._ranks.rank * -(-tensor.shape[0] // self._ranks.size)
-            offset = (first_row, *[0] * (tensor.ndim - 1))
-        elif self._ranks.rank > 0:
-            return 0  # the same on every rank, so it counts once
-        else:
-            offset = ()
-        return tensor_digest(_convert(_local(tensor), dtype), offset)
+        return {name: combine_digests(part[name] for part in everyone if name in part) for name in state}
 
     def _state(self) -> dict[str, Tensor]:
         """Weights, then buffers that are saved, each once under its first name."""
@@ -415,12 +417,21 @@ class FSDPBackend:
         self._ranks.close()
 
 
-def _shard(policy: nn.Module, model: PreTrainedModel, options: TrainOptions, device: torch.device, size: int) -> None:
+def _shard(
+    policy: nn.Module,
+    model: PreTrainedModel,
+    options: TrainOptions,
+    device: torch.device,
+    size: int,
+    unit_bytes: int,
+) -> None:
     mesh = init_device_mesh(device.type, (size,))
     # Sums over ranks are taken in 32 bits, whatever the weights are.
     compute = {"fp32": None, "bf16": None, "bf16_master": torch.bfloat16}[options.precision]
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in layers(model):
+        if sum(weight.nbytes for weight in layer.parameters()) < unit_bytes:
+            continue
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=size > 1)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():

@@ -4,15 +4,17 @@ Which segments go together changes speed and memory, never the maths (see `Micro
 by a fixed number of segments, longest first, or by a token budget that is never exceeded. Both are deterministic. What
 must stand together (the segments of an episode, the two answers of a pair) is a unit and is never cut.
 
-A model gets the tokens in one of two layouts:
+A model gets the tokens in one of three layouts. In none is the last token of a segment: nothing comes after it.
 
     padded   [num_segments, longest] rows, filled up on the right. Attention is causal, so no token sees the filling.
     packed   [1, num_tokens], nothing filled up. Positions restart with every segment, and attention is kept inside
              them by `attention`.
+    shared   packed, and a context that several segments begin with, such as the prompt of a group, stands there once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,11 +26,11 @@ from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
 from hotseat.types import MicroBatch
 
-LayoutKind = Literal["auto", "padded", "packed"]
+LayoutKind = Literal["auto", "padded", "packed", "shared"]
 
-# With flash attention packing always pays. Without it, packed attention gathers queries, keys and values into rows and
-# back in every layer; on a 4-layer, 128-wide Llama on 2 cores that cost as much as this share of extra padding.
-_PADDING_WORTH_PACKING = 0.10
+# To gather queries, keys and values into rows and back, in every layer, costs as much as this share of extra tokens (a
+# 4-layer, 128-wide Llama on 2 cores). With flash attention only shared contexts need it.
+_COST_OF_GATHERING = 0.10
 
 
 # --- which segments go together ---------------------------------------------------------------------------------------
@@ -188,8 +190,8 @@ def _take_all(batch: MicroBatch, bins: list[list[int]]) -> list[MicroBatch]:
 class ModelInput:
     """Tokens in the layout that the model runs, and which of its outputs predict the tokens that are wanted."""
 
-    input_ids: Tensor  # [num_segments, longest] or [1, num_tokens]
-    position_ids: Tensor | None  # [1, num_tokens] when packed; None: counted from the left
+    input_ids: Tensor  # [num_segments, longest] or [1, num_rows]
+    position_ids: Tensor | None  # [1, num_rows] when packed; None: counted from the left
     blocks: Blocks | None  # how packed tokens fall into segments; None when padded
     rows: Tensor  # [num_wanted]: the row of the flattened output that predicts each wanted token
     targets: Tensor  # [num_wanted]: that token
@@ -201,23 +203,33 @@ def model_input(
 ) -> ModelInput:
     """Wanted are the tokens under the mask that something precedes in their segment; only they are projected."""
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
-    lengths = offsets[1:] - offsets[:-1]
-    num_tokens, num_segments = batch.num_tokens, batch.num_segments
-    longest = int(lengths.max())
-    segment = torch.repeat_interleave(torch.arange(num_segments), lengths)  # [num_tokens]
-    position = torch.arange(num_tokens) - offsets[segment]  # [num_tokens]
-    wanted = (mask & (position > 0)).nonzero().squeeze(-1)
-    if kind == "auto":
-        padding = num_segments * longest - num_tokens
-        kind = "packed" if has_flash or padding > _PADDING_WORTH_PACKING * num_tokens else "padded"
+    all_lengths = offsets[1:] - offsets[:-1]
+    lengths = torch.where(all_lengths > 1, all_lengths - 1, all_lengths)  # of what the model is given
+    segment = torch.repeat_interleave(torch.arange(batch.num_segments), lengths)  # [num_given]
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    position = torch.arange(len(segment)) - starts[segment]
+    given = offsets[segment] + position  # where it stands in the micro-batch
 
-    if kind == "packed":
-        input_ids, position_ids, rows = token_ids[None], position[None], wanted - 1
-        blocks = Blocks.of(lengths, offsets, device=device, has_flash=has_flash)
+    each = torch.repeat_interleave(torch.arange(batch.num_segments), all_lengths)  # [num_tokens]: the segment
+    wanted = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
+    before = starts[each[wanted]] + wanted - 1 - offsets[each[wanted]]  # the given token that predicts it
+    longest = int(lengths.max())
+
+    owners = _owners(token_ids, offsets, mask, lengths, starts) if kind in ("auto", "shared") else None
+    if kind == "auto":
+        kind = _cheapest(batch.num_segments * longest, len(given), owners, has_flash)
+    if kind == "padded":
+        input_ids = torch.zeros(batch.num_segments, longest, dtype=torch.int64)
+        input_ids[segment, position] = token_ids[given]
+        position_ids, blocks = None, None
+        rows = segment[before] * longest + position[before]
     else:
-        input_ids = torch.zeros(num_segments, longest, dtype=torch.int64)
-        input_ids[segment, position] = token_ids
-        position_ids, rows, blocks = None, segment[wanted] * longest + position[wanted] - 1, None
+        place = torch.arange(len(given)) if kind == "packed" or owners is None else owners
+        first, row_of = torch.unique(place, return_inverse=True)  # the given token of each row, the row of each given
+        input_ids, position_ids, rows = token_ids[given[first]][None], position[first][None], row_of[before]
+        blocks = Blocks.of(
+            lengths, starts, row_of if len(first) < len(given) else None, device=device, has_flash=has_flash
+        )
     targets = token_ids[wanted]
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, wanted = (
@@ -225,3 +237,35 @@ def model_input(
         )
         position_ids = None if position_ids is None else position_ids.to(device, non_blocking=True)
     return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted)
+
+
+def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, starts: Tensor) -> Tensor | None:
+    """[num_given]: the given token that stands for each, in the first segment that begins with the same context.
+
+    A context is what precedes the first token under the mask. None if all are different.
+    """
+    owners = torch.arange(int(starts[-1]))
+    seen: dict[bytes, int] = {}
+    tokens, is_sampled = token_ids.numpy(), mask.numpy()
+    is_any = False
+    bounds, sizes, firsts = offsets.tolist(), lengths.tolist(), starts.tolist()
+    for segment, begin in enumerate(bounds[:-1]):
+        sampled = is_sampled[begin : bounds[segment + 1]]
+        size = min(int(sampled.argmax()) if sampled.any() else len(sampled), sizes[segment])
+        if size == 0:
+            continue
+        owner = seen.setdefault(tokens[begin : begin + size].tobytes(), segment)
+        if owner != segment:
+            is_any = True
+            owners[firsts[segment] : firsts[segment] + size] = torch.arange(firsts[owner], firsts[owner] + size)
+    return owners if is_any else None
+
+
+def _cheapest(num_padded: int, num_packed: int, owners: Tensor | None, has_flash: bool) -> LayoutKind:
+    num_shared = num_packed if owners is None else int(owners.unique().numel())
+    costs: dict[LayoutKind, float] = {
+        "padded": math.inf if has_flash else num_padded,
+        "packed": num_packed * (1 if has_flash else 1 + _COST_OF_GATHERING),
+        "shared": num_shared * (1 + _COST_OF_GATHERING),
+    }
+    return min(costs, key=lambda kind: costs[kind])

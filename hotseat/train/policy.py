@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hotseat.errors import NotBuiltError
-from hotseat.train.attention import ATTENTION, BLOCKS
+from hotseat.train.attention import ATTENTION, BLOCKS, gather
 from hotseat.train.logprobs import token_log_probs
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.types import MicroBatch
@@ -33,7 +33,7 @@ class Policy(nn.Module):
         hidden = self.model.base_model(input_ids=inputs.input_ids, use_cache=False, **packed).last_hidden_state
         head = self.model.get_output_embeddings()
         return token_log_probs(
-            hidden.flatten(0, 1).index_select(0, inputs.rows),
+            gather(hidden.flatten(0, 1), inputs.rows),
             head.weight,
             inputs.targets,
             temperature=temperature,
@@ -72,9 +72,9 @@ def prepare_model(
     policy = Policy(model)
     _check_head(policy)
     if layout != "padded" and not (can_pack and _packs(policy)):
-        if layout == "packed":
+        if layout != "auto":
             raise NotBuiltError(
-                f"{type(model).__name__} cannot run packed: its layers do not keep segments apart; set the layout to"
+                f"{type(model).__name__} cannot run {layout}: its layers do not keep segments apart; set the layout to"
                 " 'padded' or 'auto'"
             )
         layout = "padded"

@@ -1,4 +1,4 @@
-"""Makes FSDP2 backends for the conformance suite."""
+"""Makes FSDP2 backends for the conformance suite, every layer sharded by itself as in a large model."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from hotseat.train import FSDPBackend, TrainOptions
 
 
 def make(model: PreTrainedModel, options: TrainOptions) -> FSDPBackend:
-    return FSDPBackend(model, options)
+    return FSDPBackend(model, options, unit_bytes=0)
