@@ -97,3 +97,31 @@ def test_examples_are_learned_token_by_token():
     loss, metrics = SupervisedObjective()(outputs(0.0, -1.0, -3.0), batch())
     assert loss.item() == 2.0
     assert metrics["nll"].item() == 4.0
+
+
+def three_samples(advantages: list[float], **fields) -> MicroBatch:
+    """Of one context token and one sampled token, the second sample in two segments."""
+    values = [value for advantage in advantages for value in (0.0, advantage)]
+    return MicroBatch(
+        token_ids=torch.arange(8),
+        offsets=torch.tensor([0, 2, 4, 6, 8]),
+        mask=torch.tensor([False, True] * 4),
+        weights=torch.tensor([0.0, 0.25] * 4),
+        fields={ADVANTAGES: torch.tensor(values), ROLLOUT_LOG_PROBS: torch.zeros(8)} | fields,
+        sample_ids=("a", "b", "b", "c"),
+    )
+
+
+def test_samples_without_an_advantage_have_no_gradient():
+    assert objective().samples_with_gradient(three_samples([1.0, 0.0, 0.0, -1.0])) == [0, 3]
+    assert objective().samples_with_gradient(three_samples([0.0, 0.0, 0.5, 0.0])) == [1, 2]
+    assert objective().samples_with_gradient(three_samples([0.0] * 4)) == []
+    assert objective().samples_with_gradient(three_samples([1.0, 0.0, 2.0, -1.0])) is None
+
+
+def test_with_a_kl_or_entropy_term_every_sample_counts():
+    nothing = three_samples([0.0] * 4)
+    assert objective(entropy_coefficient=0.1).samples_with_gradient(nothing) is None
+    assert objective(entropy_coefficient=0.0).samples_with_gradient(nothing) == []  # computed, not learned from
+    compared = three_samples([0.0] * 4, **{REFERENCE_LOG_PROBS: torch.zeros(8)})
+    assert objective().samples_with_gradient(compared) is None

@@ -559,6 +559,14 @@ def what_cannot_work_is_refused_with_numbers(subject: Subject) -> None:
         with pytest.raises(UserError, match="'long'"):
             engine.generate([request("fine"), too_long])
         assert engine.health().num_running == engine.health().num_waiting == 0
+        with pytest.raises(UserError, match="'same' is already in flight"):
+            engine.submit_many([request("fine"), request("same"), request("same")])
+        with pytest.raises(UserError, match="'long'"):
+            engine.submit_many([request("fine"), too_long])
+        assert engine.health().num_running == engine.health().num_waiting == 0
+        together = engine.submit_many([request("fine"), request("other")])
+        assert [future.result(60).request_id for future in together] == ["fine", "other"]
+        assert engine.submit_many([]) == []
         engine.pause()
         future = engine.submit(request("twice"))
         with pytest.raises(UserError, match="'twice' is already in flight"):

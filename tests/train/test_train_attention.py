@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from hotseat.errors import NotBuiltError
-from hotseat.train.attention import BLOCKS, Blocks, causal_attention
+from hotseat.train.attention import BLOCKS, Blocks, causal_attention, gather
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -36,6 +36,38 @@ def test_blocks_equal_a_block_diagonal_mask(lengths: list[int], window: int | No
     theirs = torch.autograd.grad(expected.transpose(1, 2), [query, key, value], upstream)
     for mine, exact in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, exact)
+
+
+def test_segments_that_share_their_first_tokens_equal_whole_ones() -> None:
+    # Three segments; the second and third begin with the first two tokens of the first.
+    token = torch.tensor([0, 1, 2, 0, 1, 3, 4, 5, 0, 1, 6])
+    lengths, offsets = torch.tensor([3, 5, 3]), torch.tensor([0, 3, 8, 11])
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, 7, 8, generator=generator, dtype=torch.float64).requires_grad_() for count in (4, 2, 2)
+    )
+    shared = Blocks.of(lengths, offsets, token, device=None, has_flash=False)
+    found, _ = causal_attention(nn.Identity(), query, key, value, None, **{BLOCKS: shared})
+    whole = Blocks.of(lengths, offsets, device=None, has_flash=False)
+    copies = [tensor[:, :, token] for tensor in (query, key, value)]
+    expanded, _ = causal_attention(nn.Identity(), *copies, None, **{BLOCKS: whole})
+    torch.testing.assert_close(found[:, token], expanded)
+    # Each token of the shared one counts once; so does one of its copies.
+    upstream = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    first = [int((token == index).nonzero()[0]) for index in range(7)]
+    of_copies = torch.zeros_like(expanded)
+    of_copies[:, first] = upstream
+    ours = torch.autograd.grad(found, [query, key, value], upstream)
+    theirs = torch.autograd.grad(expanded, [query, key, value], of_copies)
+    for mine, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, exact)
+
+
+def test_gradients_of_16_bit_copies_are_added_in_32_bits() -> None:
+    values = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.tensor([[256.0], *[[1.0]] * 16], dtype=torch.bfloat16)
+    [found] = torch.autograd.grad(gather(values, torch.zeros(17, dtype=torch.int64)), values, upstream)
+    assert found.item() == 272  # one by one in 16 bits, 256 + 1 stays 256
 
 
 def test_short_segments_do_not_pay_for_a_long_one() -> None:

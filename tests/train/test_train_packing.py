@@ -127,16 +127,60 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_model_input_by_hand() -> None:
     batch = replace(segments([3, 2]), mask=torch.tensor([True, True, False, True, True]))
     # Wanted are token 1 (after token 0) and token 4 (after token 3): first tokens have nothing before them.
+    # The last token of a segment is not given to the model: nothing comes after it.
     padded = model_input(batch, "padded")
-    assert padded.input_ids.tolist() == [[0, 1, 2], [3, 4, 0]]
-    assert padded.rows.tolist() == [0, 3]
+    assert padded.input_ids.tolist() == [[0, 1], [3, 0]]
+    assert padded.rows.tolist() == [0, 2]
     assert padded.tokens.tolist() == padded.targets.tolist() == [1, 4]
     assert padded.blocks is None
     packed = model_input(batch, "packed")
-    assert packed.input_ids.tolist() == [[0, 1, 2, 3, 4]]
+    assert packed.input_ids.tolist() == [[0, 1, 3]]
     assert packed.position_ids is not None
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
-    assert packed.rows.tolist() == [0, 3]
+    assert packed.position_ids.tolist() == [[0, 1, 0]]
+    assert packed.rows.tolist() == [0, 2]
+
+
+def with_contexts(*segments: tuple[list[int], list[int]]) -> MicroBatch:
+    """Of context and sampled tokens each."""
+    tokens = [token for context, sampled in segments for token in (*context, *sampled)]
+    mask = [flag for context, sampled in segments for flag in [False] * len(context) + [True] * len(sampled)]
+    ends = torch.tensor([len(context) + len(sampled) for context, sampled in segments]).cumsum(0)
+    return MicroBatch(
+        token_ids=torch.tensor(tokens),
+        offsets=torch.tensor([0, *ends.tolist()]),
+        mask=torch.tensor(mask),
+        weights=torch.tensor(mask).float(),
+        sample_ids=tuple(f"s{index}" for index in range(len(segments))),
+    )
+
+
+def test_a_shared_context_stands_there_once() -> None:
+    batch = with_contexts(([5, 6], [7, 8]), ([9], [3]), ([5, 6], [1, 2, 4]), ([5], [6]))
+    shared = model_input(batch, "shared")
+    # The context 5 6 of the third is that of the first; the 5 of the last is another context.
+    assert shared.input_ids.tolist() == [[5, 6, 7, 9, 1, 2, 5]]
+    assert shared.position_ids is not None
+    assert shared.position_ids.tolist() == [[0, 1, 2, 0, 2, 3, 0]]
+    assert shared.targets.tolist() == [7, 8, 3, 1, 2, 4, 6]
+    assert shared.rows.tolist() == [1, 2, 3, 1, 4, 5, 6]
+    assert model_input(batch, "packed").input_ids.tolist() == [[5, 6, 7, 9, 5, 6, 1, 2, 5]]
+
+
+def test_a_segment_that_is_all_context_and_one_of_a_single_token_have_nothing_to_predict() -> None:
+    batch = with_contexts(([5, 6], []), ([5, 6], [7]), ([], [4]))
+    shared = model_input(batch, "shared")
+    assert shared.targets.tolist() == [7]
+    assert shared.input_ids[0, shared.rows].tolist() == [6]
+
+
+def test_auto_shares_long_contexts() -> None:
+    long, short = list(range(10)), [1]
+    assert model_input(with_contexts(*[(long, short)] * 4), "auto").input_ids.shape == (1, 10)
+    assert model_input(with_contexts(*[(short, long)] * 4), "auto").blocks is None  # hardly anything to share
+    flash = model_input(with_contexts(*[(long, short)] * 4), "auto", has_flash=True)
+    assert flash.blocks is not None
+    assert flash.blocks.copies is not None
+    assert flash.blocks.copies.tolist() == list(range(10)) * 4
 
 
 def test_auto_packs_where_padding_would_cost_more() -> None:
