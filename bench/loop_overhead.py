@@ -92,7 +92,7 @@ def main() -> None:
             records = [record for record in records if "step_s" in record][NUM_WARM_UP:]
             step_s = statistics.median(record["step_s"] for record in records)
             phases = [statistics.median(record[f"time/{phase}"] for record in records) for phase in PHASES]
-            driver_s = statistics.median(record["driver_s"] for record in records)
+            driver_s = statistics.median(record["time/driver_cpu"] for record in records)
             cells = [f"{num_samples:,}", f"{1e3 * step_s:.0f}", *(f"{1e3 * phase:.0f}" for phase in phases)]
             table.add_row(*cells, f"{1e6 * step_s / num_samples:.0f}", f"{1e6 * driver_s / num_samples:.0f}")
     Console(width=120).print(table)

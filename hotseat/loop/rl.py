@@ -112,7 +112,7 @@ class RlRun:
 
         trust = config.trust_remote_code
         options = settings.train_options(config, algebra.schedule_length)
-        self._actor = launch("actor", ActorWorker, config.actor.model, options, trust)
+        self._actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
         self._reference: Group | None = None
         if has_reference(config):
             frozen = settings.train_options(config, algebra.schedule_length, is_trained=False)
@@ -232,7 +232,7 @@ class RlRun:
             "version": float(pushed.version),
             "canary_gap": pushed.canary_gap,
             "step_s": seconds,
-            "driver_s": time.process_time() - process_started_s,  # of this process's own work
+            "time/driver_cpu": time.process_time() - process_started_s,  # of this process's own work
             "tokens_per_s": metrics["sampled_tokens"] / seconds,
         }
         for name in ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy"):

@@ -68,6 +68,10 @@ def _precision(config: Config) -> Precision:
     return "bf16_master" if config.train.fp32_master else "bf16"
 
 
+def engine_dtype(config: Config) -> str:
+    return "float32" if config.train.dtype == "fp32" else "bfloat16"
+
+
 def engine_settings(config: Config, eos_token_ids: tuple[int, ...]) -> EngineSettings:
     assert config.actor.model is not None
     return EngineSettings(
@@ -75,7 +79,7 @@ def engine_settings(config: Config, eos_token_ids: tuple[int, ...]) -> EngineSet
         max_length=config.data.max_length,
         num_slots=config.rollout.num_slots,
         eos_token_ids=eos_token_ids,
-        dtype="float32" if config.train.dtype == "fp32" else "bfloat16",
+        dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
     )

@@ -103,13 +103,17 @@ class PrepareReport:
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the policy: it prepares experience, learns from it, and sends its weights."""
+    """One rank of the policy: it prepares experience, learns from it, and sends its weights.
 
-    def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
+    engine_dtype: the type in which engines hold weights; they are sent, and their digests taken, in that type.
+    """
+
+    def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
         super().__init__(model, options, trust_remote_code)
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
-        self._sender = Sender(self._backend.weights)
+        self._dtype = getattr(torch, engine_dtype)
+        self._sender = Sender(lambda: self._backend.weights(dtype=self._dtype))
 
     # --- learning from a rollout ------------------------------------------------------------------------------------
 
@@ -179,7 +183,8 @@ class ActorWorker(ModelWorker):
             sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
         )
         [log_probs] = self._backend.log_probs([batch], canary.temperature)
-        return Proof(self._backend.digest(), [part.tolist() for part in log_probs.split(lengths[1:].tolist())])
+        digests = self._backend.digest(dtype=self._dtype)
+        return Proof(digests, [part.tolist() for part in log_probs.split(lengths[1:].tolist())])
 
     def export(self, directory: str) -> None:
         """Together."""

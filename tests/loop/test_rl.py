@@ -74,6 +74,15 @@ def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
     assert not same(weights(task, "a"), weights(task, "c"))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a CPU without 16-bit units says so
+@pytest.mark.parametrize("has_master", ["true", "false"])
+def test_16_bit_engines_get_16_bit_weights_whatever_the_trainer_keeps(task, has_master):
+    train = f"{{dtype: bf16, fp32_master: {has_master}, batch_size: 16, micro_batch_size: 8}}"
+    records = run(task, train=train)
+    assert [record["version"] for record in records[1:]] == [1.0, 2.0]  # digests agreed
+    assert records[-1]["canary_gap"] < 0.25
+
+
 def test_how_the_batch_is_cut_changes_nothing_but_the_last_bits(task):
     run(task, "name=a", "train.micro_batch_size=16")
     run(task, "name=b", "train.micro_batch_size=2")

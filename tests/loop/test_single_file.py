@@ -62,6 +62,7 @@ def test_twenty_steps_on_recorded_episodes_give_the_same_weights(example, tmp_pa
             schedule=Schedule("linear", 1e-4, 2, NUM_STEPS * NUM_UPDATES, 0.1),
             layout="padded",
         ),
+        "float32",
     )
     cut = BatchSettings(micro_batch_size=16, max_tokens=None)
     settings = PolicySettings(
