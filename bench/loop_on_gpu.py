@@ -1,6 +1,6 @@
 """GRPO with a model of 0.5B parameters on one GPU, through the transformers engine, against TRL in the same run.
 
-The shape is that of Qwen2.5-0.5B with random weights: 24 layers, hidden 896, 151,936 tokens. A step is 32 prompts of
+The shape is Qwen2.5-0.5B's, with random weights: 24 layers, hidden 896, 151,936 tokens (without biases). A step is 32 prompts of
 64 tokens x 8 samples x 256 new tokens, one optimizer step in bf16 with fp32 master weights, no reference model. Every
 answer has its full length: the end token lies outside of the model's vocabulary. Hotseat runs on Ray as `hotseat run`
 does, actor and engine taking turns on the device; TRL samples with `model.generate`. The median step counts.
@@ -48,7 +48,7 @@ def reward_func(queries, prompts, labels):
 def make_task(directory: Path, num_rows: int) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = {f"w{index}": index for index in range(VOCAB_SIZE)} | {"<eos>": VOCAB_SIZE}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -57,7 +57,7 @@ def make_task(directory: Path, num_rows: int) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="<eos>")
     fast.save_pretrained(directory / "model")
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=896,
         intermediate_size=4864,
@@ -71,7 +71,7 @@ def make_task(directory: Path, num_rows: int) -> None:
         pad_token_id=0,
     )
     with torch.device("cuda"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory / "model")
     rng = random.Random(0)
     rows = [
