@@ -1,9 +1,10 @@
 """GRPO with a model of 0.5B parameters on one GPU, through the transformers engine, against TRL in the same run.
 
-The shape is Qwen2.5-0.5B's, with random weights: 24 layers, hidden 896, 151,936 tokens (without biases). A step is 32 prompts of
-64 tokens x 8 samples x 256 new tokens, one optimizer step in bf16 with fp32 master weights, no reference model. Every
-answer has its full length: the end token lies outside of the model's vocabulary. Hotseat runs on Ray as `hotseat run`
-does, actor and engine taking turns on the device; TRL samples with `model.generate`. The median step counts.
+The shape is Qwen2.5-0.5B's without biases, the weights are random: 24 layers, hidden 896, 151,936 tokens. A step is 32
+prompts of 64 tokens x 8 samples x 256 new tokens and one optimizer step, in bf16 with fp32 master weights, without a
+reference model. Every answer has its full length: the end token lies outside of the model's vocabulary. Hotseat runs on
+Ray as `hotseat run` does, actor and engine taking turns on the device; TRL samples with `model.generate`. The median
+step counts.
 
     python bench/loop_on_gpu.py [--steps 6]
 """

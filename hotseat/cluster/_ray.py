@@ -104,7 +104,7 @@ class RayGroup(Group):
         timeout_s: float,
         log_directory: str,
         runtime: RayRuntime | None = None,
-        make: Callable[[RayGroup, list[int], float], None] | None = None,
+        make: Callable[[RayGroup, list[int], float], Pending] | None = None,
         has_close: bool = False,
     ):
         self.name = name
@@ -114,6 +114,7 @@ class RayGroup(Group):
         self._runtime = runtime  # None: a copy in another process
         self._make = make
         self._has_close = has_close
+        self._starting: tuple[Pending, float] | None = None  # constructors under way, and how long they may take
         self.is_closed = False
         self._pending: weakref.WeakSet[Future] = weakref.WeakSet()
 
@@ -149,7 +150,17 @@ class RayGroup(Group):
             raise worker_error(self.name, rank, "restart", "cannot be restarted: the group is closed")
         runtime.end_workers([self._slots[rank]])
         self._slots[rank].incarnation += 1
-        self._make(self, [rank], self._deadline(timeout_s))
+        within_s = self._deadline(timeout_s)
+        self._starting = self._make(self, [rank], within_s), within_s
+        self.ready()
+
+    def ready(self) -> None:
+        if self._starting is None:
+            return
+        pending, within_s = self._starting
+        self._starting = None
+        for rank, fact in zip(pending.ranks, pending.result(within_s), strict=True):
+            self._slots[rank].facts = fact
 
     def close(self, *, grace_s: float = 5.0) -> None:
         runtime = self._owner("close")
@@ -162,7 +173,7 @@ class RayGroup(Group):
         runtime.groups.pop(self.name, None)
 
     def _ask_to_close(self, grace_s: float) -> None:
-        if self._has_close and not self.is_closed and grace_s > 0:
+        if self._has_close and self._starting is None and not self.is_closed and grace_s > 0:
             with contextlib.suppress(RunError):  # it ends anyway; the grace is for those who can use it
                 pending = self.start("close", timeout_s=grace_s)
                 concurrent.futures.wait(pending._futures.values(), timeout=grace_s)
@@ -185,6 +196,7 @@ class RayGroup(Group):
     def _start(self, method: str, calls: Mapping[int, tuple[tuple, dict]], timeout_s: float, keep: bool) -> Pending:
         if self.is_closed:
             raise worker_error(self.name, min(calls), method, f"{method!r} was called, but the group is closed")
+        self.ready()
         futures = {}
         for rank, (args, kwargs) in calls.items():
             actor = self._slots[rank].actor
@@ -528,6 +540,7 @@ class RayRuntime:
         timeout_s: float,
         start_timeout_s: float,
         max_concurrency: int,
+        wait: bool,
     ) -> RayGroup:
         reservation = self._reservation
         for process in processes:
@@ -548,7 +561,7 @@ class RayRuntime:
         session, plain_name = self.session.rpartition("/")[2], re.sub("[:/]", "_", name)
         launched = self._num_launched = self._num_launched + 1  # names are used again
 
-        def make(group: RayGroup, ranks: list[int], within_s: float) -> None:
+        def make(group: RayGroup, ranks: list[int], within_s: float) -> Pending:
             for rank in ranks:
                 slot = group._slots[rank]
                 slot.mark = f"{session}:{plain_name}:{rank}:{launched}.{slot.incarnation}"
@@ -570,9 +583,7 @@ class RayRuntime:
                 slot = group._slots[rank]
                 futures[rank] = slot.actor.construct.remote(cls, args, kwargs | per_rank[rank], within_s).future()
                 futures[rank].slot = replace(slot)
-            facts = Pending(group, "__init__", futures).result(within_s)
-            for rank, fact in zip(sorted(ranks), facts, strict=True):
-                group._slots[rank].facts = fact
+            return Pending(group, "__init__", futures)
 
         group = RayGroup(
             name,
@@ -584,7 +595,9 @@ class RayRuntime:
             has_close=callable(getattr(cls, "close", None)),
         )
         try:
-            make(group, list(group.ranks), start_timeout_s)
+            group._starting = make(group, list(group.ranks), start_timeout_s), start_timeout_s
+            if wait:
+                group.ready()
         except BaseException:
             self.end_workers(group._slots)
             raise

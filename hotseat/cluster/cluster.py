@@ -172,6 +172,7 @@ class Cluster:
         max_concurrency: int | None = None,
         timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
+        wait: bool = True,
     ) -> Group:
         """Make an object of the plain class `cls` in each process, and return when all are made.
 
@@ -181,6 +182,8 @@ class Cluster:
         num_threads: of torch and the libraries under it, in each process; set, never inherited.
         max_concurrency: calls that may run at once in a process; by default `cls.max_concurrency`, else 1. A class with
             coroutine methods runs them all on one event loop.
+        wait: False returns at once, so that several groups can start together; `Group.ready` waits, and so does the
+            first call. To be ready it must be before it is passed to another worker.
         """
         self._refuse_if_closed()
         if name in self._groups and not self._groups[name].is_closed:
@@ -211,6 +214,7 @@ class Cluster:
                 timeout_s=timeout_s,
                 start_timeout_s=start_timeout_s,
                 max_concurrency=concurrency,
+                wait=wait,
             )
         else:
             self._local.set_env(name, {**self._node_env.get(0, {}), **(env or {})})

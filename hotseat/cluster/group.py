@@ -73,6 +73,11 @@ class Pending:
         self._futures = dict(futures)
         self._started_at = time.monotonic()
 
+    @property
+    def ranks(self) -> list[int]:
+        """In the order of the results."""
+        return sorted(self._futures)
+
     def done(self) -> bool:
         """Whether every rank has answered, well or not."""
         return all(future.done() for future in self._futures.values())
@@ -201,6 +206,9 @@ class Group(ABC):
 
     def pids(self) -> list[int]:
         return [holder.pid for holder in self.holders()]
+
+    def ready(self) -> None:  # noqa: B027 - nothing to wait for, unless a runtime says so
+        """Wait until the objects of a group that was launched with `wait=False` are made."""
 
     @abstractmethod
     def restart(self, rank: int, *, timeout_s: float | None = None) -> None:

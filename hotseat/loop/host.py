@@ -74,19 +74,15 @@ class RolloutHost:
 
     max_concurrency = 2
 
-    def __init__(self, engines: WorkerGroup, settings: HostSettings):
+    def __init__(self, settings: HostSettings):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-        agent = load_agent(settings.agent, tokenizer, max_length=settings.max_length, max_steps=settings.max_turns)
-        self._client = EngineClient(engines, timeout_s=settings.episode_timeout_s)
-        self._agents = AgentHost(
-            agent,
-            self._client.generate,
-            run_seed=settings.run_seed,
-            max_concurrent=settings.max_concurrent * engines.size,
-            timeout_s=settings.episode_timeout_s,
+        self._agent = load_agent(
+            settings.agent, tokenizer, max_length=settings.max_length, max_steps=settings.max_turns
         )
+        self._settings = settings
+        self._agents: AgentHost | None = None
         self._reward = None
         if settings.reward is not None:
             self._reward = RewardFunction(
@@ -94,8 +90,20 @@ class RolloutHost:
             )
         self._groups: dict[int, Group] = {}
 
+    def connect(self, engines: WorkerGroup) -> None:
+        """To the engines, which started at the same time as this."""
+        settings = self._settings
+        self._agents = AgentHost(
+            self._agent,
+            EngineClient(engines, timeout_s=settings.episode_timeout_s).generate,
+            run_seed=settings.run_seed,
+            max_concurrent=settings.max_concurrent * engines.size,
+            timeout_s=settings.episode_timeout_s,
+        )
+
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated."""
+        assert self._agents is not None, "not connected to the engines"
         # Episodes and scores as they are done. Every one ends: agents and rewards have deadlines of their own.
         done: SimpleQueue[tuple[_Pending, int | None, Future[Any]]] = SimpleQueue()
 
@@ -131,7 +139,8 @@ class RolloutHost:
             self._groups.pop(ticket, None)
 
     def close(self) -> None:
-        self._agents.close()
+        if self._agents is not None:
+            self._agents.close()
         if self._reward is not None:
             self._reward.close()
 

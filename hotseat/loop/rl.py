@@ -106,6 +106,7 @@ class RlRun:
                 processes=plan.role(role).processes,
                 num_threads=config.cluster.threads_per_process,
                 timeout_s=self._timeout_s,
+                wait=False,  # they start together
             )
             groups[role] = group
             return group
@@ -121,8 +122,11 @@ class RlRun:
             )
         self._engines = launch("rollout", EngineWorker, settings.engine_settings(config, eos_token_ids))
         self._hosts = cluster.launch(
-            "agents", RolloutHost, args=(self._engines, _host_settings(config)), timeout_s=self._timeout_s
+            "agents", RolloutHost, args=(_host_settings(config),), timeout_s=self._timeout_s, wait=False
         )
+        for group in (*groups.values(), self._hosts):
+            group.ready()
+        self._hosts.call("connect", self._engines)
         self._seats = Seats(plan, groups, timeout_s=self._timeout_s, is_gone=cluster.is_gone)
         stack.callback(self._seats.close)
 

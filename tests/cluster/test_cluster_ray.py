@@ -57,6 +57,44 @@ def single(one):
     return one
 
 
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+class SlowToStart:
+    def __init__(self, seconds: float):
+        time.sleep(seconds)
+        self.done_at = time.time()
+
+    def when(self) -> float:
+        return self.done_at
+
+
+class NeverStarts:
+    def __init__(self):
+        raise ValueError("no such model")
+
+
+def test_groups_that_nobody_waits_for_start_together(ray_cluster):
+    begin = time.time()
+    groups = [ray_cluster.launch(f"slow {n}", SlowToStart, args=(3.0,), wait=False) for n in range(2)]
+    assert time.time() - begin < 3.0
+    first, second = (group.call("when")[0] for group in groups)  # the first call waits
+    assert abs(first - second) < 2.5
+    assert [len(group.pids()) for group in groups] == [1, 1]
+    for group in groups:
+        group.close()
+
+
+def test_what_fails_to_start_says_so_when_it_is_waited_for(ray_cluster):
+    group = ray_cluster.launch("never", NeverStarts, wait=False)
+    with pytest.raises(WorkerError, match="never rank 0: '__init__' raised ValueError: no such model"):
+        group.ready()
+    group.close()
+    slow = ray_cluster.launch("endless", SlowToStart, args=(600.0,), wait=False)
+    with within(10):
+        slow.close()  # does not wait for the constructor
+
+
 # --- where things run -------------------------------------------------------------------------------------------------
 
 
