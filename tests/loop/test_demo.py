@@ -1,6 +1,10 @@
 """The demo's files."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,9 @@ from hotseat.config import loads
 from hotseat.config.checks import missing
 from hotseat.errors import UserError
 from hotseat.loop.demo import make_files
+from hotseat.observe import read_metrics
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo_single_file.py"
 
 NAMES = {
     "directory": "/d",
@@ -51,3 +58,40 @@ def test_another_demo_gets_a_directory_of_its_own(tmp_path):
     assert free_directory(tmp_path) == tmp_path / "demo"
     (tmp_path / "demo" / "file").touch()
     assert free_directory(tmp_path) == tmp_path / "demo-2"
+
+
+def run_demo_command(directory: Path, seed: int) -> list[dict]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    command = [sys.executable, "-m", "hotseat.cli.main", "demo", "--dir", str(directory), "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_metrics(directory / "grpo" / "metrics.jsonl")
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_learns_and_the_single_file_ends_where_it_does(tmp_path, seed):
+    records = run_demo_command(tmp_path / "demo", seed)
+    curve = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    assert curve[0] <= 0.5
+    assert curve[-1] >= 0.9
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--seed", str(seed)], capture_output=True, text=True, timeout=600, check=True
+    )
+    single = float(done.stdout.rpartition("held-out exact match ")[2].rstrip("%\n")) / 100
+    assert abs(single - curve[-1]) <= 0.03
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_the_same_seed_gives_the_same_curve_to_the_last_digit(tmp_path):
+    timing = ("time/", "step_s", "tokens_per_s")
+    first, second = (run_demo_command(tmp_path / name, 0) for name in ("a", "b"))
+    assert len(first) == 81
+    for a, b in zip(first, second, strict=True):
+        assert {k: v for k, v in a.items() if not k.startswith(timing)} == {
+            k: v for k, v in b.items() if not k.startswith(timing)
+        }
