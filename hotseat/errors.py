@@ -13,7 +13,8 @@
         ├── WorkerError      a process of a group failed; carries its rank and traceback
         ├── RewardError      too many rewards failed
         ├── WeightError      an engine does not serve the weights that were pushed
-        └── NonFiniteError   too many updates in a row were not finite
+        ├── NonFiniteError   too many updates in a row were not finite
+        └── CheckpointError  a checkpoint cannot be written, or what was written is damaged
 
 A message says what was given, what would fit, and what to change.
 """
@@ -96,3 +97,7 @@ class WeightError(RunError):
 
 class NonFiniteError(RunError):
     """Too many updates in a row were not finite."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written, or what was written is damaged."""

@@ -62,6 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
     run = _command(commands, "run", _run, "train: run a config to its end")
     _takes_config(run)
 
+    resume = _command(commands, "resume", _resume, "go on with a run from its newest checkpoint")
+    resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
+    resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys that may change, such as log.every=5")
+
     demo = _command(commands, "demo", _demo, "make a small model and a task, train it by examples and by reinforcement")
     demo.add_argument(
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
@@ -116,6 +120,25 @@ def _run(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
 
     config = load(arguments.config, arguments.overrides)
+    from hotseat.loop.run import start
+
+    start(config)
+    return OK
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hotseat.config import load
+    from hotseat.errors import UserError
+
+    path = Path(arguments.run_dir)
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path} holds no run: there is no {path / 'config.yaml'}")
+    here = [f"run_dir={path.parent}", f"name={path.name}", "checkpoint.resume=true"]
+    config = load(path / "config.yaml", [*arguments.overrides, *here])
+    if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
+        raise UserError(f"{path} has no checkpoints: it was run without checkpoint.every, and has to start anew")
     from hotseat.loop.run import start
 
     start(config)

@@ -90,19 +90,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("train.ema.enabled", "a moving average of the weights", options=("train.ema",)),
     Unbuilt("train.full_determinism", "deterministic kernels"),
     Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
-    Unbuilt(
-        "checkpoint.every",
-        "checkpoints during a run",
-        options=(
-            "checkpoint.path",
-            "checkpoint.keep_last",
-            "checkpoint.max_gib",
-            "checkpoint.best_metric",
-            "checkpoint.save_state",
-            "checkpoint.export_each",
-        ),
-    ),
-    Unbuilt("checkpoint.resume", "resuming"),
     Unbuilt("log.wandb.enabled", "Weights & Biases", options=("log.wandb",)),
     Unbuilt("use_modelscope", "ModelScope"),
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_reference
 from hotseat.data import PromptOrder
 from hotseat.loop import settings
+from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
 from hotseat.loop.experience import assign
 from hotseat.loop.host import HostSettings, RolloutHost
 from hotseat.loop.push import Canary, PushReport, push_weights
+from hotseat.loop.saving import BACKEND, Parts, Saver
 from hotseat.loop.seats import Seats
 from hotseat.loop.workers import ActorWorker, EngineWorker, ModelWorker
 from hotseat.observe import LiveView
@@ -45,12 +48,15 @@ NUM_CANARIES = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.1}
 
 
-def train_rl(run: RlRun, view: LiveView, log: Any) -> dict[str, float]:
-    """Every step of a run; the last evaluation."""
+def train_rl(run: RlRun, view: LiveView, log: Any, saver: Saver, found: Checkpoint | None) -> dict[str, float]:
+    """Every step of a run, or those that are left after a checkpoint; the last evaluation."""
+    if found is not None:
+        run.go_on(found)
     run.push()
-    final = run.evaluate()
-    log(0, final)
-    for step in range(1, run.num_steps + 1):
+    final = dict(found.state["evaluation"]) if found is not None else run.evaluate()
+    if found is None:
+        log(0, final)
+    for step in range(1 if found is None else found.step + 1, run.num_steps + 1):
         started = time.monotonic(), time.process_time()
         view.phase("rollout")
         collected = run.collect()
@@ -66,6 +72,9 @@ def train_rl(run: RlRun, view: LiveView, log: Any) -> dict[str, float]:
             final = run.evaluate()
             metrics |= final
         log(step, metrics)
+        if saver.is_due(step):
+            view.phase("save")
+            saver.save(step, run.parts(final), final if run.is_evaluated(step) else {})
     return final
 
 
@@ -207,6 +216,36 @@ class RlRun:
             num_samples = self._config.eval.samples_per_prompt
             facts = self._evaluator.evaluate(num_samples, settings.eval_sampling(self._config))
         return evaluation_metrics(facts, num_samples)
+
+    def parts(self, evaluation: dict[str, float]) -> Parts:
+        """What a checkpoint is made of."""
+
+        def write(path: Path) -> None:
+            with self._turn("update", "actor"):
+                self._actor.call("save", str(path))
+
+        return Parts(
+            num_bytes=lambda: sum(self._actor.call("saved_bytes")),
+            write=write,
+            export=self.export,
+            state=lambda: {
+                "order": self._order.state(),
+                "kl_coefficient": self._kl.coefficient,
+                "version": self._version - 1,  # the last that was pushed
+                "evaluation": evaluation,
+                "num_ranks": self._actor.size,
+            },
+        )
+
+    def go_on(self, found: Checkpoint) -> None:
+        """From where a checkpoint was made."""
+        state, order = found.state, self._order
+        self._order = PromptOrder.from_state(state["order"], num_prompts=order.num_prompts, seed=order.seed)
+        self._kl = replace(self._kl, coefficient=float(state["kl_coefficient"]))
+        self._policy = self._policy_settings()
+        self._version = int(state["version"])
+        with self._turn("update", "actor"):
+            self._actor.call("load", str(found.path / BACKEND))
 
     def is_evaluated(self, step: int) -> bool:
         every = self._config.eval.every

@@ -17,8 +17,10 @@ from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
 from hotseat.errors import NotBuiltError, TooFewDevicesError, UserError
+from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
-from hotseat.loop.rundir import make_run_dir, save_plan
+from hotseat.loop.rundir import make_run_dir, save_plan, write_config
+from hotseat.loop.saving import BACKEND, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
 
 MAX_LOGICAL_DEVICES = 64
@@ -69,20 +71,23 @@ def _start_rl(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
-    run_dir = make_run_dir(config)
     with ExitStack() as stack, _stoppable():
+        run_dir, saver, found = _open_run(config, stack, notes)
+        if found is not None and found.step == algebra.num_steps and (run_dir / "model").is_dir():
+            print(f"nothing to do: all {found.step} steps are done, the model is {run_dir / 'model'}")
+            return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
         from hotseat.loop.rl import COLUMNS, RlRun, train_rl
 
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
-        view, log = stack.enter_context(_observed(config, run_dir, algebra, COLUMNS))
+        view, log = stack.enter_context(_observed(config, run_dir, algebra, COLUMNS, found))
         for note in notes:
             view.say(note)
         view.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos_token_ids(config, tokenizer), stack)
-        final = train_rl(run, view, log)
+        final = train_rl(run, view, log, saver, found)
         _export(config, run_dir, run.export, tokenizer, view)
     return final
 
@@ -100,15 +105,18 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
     algebra = batch_algebra(config, num_ranks, len(examples))
-    run_dir = make_run_dir(config)
     with ExitStack() as stack, _stoppable():
+        run_dir, saver, found = _open_run(config, stack, notes)
+        if found is not None and found.step == algebra.num_steps and (run_dir / "model").is_dir():
+            print(f"nothing to do: all {found.step} steps are done, the model is {run_dir / 'model'}")
+            return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
         from hotseat.loop.supervised import SupervisedWorker
 
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
-        view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS))
+        view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS, found))
         for note in notes:
             view.say(note)
         actor = cluster.launch(
@@ -120,6 +128,17 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             num_threads=config.cluster.threads_per_process,
             timeout_s=config.cluster.call_timeout_s,
         )
+        if found is not None:
+            actor.call("go_on", str(found.path / BACKEND), dict(found.state))
+
+        def parts(evaluation: dict[str, float]) -> Parts:
+            return Parts(
+                num_bytes=lambda: sum(actor.call("saved_bytes")),
+                write=lambda path: actor.call("save", str(path)),
+                export=lambda path: actor.call("export", str(path)),
+                state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": num_ranks},
+            )
+
         final = _train_supervised(
             config,
             algebra,
@@ -127,6 +146,9 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             (lambda: actor.call("evaluate")[0]) if held_out else None,
             view,
             log,
+            saver,
+            parts,
+            found,
         )
         _export(config, run_dir, lambda path: actor.call("export", str(path)), tokenizer, view)
     return final
@@ -157,10 +179,20 @@ def _supervised_args(config: Config, algebra: BatchAlgebra, examples: Any, held_
     )
 
 
-def _train_supervised(config: Config, algebra: BatchAlgebra, step_once: Any, evaluate: Any, view: Any, log: Any) -> Any:
-    final: dict[str, float] = {}
+def _train_supervised(
+    config: Config,
+    algebra: BatchAlgebra,
+    step_once: Any,
+    evaluate: Any,
+    view: Any,
+    log: Any,
+    saver: Saver | None = None,
+    parts: Any = None,
+    found: Checkpoint | None = None,
+) -> dict[str, float]:
+    final: dict[str, float] = {} if found is None else dict(found.state["evaluation"])
     assert algebra.num_steps is not None
-    for step in range(1, algebra.num_steps + 1):
+    for step in range(1 if found is None else found.step + 1, algebra.num_steps + 1):
         started_s = time.monotonic()
         view.phase("update")
         report = step_once()
@@ -174,11 +206,15 @@ def _train_supervised(config: Config, algebra: BatchAlgebra, step_once: Any, eva
             "step_s": seconds,
         }
         every = config.eval.every
-        if evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0)):
+        is_evaluated = evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0))
+        if is_evaluated:
             view.phase("evaluate")
             final = {"eval/loss": evaluate().nll}
             metrics |= final
         log(step, metrics)
+        if saver is not None and saver.is_due(step):
+            view.phase("save")
+            saver.save(step, parts(final), final if is_evaluated else {})
     return final
 
 
@@ -188,6 +224,11 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
 
     from hotseat.loop.supervised import SupervisedWorker
 
+    if config.checkpoint.every is not None or config.checkpoint.resume:
+        raise NotBuiltError(
+            "checkpoints of a run whose ranks a launcher started are not part of this version: use `hotseat run`, which"
+            " starts the ranks itself"
+        )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     algebra = batch_algebra(config, num_ranks, len(examples))
     worker = SupervisedWorker(*_supervised_args(config, algebra, examples, held_out), rank=rank, num_ranks=num_ranks)
@@ -195,6 +236,8 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
         with ExitStack() as stack:
             if rank == 0:
                 run_dir = make_run_dir(config)
+                stack.enter_context(sole_owner(run_dir))
+                write_config(run_dir, config)
                 view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS))
                 for note in notes:
                     view.say(note)
@@ -211,6 +254,16 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
 
 
 # --- what both share --------------------------------------------------------------------------------------------------
+
+
+def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path, Saver, Checkpoint | None]:
+    """The run's directory, for this process alone, and the checkpoint it goes on from."""
+    run_dir = make_run_dir(config)
+    stack.enter_context(sole_owner(run_dir))
+    saver = Saver(config, run_dir)
+    found = saver.find(notes.append)
+    write_config(run_dir, config)
+    return run_dir, saver, found
 
 
 def _local_inventory(config: Config) -> Inventory | None:
@@ -243,14 +296,17 @@ def _cluster(make: Any, config: Config, dry: Plan) -> Any:
 
 
 @contextmanager
-def _observed(config: Config, run_dir: Path, algebra: BatchAlgebra, columns: Any) -> Iterator[tuple[Any, Any]]:
+def _observed(
+    config: Config, run_dir: Path, algebra: BatchAlgebra, columns: Any, found: Checkpoint | None = None
+) -> Iterator[tuple[Any, Any]]:
     """A live view, and a function that logs a step to every sink."""
+    last_step = None if found is None else found.step
     from hotseat.observe import LiveView, MetricsFile, TensorBoard
 
     board_path = Path(config.log.tensorboard_path) if config.log.tensorboard_path else run_dir / "tensorboard"
     with ExitStack() as stack:
-        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl"))
-        board = TensorBoard(board_path)
+        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl", last_step))
+        board = TensorBoard(board_path, last_step)
         stack.callback(board.close)
         view = stack.enter_context(LiveView(config.task, algebra.num_steps or 0, columns))
 

@@ -11,14 +11,19 @@ from hotseat.placement import Plan
 
 
 def make_run_dir(config: Config) -> Path:
-    """Make `run_dir/name`. One that holds a run already is refused: nothing is overwritten."""
+    """Make `run_dir/name`. One that holds a run already is refused, unless that run is to go on."""
     path = _named(config) if config.name is not None else _numbered(config)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.yaml").write_text(to_yaml(config))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; choose another run_dir") from None
     return path
+
+
+def write_config(path: Path, config: Config) -> None:
+    """The config as it was checked. Whether a run goes on is no part of it."""
+    kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": False})})
+    (path / "config.yaml").write_text(to_yaml(kept))
 
 
 def _named(config: Config) -> Path:
@@ -27,8 +32,11 @@ def _named(config: Config) -> Path:
     if name.is_absolute() or ".." in name.parts or len(name.parts) != 1:
         raise UserError(f"name {config.name!r}: give one plain word, it becomes a directory under run_dir")
     path = Path(config.run_dir) / name
-    if path.exists() and any(path.iterdir()):
-        raise UserError(f"{path} holds a run already: choose another name (name=...) or remove it")
+    if path.exists() and any(path.iterdir()) and not config.checkpoint.resume:
+        raise UserError(
+            f"{path} holds a run already: go on with it (`hotseat resume {path}`), choose another name (name=...), or"
+            " remove it"
+        )
     return path
 
 

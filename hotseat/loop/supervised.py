@@ -4,9 +4,10 @@ class runs as a group on Ray and as one rank per process under a launcher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,6 +91,23 @@ class SupervisedWorker:
     def export(self, directory: str) -> None:
         """Together."""
         self._backend.export(Path(directory))
+
+    def save(self, directory: str) -> None:
+        """Together."""
+        self._backend.save(directory)
+
+    def saved_bytes(self) -> int:
+        return self._backend.saved_bytes()
+
+    def state(self) -> dict[str, Any]:
+        """Where the order of examples stands; the same on every rank."""
+        return {"order": self._order.state()}
+
+    def go_on(self, directory: str, state: Mapping[str, Any]) -> None:
+        """Together. From what `save` and `state` gave."""
+        order = self._order
+        self._order = PromptOrder.from_state(state["order"], num_prompts=order.num_prompts, seed=order.seed)
+        self._backend.load(directory)
 
     def close(self) -> None:
         self._backend.close()

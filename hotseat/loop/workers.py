@@ -83,6 +83,17 @@ class ModelWorker:
                 by_sample.setdefault(name, []).append(log_probs[bounds[segment] : bounds[segment + 1]])
         return by_sample
 
+    def save(self, directory: str) -> None:
+        """Together."""
+        self._backend.save(directory)
+
+    def saved_bytes(self) -> int:
+        return self._backend.saved_bytes()
+
+    def load(self, directory: str) -> None:
+        """Together."""
+        self._backend.load(directory)
+
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.put_aside(parts)
 

@@ -15,8 +15,14 @@ Value = float | int | str | None
 class MetricsFile:
     """`metrics.jsonl`: appended and flushed at each step, so that a run that dies has said all it knew."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, last_step: int | None = None):
+        """`last_step`: what a file that is there says of later steps is forgotten, since they are made again."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        if last_step is not None and path.exists():
+            kept = [record for record in read_metrics(path) if record["step"] <= last_step]
+            shorter = path.with_name(f".{path.name}.shorter")
+            shorter.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            shorter.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
@@ -48,10 +54,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class TensorBoard:
     """The same numbers for TensorBoard."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, last_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(path))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(path), purge_step=None if last_step is None else last_step + 1)  # type: ignore[no-untyped-call]
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         for name, value in values.items():

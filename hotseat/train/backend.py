@@ -155,6 +155,9 @@ class Backend(Protocol):
         hashed nor made current.
         """
 
+    def saved_bytes(self) -> int:
+        """About how much this rank's share of `save` takes on disk."""
+
     def load(self, directory: str | Path) -> None:
         """Together. What `save` wrote, also by another number of ranks. The caller has checked the manifest."""
 

@@ -360,6 +360,9 @@ class FSDPBackend:
         with _alone_is_fine():
             dcp.save(state, checkpoint_id=directory, process_group=self._ranks.facts, no_dist=self._ranks.size == 1)
 
+    def saved_bytes(self) -> int:
+        return sum(_local(tensor).nbytes for tensor in self._stored().values())
+
     def load(self, directory: str | Path) -> None:
         self._need("load", "weights", "optimizer")
         directory = Path(directory)

@@ -1,0 +1,163 @@
+"""Checkpoints on disk: complete or absent, and every damage named."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotseat.errors import CheckpointError
+from hotseat.loop.checkpoints import CheckpointStore
+
+
+def write(store: CheckpointStore, step: int, *, text: str = "weights", best_metric: float | None = None) -> Path:
+    path = store.begin(step, 100)
+    (path / "actor").mkdir()
+    (path / "actor" / "shard-0").write_text(f"{text} of {step}")
+    return store.commit(step, {"step": step, "best_metric": best_metric})
+
+
+@pytest.fixture
+def store(tmp_path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+
+
+def test_the_newest_complete_one_is_current(store):
+    assert store.newest() is None
+    write(store, 9)
+    write(store, 10)
+    found = store.newest()
+    assert (found.step, found.state["step"]) == (10, 10)
+    assert (found.path / "actor" / "shard-0").read_text() == "weights of 10"
+
+
+def test_what_was_not_committed_does_not_exist(store):
+    write(store, 1)
+    path = store.begin(2, 100)
+    (path / "shard").write_text("half")
+    assert store.newest().step == 1
+    assert store.clean() == ["step-000002"]
+    assert not path.exists()
+    assert store.newest().step == 1
+
+
+def test_old_ones_go_after_the_new_one_is_there_and_the_best_stays(store):
+    for step, metric in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4), (5, None)):
+        write(store, step, best_metric=metric)
+    assert store.steps() == [2, 4, 5]
+
+
+def test_together_they_stay_below_the_bound_but_for_the_newest_and_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=5, max_bytes=3000)
+    for step in range(1, 5):
+        write(store, step, text="x" * 1000, best_metric=1.0 if step == 1 else 0.0)
+    assert store.steps() == [1, 4]
+
+
+def test_a_checkpoint_is_never_overwritten(store):
+    write(store, 1)
+    store.begin(1, 100)
+    with pytest.raises(CheckpointError, match="step-000001 is there already"):
+        store.commit(1, {})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / "actor" / "shard-0").write_text("weights of 3"), "shard-0 has other contents"),
+        (lambda p: (p / "actor" / "shard-0").write_text("short"), "shard-0 has 5 bytes, 12 were written"),
+        (lambda p: (p / "actor" / "shard-0").unlink(), "shard-0 is missing"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json cannot be read"),
+        (lambda p: (p / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda p: (p / "extra").touch(), "extra is not in the manifest"),
+        (lambda p: (p / "state.json").write_text("{}"), "state.json has"),
+    ],
+)
+def test_damage_is_named_and_never_skipped(store, damage, message):
+    write(store, 1)
+    damage(write(store, 2))
+    with pytest.raises(
+        CheckpointError, match=f"step-000002 is damaged: .*{message}.*remove it to go on from step-000001"
+    ):
+        store.newest()
+
+
+def test_a_name_cannot_leave_the_directory(store, tmp_path):
+    (tmp_path / "outside").write_text("weights of 1")
+    path = write(store, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../../outside"] = manifest["files"]["actor/shard-0"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="outside is missing"):
+        store.newest()
+    shutil.rmtree(path)
+    path = write(store, 1)
+    (path / "actor" / "shard-0").unlink()
+    (path / "actor" / "shard-0").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="shard-0 is missing"):
+        store.newest()
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(store):
+    write(store, 1)
+    with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes, [\d,]+ are free; earlier checkpoints are intact"):
+        store.begin(2, 1 << 60)
+    assert store.newest().step == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_named(store):
+    write(store, 1)
+    store.directory.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written: Permission denied"):
+            store.begin(2, 100)
+    finally:
+        store.directory.chmod(0o700)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from hotseat.loop.checkpoints import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), keep_last=3)
+step = 1
+while True:
+    path = store.begin(step, 100)
+    for shard in range(4):
+        (path / f"shard-{shard}").write_bytes(bytes([step % 256]) * 300_000)
+    store.commit(step, {"step": step})
+    print(step, flush=True)
+    step += 1
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
+    """Scenarios 10 and 11: a writer is killed at 20 random moments."""
+    rng = random.Random(0)
+    for attempt in range(20):
+        directory = tmp_path / str(attempt)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(directory)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        last = 0
+        for _ in range(rng.randrange(1, 4)):
+            last = int(writer.stdout.readline())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            writer.wait(rng.random() * 0.03)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait(10)
+        writer.stdout.close()
+        store = CheckpointStore(directory)
+        store.clean()
+        found = store.newest()
+        assert found.step >= last
+        contents = {path.read_bytes() for path in found.path.glob("shard-*")}
+        assert contents == {bytes([found.step % 256]) * 300_000}

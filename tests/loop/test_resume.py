@@ -1,0 +1,218 @@
+"""A run that goes on from a checkpoint ends as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loop_cases import make_task, rl_yaml, sft_yaml
+from safetensors.torch import load_file
+
+from hotseat.cli.main import main
+from hotseat.config import loads
+from hotseat.errors import CheckpointError, NotBuiltError, UserError
+from hotseat.loop.run import start
+from hotseat.loop.saving import compare, sole_owner
+from hotseat.observe import read_metrics
+
+pytestmark = pytest.mark.slow
+
+# Four steps of two optimizer steps each, a reference, an adaptive coefficient and momentum: all of it must come back.
+RL = ("train.num_episodes=2", "train.batch_size=8", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.5")
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_task(tmp_path)
+
+
+def yaml_of(task: Path, kind: str, **changes: str) -> str:
+    return rl_yaml(task, **changes) if kind == "rl" else sft_yaml(task, **changes)
+
+
+def run(task: Path, kind: str, name: str, *overrides: str) -> list[dict]:
+    common = RL if kind == "rl" else ()
+    start(loads(yaml_of(task, kind, name=name), [*common, *overrides]))
+    return read_metrics(task / "runs" / name / "metrics.jsonl")
+
+
+def weights(task: Path, name: str) -> dict:
+    return load_file(task / "runs" / name / "model" / "model.safetensors")
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+def facts(records: list[dict]) -> list[dict]:
+    timing = ("time/", "step_s", "tokens_per_s")
+    return [{k: v for k, v in record.items() if not k.startswith(timing)} for record in records]
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(monkeypatch, num_checkpoints: int) -> None:
+    """The run dies right after so many checkpoints."""
+    from hotseat.loop.saving import Saver
+
+    save, count = Saver.save, []
+
+    def saving(self, *args):
+        path = save(self, *args)
+        count.append(path)
+        if len(count) == num_checkpoints:
+            raise Stop
+        return path
+
+    monkeypatch.setattr(Saver, "save", saving)
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_resumed_equals_uninterrupted(task, monkeypatch, kind, every):
+    """Invariant 5: mid-pass and at the boundary of a pass (a pass is two steps)."""
+    whole = run(task, kind, "whole", f"checkpoint.every={every}")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            run(task, kind, "broken", f"checkpoint.every={every}")
+    assert not (task / "runs" / "broken" / "model").exists()
+    assert main(["resume", str(task / "runs" / "broken")]) == 0
+    assert facts(read_metrics(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
+    assert same(weights(task, "whole"), weights(task, "broken"))
+
+
+def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(task, monkeypatch):
+    whole = run(task, "rl", "whole")
+    from hotseat.loop.rl import RlRun
+
+    with monkeypatch.context() as patch:
+        update, count = RlRun.update, []
+
+        def updating(self):
+            count.append(1)
+            if len(count) == 4:
+                raise Stop
+            return update(self)
+
+        patch.setattr(RlRun, "update", updating)
+        with pytest.raises(Stop):
+            run(task, "rl", "broken", "checkpoint.every=2")  # steps 3 and half of 4 are lost
+    assert [record["step"] for record in read_metrics(task / "runs" / "broken" / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert main(["resume", str(task / "runs" / "broken")]) == 0
+    assert facts(read_metrics(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
+    assert same(weights(task, "whole"), weights(task, "broken"))
+
+
+def test_after_the_last_step_there_is_nothing_to_do(task, capsys):
+    run(task, "rl", "done", "checkpoint.every=4")
+    before = (task / "runs" / "done" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(["resume", str(task / "runs" / "done")]) == 0
+    assert "nothing to do: all 4 steps are done" in capsys.readouterr().out
+    assert (task / "runs" / "done" / "metrics.jsonl").read_bytes() == before
+
+
+def test_checkpoints_hold_what_was_asked_for(task):
+    run(task, "rl", "run", "checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.export_each=true")
+    found = sorted(path.name for path in (task / "runs" / "run" / "checkpoints").iterdir())
+    assert found == ["step-000003", "step-000004"]
+    last = task / "runs" / "run" / "checkpoints" / "step-000004"
+    assert {path.name for path in last.iterdir()} == {"actor", "manifest.json", "model", "state.json"}
+    assert same(load_file(last / "model" / "model.safetensors"), weights(task, "run"))
+
+
+def test_a_checkpoint_without_state_is_a_model_and_no_more(task):
+    run(task, "sft", "run", "checkpoint.every=2", "checkpoint.save_state=false")
+    last = sorted((task / "runs" / "run" / "checkpoints").iterdir())[-1]
+    assert {path.name for path in last.iterdir()} == {"manifest.json", "model", "state.json"}
+    with pytest.raises(CheckpointError, match="not what resuming needs"):
+        run(task, "sft", "run", "checkpoint.every=2", "checkpoint.resume=true")
+
+
+def test_a_broken_checkpoint_is_named_and_never_skipped(task, capsys):
+    run(task, "rl", "run", "checkpoint.every=2")
+    checkpoints = task / "runs" / "run" / "checkpoints"
+    shard = next((checkpoints / "step-000004" / "actor").glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1  # one flipped bit
+    shard.write_bytes(data)
+    assert main(["resume", str(task / "runs" / "run")]) == 1
+    error = capsys.readouterr().err
+    assert "step-000004 is damaged" in error
+    assert shard.name in error
+    assert "remove it to go on from step-000002" in error
+
+
+def test_a_changed_config_is_reported_and_what_cannot_change_is_refused(task, capsys):
+    run(task, "rl", "run", "checkpoint.every=2")
+    directory = str(task / "runs" / "run")
+    assert main(["resume", directory, "seed=9", "actor.optimizer.learning_rate=0.5"]) == 2
+    error = capsys.readouterr().err
+    assert "seed: 3 when the checkpoint was written, now 9" in error
+    assert "actor.optimizer.learning_rate: 0.01 when the checkpoint was written, now 0.5" in error
+    saved = json.loads((task / "runs" / "run" / "checkpoints" / "step-000004" / "state.json").read_text())["config"]
+    config = loads(saved, ["log.every=7", "train.micro_batch_size=4"])
+    assert compare(saved, config) == [
+        "train.micro_batch_size: 8 when the checkpoint was written, now 4",
+        "log.every: 1 when the checkpoint was written, now 7",
+    ]
+
+
+def test_what_holds_no_run_or_no_checkpoint_is_said(task, tmp_path, capsys):
+    assert main(["resume", str(tmp_path / "nothing")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    run(task, "sft", "run")
+    assert main(["resume", str(task / "runs" / "run")]) == 2
+    assert "has no checkpoints" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_refused(task):
+    run(task, "sft", "run", "checkpoint.every=2")
+    with sole_owner(task / "runs" / "run"), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        run(task, "sft", "run", "checkpoint.every=2", "checkpoint.resume=true")
+
+
+def test_another_runs_checkpoints_are_not_taken_for_ones_own(task):
+    shared = f"checkpoint.path={task}/elsewhere"
+    run(task, "sft", "a", "checkpoint.every=2", shared)
+    with pytest.raises(UserError, match="holds checkpoints of another run"):
+        run(task, "sft", "b", "checkpoint.every=2", shared)
+
+
+def test_with_a_launcher_checkpoints_are_refused_rather_than_ignored(task):
+    with pytest.raises(NotBuiltError, match="a launcher started"):
+        start(loads(sft_yaml(task), ["checkpoint.every=2"]), launched=True)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
+    """Scenarios 8, 12 and 14 in part: kill -9 of the driver on Ray, then resume: the same bits as undisturbed."""
+    run(task, "rl", "whole", "train.num_episodes=8")
+    placement = "{component_placement: {actor: 0, 'reference,rollout': '@actor'}}"
+    (task / "run.yaml").write_text(rl_yaml(task, cluster=placement, name="killed"))
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    command = [sys.executable, "-m", "hotseat.cli.main"]
+    options = [*RL, "train.num_episodes=8", "checkpoint.every=1"]
+    driver = subprocess.Popen([*command, "run", str(task / "run.yaml"), *options], env=env, stdout=subprocess.DEVNULL)
+    checkpoints = task / "runs" / "killed" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not list(checkpoints.glob("step-00000[2-9]")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(10)
+    assert list(checkpoints.glob("step-*"))
+    assert not (task / "runs" / "killed" / "model").exists()
+    done = subprocess.run(
+        [*command, "resume", str(task / "runs" / "killed")], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "going on from" in done.stdout
+    assert same(weights(task, "whole"), weights(task, "killed"))
