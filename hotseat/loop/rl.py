@@ -72,9 +72,7 @@ def train_rl(run: RlRun, view: LiveView, log: Any, saver: Saver, found: Checkpoi
             final = run.evaluate()
             metrics |= final
         log(step, metrics)
-        if saver.is_due(step):
-            view.phase("save")
-            saver.save(step, run.parts(final), final if run.is_evaluated(step) else {})
+        saver.after_step(step, run.parts(final), final if run.is_evaluated(step) else {}, view)
     return final
 
 

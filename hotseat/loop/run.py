@@ -71,8 +71,9 @@ def _start_rl(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
-    with ExitStack() as stack, _stoppable():
+    with ExitStack() as stack, _stoppable() as savers:
         run_dir, saver, found = _open_run(config, stack, notes)
+        savers.append(saver)
         if found is not None and found.step == algebra.num_steps and (run_dir / "model").is_dir():
             print(f"nothing to do: all {found.step} steps are done, the model is {run_dir / 'model'}")
             return dict(found.state["evaluation"])
@@ -105,8 +106,9 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
     algebra = batch_algebra(config, num_ranks, len(examples))
-    with ExitStack() as stack, _stoppable():
+    with ExitStack() as stack, _stoppable() as savers:
         run_dir, saver, found = _open_run(config, stack, notes)
+        savers.append(saver)
         if found is not None and found.step == algebra.num_steps and (run_dir / "model").is_dir():
             print(f"nothing to do: all {found.step} steps are done, the model is {run_dir / 'model'}")
             return dict(found.state["evaluation"])
@@ -212,9 +214,8 @@ def _train_supervised(
             final = {"eval/loss": evaluate().nll}
             metrics |= final
         log(step, metrics)
-        if saver is not None and saver.is_due(step):
-            view.phase("save")
-            saver.save(step, parts(final), final if is_evaluated else {})
+        if saver is not None:
+            saver.after_step(step, parts(final), final if is_evaluated else {}, view)
     return final
 
 
@@ -337,17 +338,25 @@ def _quieten_transformers() -> None:
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: through the clean-up of everything that was started."""
+def _stoppable() -> Iterator[list[Saver]]:
+    """SIGTERM ends a run as Ctrl-C does: through the clean-up of everything that was started.
+
+    With a saver in the list that is given, the first SIGTERM lets the step under way finish and be saved.
+    """
+    savers: list[Saver] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield savers
         return
 
     def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        waiting = [saver for saver in savers if saver.can_save and not saver.is_stopping]
+        if not waiting:
+            raise KeyboardInterrupt
+        for saver in waiting:
+            saver.is_stopping = True
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        yield savers
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from hotseat.config import Config, loads, to_yaml
 from hotseat.errors import CheckpointError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
+from hotseat.observe import LiveView
 
 BACKEND = "actor"  # folder of a checkpoint that holds what the training backend saved
 MODEL = "model"  # folder of a checkpoint that holds a Hugging Face model
@@ -53,6 +54,7 @@ class Saver:
     def __init__(self, config: Config, run_dir: Path):
         section = config.checkpoint
         self._config = config
+        self.is_stopping = False  # after the step that is under way
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
             keep_last=section.keep_last,
@@ -83,9 +85,21 @@ class Saver:
         say(f"going on from {found.path}, after step {found.step}")
         return found
 
-    def is_due(self, step: int) -> bool:
+    @property
+    def can_save(self) -> bool:
+        """Whether the config asks for checkpoints."""
+        return self._config.checkpoint.every is not None
+
+    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], view: LiveView) -> None:
+        """Save if it is time to, or if the run is asked to stop; then stop."""
         every = self._config.checkpoint.every
-        return every is not None and step % every == 0
+        if every is not None and (step % every == 0 or self.is_stopping):
+            view.phase("save")
+            path = self.save(step, parts, evaluation)
+            if self.is_stopping:
+                view.say(f"saved {path}")
+        if self.is_stopping:
+            raise KeyboardInterrupt
 
     def save(self, step: int, parts: Parts, evaluation: Mapping[str, float]) -> Path:
         """Everything that going on after `step` needs, in one checkpoint."""

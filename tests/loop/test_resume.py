@@ -191,6 +191,58 @@ def test_with_a_launcher_checkpoints_are_refused_rather_than_ignored(task):
         start(loads(sft_yaml(task), ["checkpoint.every=2"]), launched=True)
 
 
+SLOW_REWARD = """
+import time
+
+def reward_func(queries, prompts, labels):
+    time.sleep(0.5)
+    return [1.0] * len(queries)
+"""
+
+
+def start_and_wait(task: Path, name: str, *options: str) -> subprocess.Popen:
+    """`hotseat run` in process, until it has made its second step."""
+    (task / f"{name}.yaml").write_text(rl_yaml(task, name=name))
+    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *RL, *options]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = task / "runs" / name / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and len(read_metrics(metrics)) > 2) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return driver
+
+
+def test_sigterm_saves_and_the_rest_can_follow(task):
+    """Scenario 14."""
+    run(task, "rl", "whole", "train.num_episodes=20")
+    driver = start_and_wait(task, "ended", "train.num_episodes=20", "checkpoint.every=1000")
+    driver.send_signal(signal.SIGTERM)
+    out, errors = driver.communicate(timeout=30)
+    assert driver.returncode == 130
+    assert "saved " in out
+    assert errors.strip().splitlines()[-1] == "hotseat: stopped"
+    [checkpoint] = (task / "runs" / "ended" / "checkpoints").iterdir()
+    assert int(checkpoint.name.removeprefix("step-")) < 40
+    assert main(["resume", str(task / "runs" / "ended")]) == 0
+    assert same(weights(task, "whole"), weights(task, "ended"))
+
+
+def test_a_second_sigterm_ends_at_once(task):
+    """Scenario 15: and leaves no checkpoint that looks whole."""
+    (task / "reward.py").write_text(
+        "import time\ndef reward_func(q, p, l):\n    time.sleep(0.5)\n    return [1.0] * len(q)\n"
+    )
+    driver = start_and_wait(task, "ended", "train.num_episodes=100", "checkpoint.every=1000")
+    driver.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    driver.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    driver.communicate(timeout=30)
+    assert driver.returncode == 130
+    assert time.monotonic() - began < 8
+    assert not list((task / "runs" / "ended" / "checkpoints").glob("step-*"))
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
