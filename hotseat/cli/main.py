@@ -66,6 +66,10 @@ def make_parser() -> argparse.ArgumentParser:
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
     resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys that may change, such as log.every=5")
 
+    ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or tell the history of one")
+    ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    ledger.add_argument("--sample", metavar="PASS/PROMPT/SAMPLE", help="only this one, such as 0/17/3")
+
     demo = _command(commands, "demo", _demo, "make a small model and a task, train it by examples and by reinforcement")
     demo.add_argument(
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
@@ -142,6 +146,15 @@ def _resume(arguments: argparse.Namespace) -> int:
     from hotseat.loop.run import start
 
     start(config)
+    return OK
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hotseat.cli.ledger_view import show_ledger
+
+    show_ledger(Path(arguments.run_dir), arguments.sample)
     return OK
 
 

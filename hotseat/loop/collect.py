@@ -46,7 +46,7 @@ class Collected:
 
     groups: tuple[GroupFacts, ...]
     num_generated: int  # groups
-    dropped: Counter[str]  # groups by reason
+    dropped: tuple[tuple[GroupFacts, str], ...]  # groups, and why
     num_failed: int  # samples without a reward
 
 
@@ -64,7 +64,7 @@ class Collector:
     ) -> Collected:
         """Prompts are taken in order, and so are their groups; what is dropped is replaced by the next prompts."""
         kept: list[GroupFacts] = []
-        dropped: Counter[str] = Counter()
+        dropped: list[tuple[GroupFacts, str]] = []
         tally = RewardTally(keep.max_failed_fraction)
         num_generated = 0
         for _ in range(MAX_REFILLS):
@@ -74,17 +74,18 @@ class Collector:
             ]
             for facts in self._run(jobs, sampling):
                 num_generated += 1
-                tally.add([*map(Failed, facts.failures), *facts.rewards])
+                tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
                 reason = keep.reason_to_drop(facts)
                 if reason is None:
                     kept.append(facts)
                 else:
-                    dropped[reason] += 1
+                    dropped.append((facts, reason))
                     self.forget([facts])
             tally.check()
             if len(kept) == num_groups:
-                return Collected(tuple(kept), num_generated, dropped, tally.num_failed)
-        why = ", ".join(f"{count} dropped: {reason}" for reason, count in dropped.most_common())
+                return Collected(tuple(kept), num_generated, tuple(dropped), tally.num_failed)
+        counts = Counter(reason for _, reason in dropped)
+        why = ", ".join(f"{count} dropped: {reason}" for reason, count in counts.most_common())
         raise RunError(
             f"{num_generated} prompts gave only {len(kept)} of the {num_groups} groups of a step ({why}): the rewards"
             " leave nothing to learn from; widen algorithm.filtering.low and high, or switch"
@@ -141,7 +142,7 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "samples": float(len(rewards)),
         "sampled_tokens": float(sum(lengths)),
         "samples_failed": float(collected.num_failed),
-        "groups_dropped": float(collected.dropped.total()),
+        "groups_dropped": float(len(collected.dropped)),
     }
     names = sorted({name for found in groups for extra in found.extra for name in extra})
     for name in names:

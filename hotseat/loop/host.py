@@ -51,14 +51,16 @@ class GroupFacts:
     """What the driver knows of a group, one entry per sample that has a reward, in sample order."""
 
     ticket: int
+    epoch: int
     prompt: int
     source: str
+    samples: tuple[int, ...]  # their positions in the group
     rewards: tuple[float, ...]
     scores: tuple[float, ...]
     num_sampled: tuple[int, ...]  # tokens
     num_tokens: tuple[int, ...]  # with context and environment
     truncated: tuple[bool, ...]
-    failures: tuple[str, ...]  # why the other samples have no reward
+    failures: tuple[tuple[int, str], ...]  # the other samples, and why they have no reward
     extra: tuple[dict[str, float], ...] = ()
 
 
@@ -166,24 +168,26 @@ class RolloutHost:
     def _finish(self, pending: _Pending, scores: Sequence[Score | Failed]) -> GroupFacts:
         answers = iter(scores)
         samples: list[ScoredEpisode] = []
-        failures: list[str] = []
-        for outcome in pending.outcomes:
+        failures: list[tuple[int, str]] = []
+        for position, outcome in enumerate(pending.outcomes):
             if isinstance(outcome, Episode):
                 answer = next(answers)
                 if isinstance(answer, Failed):
-                    failures.append(answer.reason)
+                    failures.append((position, answer.reason))
                 else:
                     samples.append(ScoredEpisode(outcome, answer.reward, answer.score, answer.extra))
             elif isinstance(outcome, Failed):
-                failures.append(outcome.reason)
+                failures.append((position, outcome.reason))
             else:
                 samples.append(outcome)
         job = pending.job
         self._groups[job.ticket] = Group(job.prompt, tuple(samples), len(failures))
         return GroupFacts(
             ticket=job.ticket,
+            epoch=job.epoch,
             prompt=job.prompt.index,
             source=job.prompt.source,
+            samples=tuple(sample.episode.key.sample for sample in samples),
             rewards=tuple(sample.reward for sample in samples),
             scores=tuple(sample.score for sample in samples),
             num_sampled=tuple(sum(int(s.mask.sum()) for s in sample.episode.segments) for sample in samples),

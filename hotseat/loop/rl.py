@@ -27,6 +27,7 @@ from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
 from hotseat.loop.experience import assign
 from hotseat.loop.host import HostSettings, RolloutHost
+from hotseat.loop.ledger import Ledger
 from hotseat.loop.push import Canary, PushReport, push_weights
 from hotseat.loop.saving import BACKEND, Parts, Saver
 from hotseat.loop.seats import Seats
@@ -72,6 +73,7 @@ def train_rl(run: RlRun, view: LiveView, log: Any, saver: Saver, found: Checkpoi
             final = run.evaluate()
             metrics |= final
         log(step, metrics)
+        run.enter(step, collected)
         saver.after_step(step, run.parts(final), final if run.is_evaluated(step) else {}, view)
     return final
 
@@ -88,6 +90,7 @@ class RlRun:
         prompts: list[Prompt],
         eval_prompts: list[Prompt],
         eos_token_ids: tuple[int, ...],
+        ledger: Ledger,
         stack: ExitStack,
     ):
         assert algebra.num_steps is not None
@@ -148,6 +151,7 @@ class RlRun:
             CANARY_TOLERANCE[config.train.dtype],
         )
         self._version = 0
+        self._ledger = ledger
 
     # --- the phases, in order -----------------------------------------------------------------------------------------
 
@@ -215,12 +219,17 @@ class RlRun:
             facts = self._evaluator.evaluate(num_samples, settings.eval_sampling(self._config))
         return evaluation_metrics(facts, num_samples)
 
+    def enter(self, step: int, collected: Collected) -> None:
+        """What became of the samples of a step, into the ledger. They were sampled before the last push."""
+        self._ledger.record(step, self._version - 2, collected)
+
     def parts(self, evaluation: dict[str, float]) -> Parts:
         """What a checkpoint is made of."""
 
         def write(path: Path) -> None:
             with self._turn("update", "actor"):
-                self._actor.call("save", str(path))
+                self._actor.call("save", str(path / BACKEND))
+            self._ledger.copy_to(path)
 
         return Parts(
             num_bytes=lambda: sum(self._actor.call("saved_bytes")),
@@ -242,6 +251,7 @@ class RlRun:
         self._kl = replace(self._kl, coefficient=float(state["kl_coefficient"]))
         self._policy = self._policy_settings()
         self._version = int(state["version"])
+        self._ledger.go_back(found.path)
         with self._turn("update", "actor"):
             self._actor.call("load", str(found.path / BACKEND))
 

@@ -78,6 +78,7 @@ def _start_rl(config: Config) -> dict[str, float]:
             print(f"nothing to do: all {found.step} steps are done, the model is {run_dir / 'model'}")
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
+        from hotseat.loop.ledger import Ledger
         from hotseat.loop.rl import COLUMNS, RlRun, train_rl
 
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
@@ -87,7 +88,8 @@ def _start_rl(config: Config) -> dict[str, float]:
         for note in notes:
             view.say(note)
         view.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
-        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos_token_ids(config, tokenizer), stack)
+        eos = eos_token_ids(config, tokenizer)
+        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), stack)
         final = train_rl(run, view, log, saver, found)
         _export(config, run_dir, run.export, tokenizer, view)
     return final
@@ -136,7 +138,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         def parts(evaluation: dict[str, float]) -> Parts:
             return Parts(
                 num_bytes=lambda: sum(actor.call("saved_bytes")),
-                write=lambda path: actor.call("save", str(path)),
+                write=lambda path: actor.call("save", str(path / BACKEND)),
                 export=lambda path: actor.call("export", str(path)),
                 state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": num_ranks},
             )

@@ -43,7 +43,7 @@ class Parts:
     """What a task has to save, as calls to its groups."""
 
     num_bytes: Callable[[], int]  # that `write` will need
-    write: Callable[[Path], object]
+    write: Callable[[Path], object]  # into the checkpoint's folder; the backend's into `BACKEND` there
     export: Callable[[Path], object]
     state: Callable[[], Mapping[str, Any]]  # facts of the loop, as JSON
 
@@ -107,7 +107,7 @@ class Saver:
         has_model = section.export_each or not section.save_state
         path = self._store.begin(step, parts.num_bytes() if section.save_state else 0)
         if section.save_state:
-            parts.write(path / BACKEND)
+            parts.write(path)
         if has_model:
             parts.export(path / MODEL)
         state = {

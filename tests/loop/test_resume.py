@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from safetensors.torch import load_file
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import CheckpointError, NotBuiltError, UserError
+from hotseat.loop.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.saving import compare, sole_owner
 from hotseat.observe import read_metrics
+from hotseat.types import SampleKey
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +111,10 @@ def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(task,
     assert main(["resume", str(task / "runs" / "broken")]) == 0
     assert facts(read_metrics(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
     assert same(weights(task, "whole"), weights(task, "broken"))
+    # Invariant 4: along the history that survives, every sample once.
+    trained = Counter(key for entry in read_ledger(task / "runs" / "broken") for key in entry.keys)
+    assert trained == Counter(SampleKey(e, p, s) for e in range(2) for p in range(8) for s in range(4))
+    assert list(read_ledger(task / "runs" / "broken")) == list(read_ledger(task / "runs" / "whole"))
 
 
 def test_after_the_last_step_there_is_nothing_to_do(task, capsys):
@@ -124,7 +131,13 @@ def test_checkpoints_hold_what_was_asked_for(task):
     found = sorted(path.name for path in (task / "runs" / "run" / "checkpoints").iterdir())
     assert found == ["step-000003", "step-000004"]
     last = task / "runs" / "run" / "checkpoints" / "step-000004"
-    assert {path.name for path in last.iterdir()} == {"actor", "manifest.json", "model", "state.json"}
+    assert {path.name for path in last.iterdir()} == {
+        "actor",
+        "ledger.jsonl",
+        "manifest.json",
+        "model",
+        "state.json",
+    }
     assert same(load_file(last / "model" / "model.safetensors"), weights(task, "run"))
 
 

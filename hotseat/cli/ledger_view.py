@@ -1,0 +1,36 @@
+"""`hotseat ledger`: what became of a run's samples."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hotseat.errors import UserError
+from hotseat.loop.ledger import NAME, count_states, read_ledger
+from hotseat.types import SampleKey
+
+
+def show_ledger(run_dir: Path, sample: str | None, console: Console | None = None) -> None:
+    console = console or Console()
+    if not (run_dir / NAME).is_file():
+        raise UserError(f"{run_dir} has no ledger: there is no {run_dir / NAME}")
+    entries = list(read_ledger(run_dir))
+    if sample is None:
+        table = Table("state", "samples", "reason")
+        for (state, reason), count in count_states(entries).most_common():
+            table.add_row(state, f"{count:,}", reason)
+        console.print(table)
+        return
+    match = re.fullmatch(r"(\d+)/(\d+)/(\d+)", sample)
+    if match is None:
+        raise UserError(f"--sample {sample!r}: give pass, prompt and sample, such as 0/17/3")
+    key = SampleKey(int(match[1]), int(match[2]), int(match[3]))
+    found = [entry for entry in entries if key in entry.keys]
+    if not found:
+        raise UserError(f"{run_dir} knows no sample {sample}")
+    for entry in found:
+        reason = f": {entry.reason}" if entry.reason else ""
+        console.print(f"{key}  {entry.state} at step {entry.step}, sampled by version {entry.version}{reason}")

@@ -1,0 +1,91 @@
+"""The ledger: what became of every sample.
+
+`ledger.jsonl` in the run directory has a line per group and fate: trained at a step under a version, dropped and why,
+or failed and why. A checkpoint holds a copy of its own; what a run wrote after its last checkpoint is taken back when
+it goes on, because it is done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotseat.loop.collect import Collected
+from hotseat.types import SampleKey
+
+NAME = "ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of some samples of one group."""
+
+    epoch: int
+    prompt: int
+    samples: tuple[int, ...]
+    state: str  # trained, dropped or failed
+    step: int  # the step they were made for
+    version: int  # of the weights that sampled them
+    reason: str = ""
+
+    @property
+    def keys(self) -> list[SampleKey]:
+        return [SampleKey(self.epoch, self.prompt, sample) for sample in self.samples]
+
+
+class Ledger:
+    """Appended to after each step."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / NAME
+        self._path.touch()
+
+    def record(self, step: int, version: int, collected: Collected) -> None:
+        """All samples of a step whose update is done."""
+        fates = [(facts, "trained", "") for facts in collected.groups]
+        fates += [(facts, "dropped", reason) for facts, reason in collected.dropped]
+        lines = []
+        for facts, state, reason in fates:
+            if facts.samples:
+                lines.append(Entry(facts.epoch, facts.prompt, facts.samples, state, step, version, reason))
+            lines += [
+                Entry(facts.epoch, facts.prompt, (sample,), "failed", step, version, why)
+                for sample, why in facts.failures
+            ]
+        data = "".join(json.dumps(vars(line)) + "\n" for line in lines).encode()
+        with self._path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def copy_to(self, directory: Path) -> None:
+        """Into a checkpoint."""
+        shutil.copyfile(self._path, directory / NAME)
+
+    def go_back(self, directory: Path) -> None:
+        """To what it was when a checkpoint was made."""
+        copy = self._path.with_name(f".{NAME}.copy")
+        shutil.copyfile(directory / NAME, copy)
+        copy.replace(self._path)
+
+
+def read_ledger(run_dir: Path) -> Iterator[Entry]:
+    """Every complete line."""
+    with (run_dir / NAME).open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                values = json.loads(line)
+                yield Entry(**values | {"samples": tuple(values["samples"])})
+
+
+def count_states(entries: Sequence[Entry]) -> Counter[tuple[str, str]]:
+    """Samples by (state, reason)."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for entry in entries:
+        counts[entry.state, entry.reason] += len(entry.samples)
+    return counts
