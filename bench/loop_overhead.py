@@ -41,7 +41,7 @@ log: {{every: 1000}}
 
 REWARD = """
 def reward_func(queries, prompts, labels):
-    return [float(query.endswith(label[0])) for query, label in zip(queries, labels)]
+    return [index / 8 for index in range(len(queries))]
 """
 
 

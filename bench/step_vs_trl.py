@@ -2,12 +2,13 @@
 
 Both take every step as 32 prompts x 8 samples x 24 new tokens, learn from them in one optimizer step without a
 reference model, in fp32 on two cores. Every answer has its full length: the end token lies outside of the model's
-vocabulary. TRL samples with `model.generate`, in one process with two threads (two processes of one thread each took
-as long). Hotseat runs as `hotseat run` does, on Ray, with actor, engine and agents in processes of their own and the
-weights pushed and checked after each step: on one device with two threads, or on two devices with one thread each.
+vocabulary. TRL samples with `model.generate`, in one process with two threads. Hotseat runs as `hotseat run` does, on
+Ray, with actor, engine and agents in processes of their own and the weights pushed and checked after each step: on one
+device with two threads, or on two devices with one thread each.
 
-Two rewards. "dense": no two answers are worth the same. "sparse": 1 if a certain word occurs; then the answers to many
-prompts are all worth the same, their advantages are zero, and Hotseat leaves them out of the update.
+Two rewards. "dense": the answers to a prompt are worth different amounts. "sparse": 1 if a certain text occurs; then
+the answers to many prompts are all worth the same, their advantages are zero, and Hotseat leaves them out of the
+update.
 
 The sides are run one after the other, each in a fresh process, and the median step counts.
 

@@ -115,6 +115,7 @@ class RayGroup(Group):
         self._make = make
         self._has_close = has_close
         self._starting: tuple[Pending, float] | None = None  # constructors under way, and how long they may take
+        self._start_lock = threading.RLock()
         self.is_closed = False
         self._pending: weakref.WeakSet[Future] = weakref.WeakSet()
 
@@ -139,6 +140,7 @@ class RayGroup(Group):
         return [self._state(rank) != "gone" for rank in self.ranks]
 
     def holders(self) -> tuple[Holder, ...]:
+        self.ready()
         return tuple(
             Holder(self.name, slot.process.rank, slot.facts.pid, slot.facts.started, slot.process.node)
             for slot in self._slots
@@ -148,6 +150,7 @@ class RayGroup(Group):
         runtime = self._owner("restart")
         if self.is_closed:
             raise worker_error(self.name, rank, "restart", "cannot be restarted: the group is closed")
+        self.ready()
         runtime.end_workers([self._slots[rank]])
         self._slots[rank].incarnation += 1
         within_s = self._deadline(timeout_s)
@@ -155,12 +158,14 @@ class RayGroup(Group):
         self.ready()
 
     def ready(self) -> None:
-        if self._starting is None:
-            return
-        pending, within_s = self._starting
-        self._starting = None
-        for rank, fact in zip(pending.ranks, pending.result(within_s), strict=True):
-            self._slots[rank].facts = fact
+        with self._start_lock:
+            if self._starting is None:
+                return
+            pending, within_s = self._starting
+            # What fails here fails again for whoever asks next.
+            for rank, fact in zip(pending.ranks, pending.result(within_s), strict=True):
+                self._slots[rank].facts = fact
+            self._starting = None
 
     def close(self, *, grace_s: float = 5.0) -> None:
         runtime = self._owner("close")
@@ -248,6 +253,8 @@ class RayGroup(Group):
 
     def _state(self, rank: int) -> str:
         slot = self._slots[rank]
+        if self._starting is not None and slot.facts is None and not self.is_closed:
+            return "starting"
         if self.is_closed or slot.facts is None:
             return "gone"
         if self._runtime:

@@ -27,6 +27,7 @@ class EngineClient:
     def __init__(self, engines: Group, *, timeout_s: float):
         self._engines = engines
         self._timeout_s = timeout_s
+        self._fetch_wait_s = min(FETCH_WAIT_S, timeout_s / 4)
         self._name = f"{os.getpid()}-{next(self._numbers)}"
         self._outbox: dict[int, list[Request]] = {rank: [] for rank in engines.ranks}
         # By request id, oldest first.
@@ -71,7 +72,7 @@ class EngineClient:
         try:
             while waiting:
                 [completions] = await self._engines.acall(
-                    "fetch", self._name, FETCH_WAIT_S, ranks=[rank], timeout_s=FETCH_WAIT_S + self._timeout_s
+                    "fetch", self._name, self._fetch_wait_s, ranks=[rank], timeout_s=self._timeout_s
                 )
                 for completion in completions:
                     future = waiting.pop(completion.request_id, None)

@@ -53,9 +53,9 @@ class PolicyObjective:
         """The segments of samples whose loss has a gradient at all; None: every sample's may.
 
         Where all answers to a prompt are worth the same, their advantages are exactly zero, and so is all that comes of
-        them: no need to compute it. With a KL or an entropy term every sample counts.
+        them: no need to compute it. With a KL or an entropy, learned from or only logged, every sample counts.
         """
-        if REFERENCE_LOG_PROBS in batch.fields or self.entropy_coefficient:
+        if REFERENCE_LOG_PROBS in batch.fields or self.needs_entropy:
             return None
         layout = batch.layout
         is_token = (batch.mask & (batch.fields[ADVANTAGES] != 0)).to(torch.int64)

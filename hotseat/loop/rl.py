@@ -279,6 +279,8 @@ class RlRun:
             "loss": sum(report.loss for report in reports) / len(reports),
             "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
             "learning_rate": last.learning_rate,
+            # The means below are over these: samples whose loss has no gradient are left out.
+            "learned_tokens": float(sum(report.num_sampled for report in reports)),
             "skipped_updates": float(last.num_skipped),
             "version": float(pushed.version),
             "canary_gap": pushed.canary_gap,
@@ -308,7 +310,7 @@ class RlRun:
 
 
 def _mean(reports: list[UpdateReport], name: str) -> float | None:
-    """Per sampled token, over all optimizer steps of a rollout."""
+    """Per token that was learned from, over all optimizer steps of a rollout."""
     if any(name not in report.metrics for report in reports):
         return None
     return sum(report.metrics[name] for report in reports) / max(1, sum(report.num_sampled for report in reports))

@@ -334,9 +334,12 @@ def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, view: An
 
 def _quieten_transformers() -> None:
     """No bars for reading and writing local files between the lines of a run. Downloads still show theirs."""
+    from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # the hub's too
+    if not os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):
+        enable_progress_bars()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count, split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import Bucket, Receiver, Sender
+
+_CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
 
 
 def device_of_process() -> torch.device:
@@ -77,10 +79,8 @@ class ModelWorker:
         batch = flatten([group for share in shares for group in share.groups])
         by_sample: dict[str, list[Tensor]] = {}
         pieces = cut.cut(batch)
-        for piece, log_probs in zip(pieces, self._backend.log_probs(pieces, temperature), strict=True):
-            bounds = piece.offsets.tolist()
-            for segment, name in enumerate(piece.sample_ids):
-                by_sample.setdefault(name, []).append(log_probs[bounds[segment] : bounds[segment + 1]])
+        for name, log_probs in _by_sample(pieces, self._backend.log_probs(pieces, temperature)):
+            by_sample.setdefault(name, []).append(log_probs)
         return by_sample
 
     def save(self, directory: str) -> None:
@@ -193,9 +193,10 @@ class ActorWorker(ModelWorker):
             weights=torch.zeros(num_tokens),
             sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
         )
-        [log_probs] = self._backend.log_probs([batch], canary.temperature)
+        pieces = split_by_tokens(batch, max(_CANARY_TOKENS, int(lengths.max())))
+        scored = dict(_by_sample(pieces, self._backend.log_probs(pieces, canary.temperature)))
         digests = self._backend.digest(dtype=self._dtype)
-        return Proof(digests, [part.tolist() for part in log_probs.split(lengths[1:].tolist())])
+        return Proof(digests, [scored[name].tolist() for name in batch.sample_ids])
 
     def export(self, directory: str) -> None:
         """Together."""
@@ -204,6 +205,12 @@ class ActorWorker(ModelWorker):
     def _add_moments(self, local: Moments) -> Moments:
         everyone = self._backend.gather_facts(local, "add up the moments of the advantages")
         return sum(everyone[1:], start=everyone[0])
+
+
+def _by_sample(pieces: Sequence[MicroBatch], log_probs: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Sample id and log-probs of each segment."""
+    for piece, values in zip(pieces, log_probs, strict=True):
+        yield from zip(piece.sample_ids, values.split((piece.offsets[1:] - piece.offsets[:-1]).tolist()), strict=True)
 
 
 def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:

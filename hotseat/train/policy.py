@@ -103,11 +103,27 @@ def _check_head(policy: Policy) -> None:
 
 
 def _packs(policy: Policy) -> bool:
-    """Whether packed segments stay apart: a model may have layers that our attention does not reach."""
-    probe, device = _probe(policy.model), policy.model.device
+    """Whether packed segments stay apart, and find the context they share: a model may have layers that our attention
+    does not reach."""
+    device, dtype = policy.model.device, next(policy.parameters()).dtype
+    apart = _probe(policy.model)
+    # The same two segments behind a context of three tokens.
+    context = apart.token_ids[:3]
+    alike = MicroBatch(
+        torch.cat([context, apart.token_ids[:7], context, apart.token_ids[7:]]),
+        torch.tensor([0, 10, 18]),
+        torch.tensor([*[False] * 3, *[True] * 7, *[False] * 3, *[True] * 5]),
+        torch.ones(18),
+        {},
+        ("a", "b"),
+    )
     with torch.no_grad():
-        padded, packed = (policy(model_input(probe, kind, device=device), 1.0)[0] for kind in ("padded", "packed"))
-    return _is_close(packed, padded, next(policy.parameters()).dtype)
+        for probe, kind in ((apart, "packed"), (alike, "shared")):
+            padded = policy(model_input(probe, "padded", device=device), 1.0)[0]
+            packed = policy(model_input(probe, kind, device=device), 1.0)[0]
+            if not _is_close(packed, padded, dtype):
+                return False
+    return True
 
 
 def _probe(model: PreTrainedModel) -> MicroBatch:
