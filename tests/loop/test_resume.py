@@ -281,3 +281,30 @@ def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "going on from" in done.stdout
     assert same(weights(task, "whole"), weights(task, "killed"))
+
+
+def test_openrlhf_load_checkpoint_goes_on(task, monkeypatch, capsys):
+    """`--load_checkpoint` starts anew where there is no checkpoint, and goes on where there is one."""
+    from hotseat.cli.openrlhf.run import main as openrlhf
+
+    def in_process(config, launched):
+        start(config.model_copy(update={"cluster": config.cluster.model_copy(update={"runtime": "local"})}), launched)
+
+    monkeypatch.chdir(task)
+    command = [
+        *("--pretrain", f"{task}/model", "--dataset", f"{task}/examples.jsonl", "--input_key", "input"),
+        *("--output_key", "output", "--max_len", "16", "--backend", "fsdp", "--param_dtype", "fp32"),
+        *("--train_batch_size", "4", "--micro_train_batch_size", "2", "--max_epochs", "4", "--learning_rate", "1e-2"),
+        *("--save_steps", "3", "--ckpt_path", f"{task}/ckpt", "--save_path", f"{task}/out", "--load_checkpoint"),
+        *("--input_template", "{}"),
+    ]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            openrlhf("train_sft", command, {}, in_process)
+    assert openrlhf("train_sft", command, {}, in_process) == 0
+    assert "going on from" in capsys.readouterr().out
+    resumed = load_file(task / "out" / "model.safetensors")
+    whole = [word if word != f"{task}/ckpt" else f"{task}/other" for word in command]
+    assert openrlhf("train_sft", whole, {}, in_process) == 0
+    assert same(resumed, load_file(task / "out" / "model.safetensors"))
