@@ -93,8 +93,11 @@ class RolloutHost:
         self._groups: dict[int, Group] = {}
 
     def connect(self, engines: WorkerGroup) -> None:
-        """To the engines, which started at the same time as this."""
+        """To the engines, which started at the same time as this. Again, when one of them was replaced."""
         settings = self._settings
+        if self._agents is not None:
+            self._agents.close()
+            self._groups.clear()  # of a rollout that is made again
         self._agents = AgentHost(
             self._agent,
             EngineClient(engines, timeout_s=settings.episode_timeout_s).generate,

@@ -10,7 +10,7 @@ between the groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,10 @@ from hotseat.loop import settings
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
 from hotseat.loop.experience import assign
-from hotseat.loop.host import HostSettings, RolloutHost
+from hotseat.loop.host import GroupFacts, HostSettings, RolloutHost
 from hotseat.loop.ledger import Ledger
 from hotseat.loop.push import Canary, PushReport, push_weights
+from hotseat.loop.revival import Revival
 from hotseat.loop.saving import BACKEND, Parts, Saver
 from hotseat.loop.seats import Seats
 from hotseat.loop.workers import ActorWorker, EngineWorker, ModelWorker
@@ -91,6 +92,7 @@ class RlRun:
         eval_prompts: list[Prompt],
         eos_token_ids: tuple[int, ...],
         ledger: Ledger,
+        say: Callable[[str], object],
         stack: ExitStack,
     ):
         assert algebra.num_steps is not None
@@ -152,19 +154,35 @@ class RlRun:
         )
         self._version = 0
         self._ledger = ledger
+        self._revive = Revival(
+            self._engines,
+            self._seats,
+            reconnect=lambda: self._hosts.call("connect", self._engines),
+            push=lambda: self._push(self._version - 1),
+            say=say,
+        )
 
     # --- the phases, in order -----------------------------------------------------------------------------------------
 
     def collect(self) -> Collected:
         """rollout: sample and score the groups of a step."""
-        with self._turn("rollout", "rollout"):
-            return self._collector.collect(
-                self._order,
-                self._config.rollout.batch_size,
-                self._config.rollout.samples_per_prompt,
-                settings.sampling(self._config),
-                self._keep,
-            )
+        before, order = self._order.state(), self._order
+
+        def sample() -> Collected:
+            # Whatever is sampled again comes out the same: a request's seed is made from its key.
+            self._order = PromptOrder.from_state(before, num_prompts=order.num_prompts, seed=order.seed)
+            with self._turn("rollout", "rollout"):
+                return self._collector.collect(
+                    self._order,
+                    self._config.rollout.batch_size,
+                    self._config.rollout.samples_per_prompt,
+                    settings.sampling(self._config),
+                    self._keep,
+                )
+
+        collected = self._revive.during(sample)
+        self._revive.start_counting()
+        return collected
 
     def prepare(self, collected: Collected) -> None:
         """prepare: reference log-probs, then the actor turns its groups into experience."""
@@ -204,20 +222,26 @@ class RlRun:
 
     def push(self) -> PushReport:
         """sync: the new weights to every engine, checked."""
-        with self._turn("sync", "actor"):
-            report = push_weights(self._actor, self._engines, self._version, self._canary)
+        report = self._revive.during(lambda: self._push(self._version), is_push=True)
         self._version += 1
         return report
+
+    def _push(self, version: int) -> PushReport:
+        with self._turn("sync", "actor"):
+            return push_weights(self._actor, self._engines, version, self._canary)
 
     # --- beside the phases --------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
             return {}
-        with self._turn("rollout", "rollout"):
-            num_samples = self._config.eval.samples_per_prompt
-            facts = self._evaluator.evaluate(num_samples, settings.eval_sampling(self._config))
-        return evaluation_metrics(facts, num_samples)
+        evaluator, num_samples = self._evaluator, self._config.eval.samples_per_prompt
+
+        def sample() -> list[GroupFacts]:
+            with self._turn("rollout", "rollout"):
+                return evaluator.evaluate(num_samples, settings.eval_sampling(self._config))
+
+        return evaluation_metrics(self._revive.during(sample), num_samples)
 
     def enter(self, step: int, collected: Collected) -> None:
         """What became of the samples of a step, into the ledger. They were sampled before the last push."""

@@ -89,7 +89,7 @@ def _start_rl(config: Config) -> dict[str, float]:
             view.say(note)
         view.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         eos = eos_token_ids(config, tokenizer)
-        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), stack)
+        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), view.say, stack)
         final = train_rl(run, view, log, saver, found)
         _export(config, run_dir, run.export, tokenizer, view)
     return final

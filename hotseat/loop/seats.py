@@ -45,6 +45,7 @@ class Seats:
         self._plan = plan
         self._groups = groups
         self._timeout_s = timeout_s
+        self._is_gone = is_gone
         self._leases = Leases(measure=measure, is_gone=is_gone)
         self._lease: Lease | None = None
         self._processes = {
@@ -65,6 +66,10 @@ class Seats:
             self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
         self._bring_back(step)
         yield
+
+    def replaced(self, role: str, rank: int) -> None:
+        """A process was replaced by a new one, which has all its parts on its devices."""
+        self._aside[role, rank] = set()
 
     def close(self) -> None:
         """End the last turn's lease."""
@@ -116,6 +121,8 @@ class Seats:
             self.moves += [SeatMove(turn, role, str(part), True, moved.num_bytes, moved.ms) for part in parts]
         if self._lease is not None:
             for holder, devices in self._lease.holders.items():
+                if self._is_gone(holder):
+                    continue  # it cannot have given up anything in order; the lease finds its device free
                 # Processes that span several devices give up an equal share of each.
                 share = given_up.get((holder.group, holder.rank), 0) // len(devices)
                 self._lease.report(holder, dict.fromkeys(devices, share))

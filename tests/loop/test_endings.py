@@ -1,15 +1,19 @@
-"""A run that is ended from outside leaves nothing behind: no worker, no reward process, nothing of Ray."""
+"""A run that is ended from outside leaves nothing behind; one whose engine is killed goes on."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from loop_cases import make_task, rl_yaml
+from safetensors.torch import load_file
 
 from hotseat.cluster._guard import end_marked, marked
+from hotseat.config import loads
+from hotseat.loop.run import start
 from hotseat.observe import read_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -47,6 +51,68 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
             assert driver.returncode == 130
             assert errors.strip().splitlines()[-1] == "hotseat: stopped"
         assert wait_for(lambda: not marked(MARK, [mark]), 10), marked(MARK, [mark])
+    finally:
+        end_marked(MARK, [mark])
+        driver.wait(10)
+
+
+SLOW_REWARD = """
+import time
+
+def reward_func(queries, prompts, labels):
+    time.sleep(0.05)
+    return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
+"""
+
+
+def pids_of(role: str, mark: str) -> list[int]:
+    """Worker processes of a role, of the run with this mark."""
+    found = []
+    for pid in marked(MARK, [mark]):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(e.startswith(b"HOTSEAT_WORKER=") and f":{role}:".encode() in e for e in environment):
+            found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_engines_that_are_killed_are_replaced_and_no_bit_changes(num_engines, tmp_path):
+    """Scenarios 1 and 2: kill -9 of an engine, three times, most likely in the middle of a rollout."""
+    task = make_task(tmp_path)
+    (task / "reward.py").write_text(SLOW_REWARD)
+    common = ["train.num_episodes=8", "checkpoint.every=1000"]
+    start(loads(rl_yaml(task, name="undisturbed"), common))
+    placement = {1: "{actor: 0, rollout: '@actor'}", 2: "{actor: 0, rollout: 1-2}"}[num_engines]
+    text = rl_yaml(task, name="disturbed", cluster=f"{{component_placement: {placement}}}")
+    (task / "run.yaml").write_text(text)
+    mark = f"{os.getpid()}-engines-{num_engines}"
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), *common]
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**env, MARK: mark}
+    )
+    try:
+        metrics = task / "runs" / "disturbed" / "metrics.jsonl"
+        killed = set()
+        for num_records in (3, 7, 11):
+            assert wait_for(lambda n=num_records: metrics.exists() and len(read_metrics(metrics)) >= n, 120)
+            [victim, *_] = sorted(pids_of("rollout", mark))
+            time.sleep(0.1)
+            os.kill(victim, signal.SIGKILL)
+            killed.add(victim)
+        out, errors = driver.communicate(timeout=120)
+        assert driver.returncode == 0, errors[-3000:]
+        assert len(killed) == 3
+        assert out.count("died and is replaced") == 3
+        undisturbed, disturbed = (
+            load_file(task / "runs" / name / "model" / "model.safetensors") for name in ("undisturbed", "disturbed")
+        )
+        assert all((undisturbed[name] == disturbed[name]).all() for name in undisturbed)
+        ledgers = [(task / "runs" / name / "ledger.jsonl").read_bytes() for name in ("undisturbed", "disturbed")]
+        assert ledgers[0] == ledgers[1]
     finally:
         end_marked(MARK, [mark])
         driver.wait(10)

@@ -1,0 +1,93 @@
+"""Engines that die are replaced, up to a point."""
+
+import pytest
+
+from hotseat.errors import RunError, WorkerError
+from hotseat.loop.revival import MAX_DEATHS, Revival
+
+
+class Engines:
+    def __init__(self, size: int = 2):
+        self.is_alive = [True] * size
+        self.log: list[str] = []
+
+    def alive(self) -> list[bool]:
+        return list(self.is_alive)
+
+    def restart(self, rank: int) -> None:
+        self.is_alive[rank] = True
+        self.log.append(f"restart {rank}")
+
+    def replaced(self, role: str, rank: int) -> None:
+        self.log.append(f"replaced {role} {rank}")
+
+
+def revival(engines: Engines, push=None) -> Revival:
+    return Revival(
+        engines,
+        engines,
+        reconnect=lambda: engines.log.append("reconnect"),
+        push=push or (lambda: engines.log.append("push")),
+        say=lambda text: None,
+    )
+
+
+def dies(engines: Engines, times: int, rank: int = 1):
+    """Work during which an engine dies so many times."""
+    left = [times]
+
+    def work():
+        if left[0]:
+            left[0] -= 1
+            engines.is_alive[rank] = False
+            raise WorkerError(f"rollout rank {rank} died")
+        return "done"
+
+    return work
+
+
+def test_the_dead_is_replaced_gets_the_weights_and_the_work_is_done_again():
+    engines = Engines()
+    assert revival(engines).during(dies(engines, 1)) == "done"
+    assert engines.log == ["restart 1", "replaced rollout 1", "reconnect", "push"]
+
+
+def test_a_push_is_done_again_whole():
+    engines = Engines()
+    assert revival(engines).during(dies(engines, 1), is_push=True) == "done"
+    assert "push" not in engines.log
+
+
+def test_one_that_dies_while_it_gets_its_weights_is_replaced_too():
+    engines = Engines()
+    push = dies(engines, 2, rank=0)
+    assert revival(engines, push).during(dies(engines, 1)) == "done"
+    assert engines.log.count("restart 0") == 2
+
+
+def test_an_error_without_a_death_is_an_error():
+    engines = Engines()
+
+    def work():
+        raise RunError("the rewards leave nothing to learn from")
+
+    with pytest.raises(RunError, match="nothing to learn from"):
+        revival(engines).during(work)
+    assert engines.log == []
+
+
+def test_a_crash_loop_ends_with_the_reason():
+    """Scenario 6."""
+    engines = Engines()
+    with pytest.raises(WorkerError, match=rf"engines died {MAX_DEATHS + 1} times .*the last: rollout rank 1 died"):
+        revival(engines).during(dies(engines, 100))
+    assert engines.log.count("restart 1") == MAX_DEATHS
+
+
+def test_a_rollout_that_succeeds_starts_the_count_again():
+    engines = Engines()
+    mine = revival(engines)
+    for _ in range(3):
+        mine.during(dies(engines, MAX_DEATHS - 1))
+        mine.start_counting()
+    assert mine.num_restarts == 3 * (MAX_DEATHS - 1)
