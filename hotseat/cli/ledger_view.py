@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.errors import UserError
-from hotseat.loop.ledger import NAME, count_states, read_ledger
+from hotseat.loop.ledger import count_states, read_ledger
+from hotseat.loop.rundir import LEDGER
 from hotseat.types import SampleKey
 
 
 def show_ledger(run_dir: Path, sample: str | None, console: Console | None = None) -> None:
     console = console or Console()
-    if not (run_dir / NAME).is_file():
-        raise UserError(f"{run_dir} has no ledger: there is no {run_dir / NAME}")
+    if not (run_dir / LEDGER).is_file():
+        raise UserError(f"{run_dir} has no ledger: there is no {run_dir / LEDGER}")
     entries = list(read_ledger(run_dir))
     if sample is None:
         table = Table("state", "samples", "reason")

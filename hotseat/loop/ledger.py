@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.loop.collect import Collected
+from hotseat.loop.rundir import LEDGER
 from hotseat.types import SampleKey
-
-NAME = "ledger.jsonl"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Ledger:
     """Appended to after each step."""
 
     def __init__(self, run_dir: Path):
-        self._path = run_dir / NAME
+        self._path = run_dir / LEDGER
         self._path.touch()
 
     def record(self, step: int, version: int, collected: Collected) -> None:
@@ -65,18 +64,18 @@ class Ledger:
 
     def copy_to(self, directory: Path) -> None:
         """Into a checkpoint."""
-        shutil.copyfile(self._path, directory / NAME)
+        shutil.copyfile(self._path, directory / LEDGER)
 
     def go_back(self, directory: Path) -> None:
         """To what it was when a checkpoint was made."""
-        copy = self._path.with_name(f".{NAME}.copy")
-        shutil.copyfile(directory / NAME, copy)
+        copy = self._path.with_name(f".{LEDGER}.copy")
+        shutil.copyfile(directory / LEDGER, copy)
         copy.replace(self._path)
 
 
 def read_ledger(run_dir: Path) -> Iterator[Entry]:
     """Every complete line."""
-    with (run_dir / NAME).open(encoding="utf-8") as file:
+    with (run_dir / LEDGER).open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
                 values = json.loads(line)

@@ -307,6 +307,7 @@ class RlRun:
             "learned_tokens": float(sum(report.num_sampled for report in reports)),
             "skipped_updates": float(last.num_skipped),
             "version": float(pushed.version),
+            "engine_restarts": float(self._revive.num_restarts),
             "canary_gap": pushed.canary_gap,
             "step_s": seconds,
             "time/driver_cpu": time.process_time() - process_started_s,  # of this process's own work

@@ -19,7 +19,7 @@ from hotseat.config.checks import missing
 from hotseat.errors import NotBuiltError, TooFewDevicesError, UserError
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
-from hotseat.loop.rundir import make_run_dir, save_plan, write_config
+from hotseat.loop.rundir import METRICS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
 
@@ -264,7 +264,11 @@ def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path,
     run_dir = make_run_dir(config)
     stack.enter_context(sole_owner(run_dir))
     saver = Saver(config, run_dir)
-    found = saver.find(notes.append)
+    found = saver.find(stack, notes.append)
+    if found is None:
+        if (run_dir / "model").exists():
+            raise UserError(f"{run_dir} holds a run that was finished without checkpoints: choose another name")
+        forget_records(run_dir)
     write_config(run_dir, config)
     return run_dir, saver, found
 
@@ -308,7 +312,7 @@ def _observed(
 
     board_path = Path(config.log.tensorboard_path) if config.log.tensorboard_path else run_dir / "tensorboard"
     with ExitStack() as stack:
-        metrics_file = stack.enter_context(MetricsFile(run_dir / "metrics.jsonl", last_step))
+        metrics_file = stack.enter_context(MetricsFile(run_dir / METRICS, last_step))
         board = TensorBoard(board_path, last_step)
         stack.callback(board.close)
         view = stack.enter_context(LiveView(config.task, algebra.num_steps or 0, columns))

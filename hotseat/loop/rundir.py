@@ -9,6 +9,9 @@ from hotseat.config import Config, to_yaml
 from hotseat.errors import UserError
 from hotseat.placement import Plan
 
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
+
 
 def make_run_dir(config: Config) -> Path:
     """Make `run_dir/name`. One that holds a run already is refused, unless that run is to go on."""
@@ -43,6 +46,12 @@ def _named(config: Config) -> Path:
 def _numbered(config: Config) -> Path:
     paths = (Path(config.run_dir) / f"{config.task}-{number}" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
+
+
+def forget_records(path: Path) -> None:
+    """What an earlier run wrote here that never came to a checkpoint: this one starts anew."""
+    for name in (METRICS, LEDGER):
+        (path / name).unlink(missing_ok=True)
 
 
 def save_plan(path: Path, plan: Plan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -61,12 +61,17 @@ class Saver:
             max_bytes=None if section.max_gib is None else int(section.max_gib * 2**30),
         )
 
-    def find(self, say: Callable[[str], object]) -> Checkpoint | None:
-        """The checkpoint to go on from, if the run is to go on and there is one."""
+    def find(self, stack: ExitStack, say: Callable[[str], object]) -> Checkpoint | None:
+        """The checkpoint to go on from, if the run is to go on and there is one. Nobody else may write here then."""
+        if not (self.can_save or self._config.checkpoint.resume):
+            return None
+        if self._config.checkpoint.path is not None:
+            self._store.directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(sole_owner(self._store.directory))
         for name in self._store.clean():
             say(f"{name} was not finished, and is removed")
         if not self._config.checkpoint.resume:
-            if self._store.steps() and self._config.checkpoint.every is not None:
+            if self._store.steps():
                 raise UserError(
                     f"{self._store.directory} holds checkpoints of another run: set checkpoint.resume=true to go on"
                     " from them, or checkpoint.path to another place"
@@ -74,6 +79,7 @@ class Saver:
             return None
         found = self._store.newest()
         if found is None:
+            say(f"{self._store.directory} has no checkpoint to go on from: this run starts anew")
             return None
         if not (found.path / BACKEND).is_dir():
             raise CheckpointError(

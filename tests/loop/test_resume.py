@@ -192,6 +192,42 @@ def test_a_directory_in_use_is_refused(task):
         run(task, "sft", "run", "checkpoint.every=2", "checkpoint.resume=true")
 
 
+def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(task, monkeypatch, capsys):
+    from hotseat.loop.rl import RlRun
+
+    whole = run(task, "rl", "whole")
+    with monkeypatch.context() as patch:
+        update, count = RlRun.update, []
+
+        def updating(self):
+            count.append(1)
+            if len(count) == 3:
+                raise Stop
+            return update(self)
+
+        patch.setattr(RlRun, "update", updating)
+        with pytest.raises(Stop):
+            run(task, "rl", "early", "checkpoint.every=4")
+    records = run(task, "rl", "early", "checkpoint.every=4", "checkpoint.resume=true")
+    assert "has no checkpoint to go on from: this run starts anew" in capsys.readouterr().out
+    assert facts(records) == facts(whole)
+    assert list(read_ledger(task / "runs" / "early")) == list(read_ledger(task / "runs" / "whole"))
+
+
+def test_a_finished_run_without_checkpoints_is_not_overwritten(task):
+    run(task, "sft", "run")
+    with pytest.raises(UserError, match="finished without checkpoints"):
+        run(task, "sft", "run", "checkpoint.every=2", "checkpoint.resume=true")
+    assert (task / "runs" / "run" / "metrics.jsonl").stat().st_size > 0
+
+
+def test_two_runs_do_not_write_into_the_same_checkpoints(task):
+    shared = task / "elsewhere"
+    shared.mkdir()
+    with sole_owner(shared), pytest.raises(UserError, match="elsewhere is in use by process"):
+        run(task, "sft", "b", "checkpoint.every=2", f"checkpoint.path={shared}")
+
+
 def test_another_runs_checkpoints_are_not_taken_for_ones_own(task):
     shared = f"checkpoint.path={task}/elsewhere"
     run(task, "sft", "a", "checkpoint.every=2", shared)
