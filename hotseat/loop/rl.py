@@ -171,7 +171,7 @@ class RlRun:
         def sample() -> Collected:
             # Whatever is sampled again comes out the same: a request's seed is made from its key.
             self._order = PromptOrder.from_state(before, num_prompts=order.num_prompts, seed=order.seed)
-            with self._turn("rollout", "rollout"):
+            with self._sampling():
                 return self._collector.collect(
                     self._order,
                     self._config.rollout.batch_size,
@@ -228,7 +228,17 @@ class RlRun:
 
     def _push(self, version: int) -> PushReport:
         with self._turn("sync", "actor"):
-            return push_weights(self._actor, self._engines, version, self._canary)
+            report = push_weights(self._actor, self._engines, version, self._canary)
+        self._seats.given_weights("rollout")
+        return report
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """The engines' turn. A save or an export since the last push may have taken the place of their weights."""
+        if not self._seats.has_weights("rollout"):
+            self._push(self._version - 1)
+        with self._turn("rollout", "rollout"):
+            yield
 
     # --- beside the phases --------------------------------------------------------------------------------------------
 
@@ -238,7 +248,7 @@ class RlRun:
         evaluator, num_samples = self._evaluator, self._config.eval.samples_per_prompt
 
         def sample() -> list[GroupFacts]:
-            with self._turn("rollout", "rollout"):
+            with self._sampling():
                 return evaluator.evaluate(num_samples, settings.eval_sampling(self._config))
 
         return evaluation_metrics(self._revive.during(sample), num_samples)

@@ -52,6 +52,7 @@ class Seats:
             (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
         }
         self._aside: dict[tuple[str, int], set[Part]] = {key: set() for key in self._processes}
+        self._without_weights: set[str] = set()
         self.moves: list[SeatMove] = []
 
     @contextmanager
@@ -66,6 +67,13 @@ class Seats:
             self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
         self._bring_back(step)
         yield
+
+    def has_weights(self, role: str) -> bool:
+        """Whether none of its weights were dropped since it was last given some."""
+        return role not in self._without_weights
+
+    def given_weights(self, role: str) -> None:
+        self._without_weights.discard(role)
 
     def replaced(self, role: str, rank: int) -> None:
         """A process was replaced by a new one, which has all its parts on its devices."""
@@ -117,6 +125,8 @@ class Seats:
                 "put_aside", [str(part) for part in parts], keep_weights, ranks=[rank], timeout_s=self._timeout_s
             )
             self._aside[role, rank] |= set(parts)
+            if not keep_weights:
+                self._without_weights.add(role)
             given_up[role, rank] = moved.num_bytes
             self.moves += [SeatMove(turn, role, str(part), True, moved.num_bytes, moved.ms) for part in parts]
         if self._lease is not None:

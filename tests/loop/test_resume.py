@@ -91,6 +91,14 @@ def test_resumed_equals_uninterrupted(task, monkeypatch, kind, every):
     assert same(weights(task, "whole"), weights(task, "broken"))
 
 
+def test_a_save_that_takes_the_engines_place_changes_nothing(task):
+    """With engine weights dropped between turns, a save must not leave the engine without any."""
+    offload = ["cluster.component_placement={actor: 0, rollout: '@actor'}", "rollout.enable_offload=true"]
+    start(loads(rl_yaml(task, name="plain"), [*offload, "train.num_episodes=2"]))
+    start(loads(rl_yaml(task, name="saved"), [*offload, "train.num_episodes=2", "checkpoint.every=1"]))
+    assert same(weights(task, "plain"), weights(task, "saved"))
+
+
 def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(task, monkeypatch):
     whole = run(task, "rl", "whole")
     from hotseat.loop.rl import RlRun

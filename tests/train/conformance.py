@@ -81,6 +81,17 @@ def some_segments(num_segments: int = 10, *, seed: int = 1, weight: float | None
     )
 
 
+def groups_of_four(num_segments: int = 12) -> MicroBatch:
+    """Segments as above, of which four in a row begin with the same two tokens; all that follows was sampled."""
+    whole = some_segments(num_segments)
+    token_ids, mask = whole.token_ids.clone(), whole.mask.clone()
+    for segment, begin in enumerate(whole.offsets[:-1].tolist()):
+        first = int(whole.offsets[segment - segment % 4])
+        token_ids[begin : begin + 2] = token_ids[first : first + 2]
+        mask[begin + 2 : int(whole.offsets[segment + 1])] = True
+    return replace(whole, token_ids=token_ids, mask=mask, weights=mask.float() / int(mask.sum()))
+
+
 class ClippedLoss:
     """PPO's surrogate, with an entropy bonus if asked."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,16 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from hotseat.train import FSDPBackend, TrainOptions, split_by_count
 
 from . import conformance
-from .conformance import OPTIONS, VOCAB_SIZE, ClippedLoss, assert_identical, copy_weights, some_segments, tiny_model
+from .conformance import (
+    OPTIONS,
+    VOCAB_SIZE,
+    ClippedLoss,
+    assert_identical,
+    copy_weights,
+    groups_of_four,
+    some_segments,
+    tiny_model,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,9 +56,16 @@ def test_varlen_attention_is_the_attention_of_single_segments(window: int | None
         )
     )
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batch = some_segments(20)
+    batch = groups_of_four(20)
     found = {}
-    for precision, layout in (("fp32", "padded"), ("bf16", "padded"), ("bf16", "packed"), ("bf16_master", "packed")):
+    for precision, layout in (
+        ("fp32", "padded"),
+        ("bf16", "padded"),
+        ("bf16", "packed"),
+        ("bf16", "shared"),
+        ("bf16_master", "packed"),
+        ("bf16_master", "shared"),
+    ):
         model = MistralForCausalLM(model.config)
         model.load_state_dict(state)
         backend = make(model, replace(OPTIONS, precision=precision, layout=layout))
@@ -58,10 +75,10 @@ def test_varlen_attention_is_the_attention_of_single_segments(window: int | None
         backend.close()
     exact = found["fp32", "padded"]
     padded_error = (found["bf16", "padded"] - exact).abs().max()
-    for precision in ("bf16", "bf16_master"):
-        assert (found[precision, "packed"] - exact).abs().max() <= 2 * padded_error
+    for precision, layout in itertools.product(("bf16", "bf16_master"), ("packed", "shared")):
+        assert (found[precision, layout] - exact).abs().max() <= 2 * padded_error
         torch.testing.assert_close(
-            found[precision, "packed gradient"], found["fp32", "padded gradient"], rtol=0.03, atol=0.0
+            found[precision, f"{layout} gradient"], found["fp32", "padded gradient"], rtol=0.03, atol=0.0
         )
 
 

@@ -13,7 +13,7 @@ import transformers
 from hotseat.errors import NotBuiltError
 from hotseat.train.packing import model_input
 
-from .conformance import OPTIONS, VOCAB_SIZE, ClippedLoss, plain_outputs, some_segments
+from .conformance import OPTIONS, VOCAB_SIZE, ClippedLoss, groups_of_four, plain_outputs, some_segments
 from .fsdp_factory import make
 
 SIZES = {
@@ -61,15 +61,7 @@ def test_other_architectures(config: str, settings: dict[str, Any], layout: Any)
 
 @pytest.mark.parametrize("config", ["Qwen3Config", "MistralConfig"])
 def test_shared_contexts_change_neither_log_probs_nor_gradients(config: str) -> None:
-    whole = some_segments(12)
-    # Segments 0 to 3, 4 to 7 and 8 to 11 begin with the same two tokens each, which is all their context.
-    token_ids = whole.token_ids.clone()
-    mask = whole.mask.clone()
-    for segment, begin in enumerate(whole.offsets[:-1].tolist()):
-        first = int(whole.offsets[segment - segment % 4])
-        token_ids[begin : begin + 2] = token_ids[first : first + 2]
-        mask[begin + 2 : int(whole.offsets[segment + 1])] = True
-    batch = replace(whole, token_ids=token_ids, mask=mask, weights=mask.float() / int(mask.sum()))
+    batch = groups_of_four(12)
     model = small(config, sliding_window=4)
     found = {}
     for layout in ("padded", "shared"):
@@ -78,7 +70,7 @@ def test_shared_contexts_change_neither_log_probs_nor_gradients(config: str) -> 
         backend.update([batch], ClippedLoss(), 0.8)
         found[layout] = (log_probs, dict(backend.weights()))
         backend.close()
-    assert model_input(batch, "shared").input_ids.shape[1] == whole.num_tokens - 12 - 2 * 9
+    assert model_input(batch, "shared").input_ids.shape[1] == batch.num_tokens - 12 - 2 * 9
     torch.testing.assert_close(found["shared"][0], found["padded"][0], rtol=0, atol=1e-5)
     for name, weight in found["padded"][1].items():
         torch.testing.assert_close(found["shared"][1][name], weight, rtol=0, atol=1e-5, msg=name)
