@@ -21,6 +21,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 MARK = "TEST_ENDINGS"  # in the environment of everything that a run of these tests starts
 
 
+def hear_interrupts() -> None:
+    """In the child: a shell starts what runs in its background with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def wait_for(condition, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -39,7 +44,12 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), "train.num_episodes=10000"]
     driver = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**env, MARK: mark}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**env, MARK: mark},
+        preexec_fn=hear_interrupts,
     )
     try:
         metrics = task / "runs" / "run" / "metrics.jsonl"
