@@ -93,7 +93,7 @@ def test_engines_that_are_killed_are_replaced_and_no_bit_changes(num_engines, tm
     """Scenarios 1 and 2: kill -9 of an engine, three times, most likely in the middle of a rollout."""
     task = make_task(tmp_path)
     (task / "reward.py").write_text(SLOW_REWARD)
-    common = ["train.num_episodes=8", "checkpoint.every=1000"]
+    common = ["train.num_episodes=16", "checkpoint.every=1000"]
     start(loads(rl_yaml(task, name="undisturbed"), common))
     placement = {1: "{actor: 0, rollout: '@actor'}", 2: "{actor: 0, rollout: 1-2}"}[num_engines]
     text = rl_yaml(task, name="disturbed", cluster=f"{{component_placement: {placement}}}")
