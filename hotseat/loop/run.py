@@ -71,11 +71,9 @@ def _start_rl(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
-    with ExitStack() as stack, _stoppable() as savers:
+    with ExitStack() as stack:
         run_dir, saver, found = _open_run(config, stack, notes)
-        savers.append(saver)
-        if found is not None and found.step == algebra.num_steps and (run_dir / "model").is_dir():
-            print(f"nothing to do: all {found.step} steps are done, the model is {run_dir / 'model'}")
+        if found is not None and _is_finished(found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
         from hotseat.loop.ledger import Ledger
@@ -108,11 +106,9 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
     algebra = batch_algebra(config, num_ranks, len(examples))
-    with ExitStack() as stack, _stoppable() as savers:
+    with ExitStack() as stack:
         run_dir, saver, found = _open_run(config, stack, notes)
-        savers.append(saver)
-        if found is not None and found.step == algebra.num_steps and (run_dir / "model").is_dir():
-            print(f"nothing to do: all {found.step} steps are done, the model is {run_dir / 'model'}")
+        if found is not None and _is_finished(found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
         from hotseat.loop.supervised import SupervisedWorker
@@ -261,9 +257,11 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
 
 def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path, Saver, Checkpoint | None]:
     """The run's directory, for this process alone, and the checkpoint it goes on from."""
+    savers = stack.enter_context(_stoppable())
     run_dir = make_run_dir(config)
     stack.enter_context(sole_owner(run_dir))
     saver = Saver(config, run_dir)
+    savers.append(saver)
     found = saver.find(stack, notes.append)
     if found is None:
         if (run_dir / "model").exists():
@@ -271,6 +269,15 @@ def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path,
         forget_records(run_dir)
     write_config(run_dir, config)
     return run_dir, saver, found
+
+
+def _is_finished(found: Checkpoint, algebra: BatchAlgebra, run_dir: Path) -> bool:
+    """Whether the checkpoint is of the last step and the model was exported; says so."""
+    model = run_dir / "model"
+    if found.step != algebra.num_steps or not model.is_dir():
+        return False
+    print(f"nothing to do: all {found.step} steps are done, the model is {model}")
+    return True
 
 
 def _local_inventory(config: Config) -> Inventory | None:

@@ -290,6 +290,7 @@ def test_a_second_sigterm_ends_at_once(task):
         "import time\ndef reward_func(q, p, l):\n    time.sleep(0.5)\n    return [1.0] * len(q)\n"
     )
     driver = start_and_wait(task, "ended", "train.num_episodes=100", "checkpoint.every=1000")
+    time.sleep(0.5)  # into the next step, whose rewards take two seconds: it cannot end between the two signals
     driver.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     driver.send_signal(signal.SIGTERM)
