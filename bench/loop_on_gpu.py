@@ -134,10 +134,10 @@ def time_trl(directory: Path, num_steps: int) -> tuple[list[float], dict[str, fl
 def time_hotseat(directory: Path, num_steps: int) -> tuple[list[float], dict[str, float]]:
     from hotseat.config import loads
     from hotseat.loop.run import start
-    from hotseat.observe import read_metrics
+    from hotseat.observe import read_lines
 
     start(loads(CONFIG.format(directory=directory)))
-    records = [record for record in read_metrics(directory / "hotseat" / "metrics.jsonl") if "step_s" in record]
+    records = [record for record in read_lines(directory / "hotseat" / "metrics.jsonl") if "step_s" in record]
     assert all(record["length"] == NUM_NEW_TOKENS for record in records)
     names = [name for name in records[-1] if name.startswith("time/") and name != "time/driver_cpu"]
     names += ["canary_gap", "engine_gap"]

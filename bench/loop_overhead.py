@@ -21,7 +21,7 @@ from rich.table import Table
 from hotseat.config import loads
 from hotseat.loop import run
 from hotseat.loop.demo import answer, make_tokenizer, question
-from hotseat.observe import read_metrics
+from hotseat.observe import read_lines
 
 GROUP_SIZE = 8
 NUM_WARM_UP = 3  # steps that do not count
@@ -88,7 +88,7 @@ def main() -> None:
                 num_prompts=num_prompts,
             )
             run.start(loads(text))
-            records = read_metrics(directory / f"samples-{num_samples}" / "metrics.jsonl")
+            records = read_lines(directory / f"samples-{num_samples}" / "metrics.jsonl")
             records = [record for record in records if "step_s" in record][NUM_WARM_UP:]
             step_s = statistics.median(record["step_s"] for record in records)
             phases = [statistics.median(record[f"time/{phase}"] for record in records) for phase in PHASES]

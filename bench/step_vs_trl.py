@@ -154,7 +154,7 @@ def time_hotseat(directory: Path, num_steps: int, kind: str, side: str) -> tuple
     """Seconds of each step, and the median of each phase."""
     from hotseat.config import loads
     from hotseat.loop.run import start
-    from hotseat.observe import read_metrics
+    from hotseat.observe import read_lines
 
     threads, devices, micro_batch_size = SIDES[side]
     text = CONFIG.format(
@@ -167,7 +167,7 @@ def time_hotseat(directory: Path, num_steps: int, kind: str, side: str) -> tuple
         num_rows=num_steps * NUM_PROMPTS,
     )
     start(loads(text))
-    records = [record for record in read_metrics(directory / f"{side}-{kind}" / "metrics.jsonl") if "step_s" in record]
+    records = [record for record in read_lines(directory / f"{side}-{kind}" / "metrics.jsonl") if "step_s" in record]
     assert all(record["length"] == NUM_NEW_TOKENS for record in records)
     medians = {
         name: statistics.median(record[name] for record in records[NUM_WARM_UP:])

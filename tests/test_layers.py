@@ -16,12 +16,12 @@ LAYERS = (
     ("rollout", "train", "weights", "cluster"),
     ("agents", "rewards", "data", "observe"),
     ("algorithms", "placement"),
-    ("config", "types", "errors"),
+    ("config", "types", "errors", "faults"),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 
 # Ground may lean on ground: the config raises our errors.
-ALLOWED_SIBLINGS = {("config", "errors"), ("types", "errors")}
+ALLOWED_SIBLINGS = {("config", "errors"), ("types", "errors"), ("faults", "errors")}
 
 # Outside system -> folders, or files, that may import it.
 HOMES = {

@@ -57,7 +57,7 @@ def run_demo(directory: Path | None, seed: int) -> int:
 
     from hotseat.loop.demo import make_files
     from hotseat.loop.run import start
-    from hotseat.observe import read_metrics
+    from hotseat.observe import read_lines
 
     logging.disable_progress_bar()
     directory = directory or free_directory(Path("runs"))
@@ -81,7 +81,7 @@ def run_demo(directory: Path | None, seed: int) -> int:
         (directory / f"{name}.yaml").write_text(text.format(**names))
         print(f"\nhotseat run {directory / name}.yaml", flush=True)
         start(load(directory / f"{name}.yaml"))
-    records = read_metrics(directory / "grpo" / "metrics.jsonl")
+    records = read_lines(directory / "grpo" / "metrics.jsonl")
     curve = [(int(record["step"]), record["eval/accuracy"]) for record in records if "eval/accuracy" in record]
     print("\nheld-out exact match, by step of reinforcement")
     for step, accuracy in curve:

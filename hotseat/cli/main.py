@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"hotseat: {error}", file=sys.stderr)
         return REFUSED
     except HotseatError as error:
-        print(f"hotseat: {error}", file=sys.stderr)
+        print("\n".join([f"hotseat: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("hotseat: stopped", file=sys.stderr)

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from hotseat.cluster import _guard
+from hotseat import faults
+from hotseat.cluster import _guard, activity
 from hotseat.cluster.channel import Broker
 
 _MAX_TEXT = 40_000
@@ -117,6 +118,13 @@ class Host:
     def __init__(self, resolve: Callable[[Any, float], Any]):
         mark = os.environ.get(_guard.WORKER, "")
         _guard.mark_this_process(mark.partition(":")[0], mark)
+        if mark:
+            name, rank = mark.split(":")[1:3]
+            faults.register(f"{name}:{rank}")
+            directory = os.environ.get(activity.DIRECTORY)
+            if directory:
+                activity.activity.keep_in(directory, f"{name}-{rank}")
+                activity.show_stacks_on_signal(directory)
         self._resolve = resolve
         self._object: Any = None
 
@@ -126,10 +134,12 @@ class Host:
             _spare_collector()
             return facts()
 
-        return run(make)
+        with activity.activity.doing("its start"):
+            return run(make)
 
     def invoke(self, method: str, args: tuple, kwargs: dict, timeout_s: float) -> Any:
-        return run(lambda: self._call(method, args, kwargs, timeout_s))
+        with activity.activity.doing(repr(method)):
+            return run(lambda: self._call(method, args, kwargs, timeout_s))
 
     def invoke_and_keep(self, method: str, args: tuple, kwargs: dict, timeout_s: float) -> tuple[Failure | None, Any]:
         """As two results, so that the caller learns how it went without fetching what came of it."""
@@ -149,11 +159,12 @@ class AsyncHost(Host):
         return Host.construct(self, cls, args, kwargs, timeout_s)
 
     async def invoke(self, method: str, args: tuple, kwargs: dict, timeout_s: float) -> Any:
-        try:
-            result = self._call(method, args, kwargs, timeout_s)
-            return await result if inspect.isawaitable(result) else result
-        except BaseException as error:
-            return Failure.of(error)
+        with activity.activity.doing(repr(method)):
+            try:
+                result = self._call(method, args, kwargs, timeout_s)
+                return await result if inspect.isawaitable(result) else result
+            except BaseException as error:
+                return Failure.of(error)
 
     async def invoke_and_keep(
         self, method: str, args: tuple, kwargs: dict, timeout_s: float

@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -90,12 +91,16 @@ class LocalGroup(Group):
             return super().call(method, *args, ranks=chosen, timeout_s=timeout_s, **kwargs)
         timeout_s = self._deadline(timeout_s)
         self._refuse_if_closed(chosen[0], method)
+        started_s = time.time()
         try:
             return [self._run(chosen[0], method, args, kwargs, timeout_s)]
         except _Busy:
             raise
         except Exception as error:
             self._raise(chosen[0], method, error)
+        finally:
+            if self.on_call is not None:
+                self.on_call(self.name, chosen[0], method, started_s, time.time())
 
     def alive(self) -> list[bool]:
         return [not self.is_closed for _ in self.ranks]

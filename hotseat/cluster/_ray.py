@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotseat.cluster import _guard
+from hotseat.cluster import _guard, activity
 from hotseat.cluster._host import AsyncHost, Facts, Failure, Host, NodeAgent, free_port, is_async, stderr_tail
 from hotseat.cluster._local import restore_environment
 from hotseat.cluster.channel import Broker
@@ -91,6 +91,7 @@ class _Slot:
     facts: Facts | None = None
     incarnation: int = 0
     mark: str = ""  # HOTSEAT_WORKER of the process and of what it starts
+    ended_because: str = ""  # why we ended it ourselves
 
 
 class RayGroup(Group):
@@ -115,6 +116,7 @@ class RayGroup(Group):
         self._make = make
         self._has_close = has_close
         self._starting: tuple[Pending, float] | None = None  # constructors under way, and how long they may take
+        self._start_error: RunError | None = None  # why some constructors did not come to their end
         self._start_lock = threading.RLock()
         self.is_closed = False
         self._pending: weakref.WeakSet[Future] = weakref.WeakSet()
@@ -150,21 +152,45 @@ class RayGroup(Group):
         runtime = self._owner("restart")
         if self.is_closed:
             raise worker_error(self.name, rank, "restart", "cannot be restarted: the group is closed")
-        self.ready()
+        self._settle()
         runtime.end_workers([self._slots[rank]])
         self._slots[rank].incarnation += 1
+        self._slots[rank].ended_because = ""
         within_s = self._deadline(timeout_s)
+        self._start_error = None
         self._starting = self._make(self, [rank], within_s), within_s
         self.ready()
 
+    def end(self, rank: int, reason: str) -> None:
+        self._slots[rank].ended_because = reason
+        self._owner("end").end_workers([self._slots[rank]])
+
+    def states(self) -> list[str]:
+        return [self._state(rank) for rank in self.ranks]
+
+    def known_pids(self) -> list[int | None]:
+        here = socket.gethostname()
+        return [slot.facts.pid if slot.facts and slot.facts.hostname == here else None for slot in self._slots]
+
     def ready(self) -> None:
+        self._settle()
+        if self._start_error is not None:
+            raise self._start_error  # to whoever asks, until what failed is started again
+
+    def _settle(self) -> None:
+        """Wait for constructors under way. If one fails, those that are not done by then have failed too."""
         with self._start_lock:
             if self._starting is None:
                 return
             pending, within_s = self._starting
-            # What fails here fails again for whoever asks next.
-            for rank, fact in zip(pending.ranks, pending.result(within_s), strict=True):
-                self._slots[rank].facts = fact
+            try:
+                pending.result(within_s)
+            except RunError as error:
+                self._start_error = error
+            for rank, future in pending._futures.items():
+                with contextlib.suppress(RunError):
+                    if future.done():
+                        self._slots[rank].facts = self._open(rank, "__init__", future)
             self._starting = None
 
     def close(self, *, grace_s: float = 5.0) -> None:
@@ -248,8 +274,13 @@ class RayGroup(Group):
             # What it started would keep its memory and its ports.
             self._runtime.end_workers([slot])
         tail = stderr_tail(self._log_directory, pid) if pid else ""
-        message = f"its process{f' (pid {pid})' if pid else ''} died during {method!r}: {detail}"
-        return worker_error(self.name, rank, method, message, f"the last it wrote to stderr:\n{tail}" if tail else "")
+        who = f"its process{f' (pid {pid})' if pid else ''}"
+        message = f"{who} died during {method!r}: {detail}"
+        if because := self._slots[rank].ended_because:
+            message, tail = f"{who} was ended during {method!r}: {because}", ""
+        death = worker_error(self.name, rank, method, message, f"the last it wrote to stderr:\n{tail}" if tail else "")
+        death.is_death = True  # type: ignore[attr-defined]
+        return death
 
     def _state(self, rank: int) -> str:
         slot = self._slots[rank]
@@ -530,7 +561,12 @@ class RayRuntime:
         }
 
     def _session_env(self) -> dict[str, str]:
-        return {_guard.SESSION: self.session, _guard.SHM_PREFIX: self._shm_prefix, "PYTHONPATH": _python_path()}
+        return {
+            _guard.SESSION: self.session,
+            _guard.SHM_PREFIX: self._shm_prefix,
+            activity.DIRECTORY: os.environ[activity.DIRECTORY],
+            "PYTHONPATH": _python_path(),
+        }
 
     # --- launching ------------------------------------------------------------------------------------------------
 

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hotseat.cluster import _guard
+from hotseat.cluster import _guard, activity
 from hotseat.cluster._host import free_port
 from hotseat.cluster._local import LocalGroup, LocalRef, LocalRuntime, restore_environment
 from hotseat.cluster.channel import Channel
-from hotseat.cluster.group import Group, Process, ProcessLike, Ref
+from hotseat.cluster.group import CallObserver, Group, Process, ProcessLike, Ref
 from hotseat.cluster.lease import Holder
 from hotseat.errors import PlacementError, RunError
 
@@ -73,6 +73,7 @@ class Cluster:
         if runtime not in ("ray", "local"):
             raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
         self.timeout_s = timeout_s
+        self.on_call: CallObserver | None = None  # told of the calls to groups that are launched from then on
         name = secrets.token_hex(6)
         outer = os.environ.get(_guard.SESSION)
         self.session = f"{outer}/{name}" if outer else name
@@ -86,8 +87,9 @@ class Cluster:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._guard_process = _guard.start_guard(name, self.shm_prefix, [self._directory])
-        self._env_before = {_guard.SHM_PREFIX: os.environ.get(_guard.SHM_PREFIX)}
+        self._env_before = {name: os.environ.get(name) for name in (_guard.SHM_PREFIX, activity.DIRECTORY)}
         os.environ[_guard.SHM_PREFIX] = self.shm_prefix
+        os.environ[activity.DIRECTORY] = os.path.join(self._directory, "activity")
         self._local: LocalRuntime | None = None
         self._ray: Any = None
         try:
@@ -238,8 +240,14 @@ class Cluster:
                     "MASTER_PORT": port,
                 },
             )
+        group.on_call = self.on_call
         self._groups[name] = group
         return group
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """All that were launched."""
+        return self._groups
 
     def _placed(self, name: str, processes: Any) -> list[ProcessLike]:
         processes = getattr(processes, "processes", processes)

@@ -13,12 +13,13 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hotseat.cluster._host import Failure
+from hotseat.cluster.activity import activity
 from hotseat.cluster.lease import Holder
 from hotseat.errors import DeadlineError, WorkerError
 
@@ -64,6 +65,9 @@ def resolve(arguments: Any, timeout_s: float, depth: int = 2) -> Any:
     return arguments
 
 
+CallObserver = Callable[[str, int, str, float, float], object]  # group, rank, method, start and end (`time.time`)
+
+
 class Pending:
     """Calls that were started. `result` waits for them; so does `await`."""
 
@@ -71,7 +75,7 @@ class Pending:
         self._group = group
         self._method = method
         self._futures = dict(futures)
-        self._started_at = time.monotonic()
+        group.observe(method, self._futures)
 
     @property
     def ranks(self) -> list[int]:
@@ -87,13 +91,14 @@ class Pending:
         timeout_s = self._group._deadline(timeout_s)
         until, waiting = time.monotonic() + timeout_s, set(self._futures.values())
         results: dict[int, Any] = {}
-        while waiting:
-            done, waiting = concurrent.futures.wait(
-                waiting, timeout=max(0.0, until - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            if not done:
-                raise self._late(timeout_s, results)
-            self._open(done, results)
+        with self._waiting():
+            while waiting:
+                done, waiting = concurrent.futures.wait(
+                    waiting, timeout=max(0.0, until - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
+                )
+                if not done:
+                    raise self._late(timeout_s, results)
+                self._open(done, results)
         return [results[rank] for rank in sorted(results)]
 
     async def aresult(self, timeout_s: float | None = None) -> list[Any]:
@@ -109,13 +114,18 @@ class Pending:
         for future in self._futures.values():
             future.add_done_callback(tell)
         results: dict[int, Any] = {}
-        while len(results) < len(self._futures):
-            try:
-                future = await asyncio.wait_for(answered.get(), max(0.0, until - time.monotonic()))
-            except TimeoutError:
-                raise self._late(timeout_s, results) from None
-            self._open({future}, results)
+        with self._waiting():
+            while len(results) < len(self._futures):
+                try:
+                    future = await asyncio.wait_for(answered.get(), max(0.0, until - time.monotonic()))
+                except TimeoutError:
+                    raise self._late(timeout_s, results) from None
+                self._open({future}, results)
         return [results[rank] for rank in sorted(results)]
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        whom = [f"{self._group.name} rank {rank}" for rank in self.ranks]
+        return activity.doing(f"waits for {', '.join(whom)} to answer {self._method!r}", whom)
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         return self.aresult().__await__()
@@ -134,6 +144,7 @@ class Pending:
             f"{', ...' if len(missing) > 8 else ''}). Give the call a longer timeout_s if the work takes that long."
         )
         error.group, error.rank, error.method = self._group.name, missing[0], self._method  # type: ignore[attr-defined]
+        error.missing = missing  # type: ignore[attr-defined]
         return error
 
 
@@ -143,6 +154,7 @@ class Group(ABC):
     name: str
     timeout_s: float
     is_closed: bool = False
+    on_call: CallObserver | None = None  # told of every call from this process that has ended
 
     @property
     @abstractmethod
@@ -194,17 +206,37 @@ class Group(ABC):
         """`call` for a coroutine: other tasks run while this one waits."""
         return await self.start(method, *args, ranks=ranks, timeout_s=timeout_s, **kwargs).aresult(timeout_s)
 
+    def observe(self, method: str, futures: Mapping[int, Future]) -> None:
+        """Tell the observer of these calls when they end."""
+        if self.on_call is None:
+            return
+        tell, started_s = self.on_call, time.time()
+        for rank, future in futures.items():
+            future.add_done_callback(lambda _, rank=rank: tell(self.name, rank, method, started_s, time.time()))
+
     # --- the processes --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def alive(self) -> list[bool]:
         """Which ranks have a process. One that is busy or stopped has."""
 
+    def states(self) -> list[str]:
+        """Of each rank's process: "starting", "running", "stopped" or "gone"."""
+        return ["running" if is_alive else "gone" for is_alive in self.alive()]
+
+    def end(self, rank: int, reason: str) -> None:
+        """End the process of a rank and what it started, so that whoever waits for it hears why."""
+        raise NotImplementedError(f"{self.name}: has no processes of its own to end")
+
     @abstractmethod
     def holders(self) -> tuple[Holder, ...]:
         """Each rank's process, as leases know it."""
 
     def pids(self) -> list[int]:
+        return [holder.pid for holder in self.holders()]
+
+    def known_pids(self) -> list[int | None]:
+        """As `pids`, without waiting for what is starting, and only on this machine."""
         return [holder.pid for holder in self.holders()]
 
     def ready(self) -> None:  # noqa: B027 - nothing to wait for, unless a runtime says so

@@ -75,6 +75,8 @@ class Cluster(Section):
     """CPU threads of each worker process: set, not inherited, because sums depend on it."""
     call_timeout_s: Seconds = 1800.0
     """Longest that one call to a worker may take before it becomes an error."""
+    silence_timeout_s: Seconds = 30.0
+    """Longest that a process may be stopped, or an engine leave a ping unanswered, before it is ended or replaced."""
 
 
 class PhaseSpec(Section):
@@ -543,6 +545,10 @@ class Log(Section):
     """Steps between lines."""
     tensorboard_path: str | None = None
     """Where TensorBoard's files go; unset is `tensorboard` in the run directory."""
+    samples_every: Positive = 5
+    """Steps between those of which samples are recorded; the first step always is."""
+    samples_per_step: NotNegative = 8
+    """Samples recorded of such a step, with facts for every token; as many again of those that were dropped."""
     wandb: Wandb = Wandb()
     """Weights & Biases."""
 

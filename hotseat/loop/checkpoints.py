@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat import faults
 from hotseat.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -90,7 +91,9 @@ class CheckpointStore:
             (writing / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             for path in [*_files(writing), *(path for path in writing.rglob("*") if path.is_dir()), writing]:
                 _sync(path)
+            faults.reach("save.commit")
             writing.rename(target)
+            faults.reach("save.after")
             _sync(self.directory)
         except OSError as error:
             raise CheckpointError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +10,11 @@ from dataclasses import dataclass
 from hotseat.cluster.group import Group as WorkerGroup
 from hotseat.data import PromptOrder
 from hotseat.errors import RunError
-from hotseat.loop.host import GroupFacts, Job
+from hotseat.loop.host import EVALUATION, GroupFacts, Job
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed, Prompt, Sampling
 
 MAX_REFILLS = 20  # batches of replacements for one step, before the run stops
-
-EVALUATION = -1  # the pass over the data that evaluation samples belong to
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,12 @@ class Collected:
 
 
 class Collector:
-    """Asks the hosts for groups. One ticket per group, never used twice."""
+    """Asks the hosts for groups."""
 
     def __init__(self, hosts: WorkerGroup, prompts: Sequence[Prompt], timeout_s: float):
         self._hosts = hosts
         self._prompts = prompts
         self._timeout_s = timeout_s
-        self._tickets = itertools.count()
 
     def collect(
         self, order: PromptOrder, num_groups: int, num_samples: int, sampling: Sampling, keep: Keep
@@ -69,8 +65,7 @@ class Collector:
         num_generated = 0
         for _ in range(MAX_REFILLS):
             jobs = [
-                Job(next(self._tickets), self._prompts[index], epoch, num_samples)
-                for epoch, index in order.next(num_groups - len(kept))
+                Job(self._prompts[index], epoch, num_samples) for epoch, index in order.next(num_groups - len(kept))
             ]
             for facts in self._run(jobs, sampling):
                 num_generated += 1
@@ -80,7 +75,6 @@ class Collector:
                     kept.append(facts)
                 else:
                     dropped.append((facts, reason))
-                    self.forget([facts])
             tally.check()
             if len(kept) == num_groups:
                 return Collected(tuple(kept), num_generated, tuple(dropped), tally.num_failed)
@@ -94,13 +88,13 @@ class Collector:
 
     def evaluate(self, num_samples: int, sampling: Sampling) -> list[GroupFacts]:
         """Every prompt, with the same seeds each time."""
-        jobs = [Job(next(self._tickets), prompt, EVALUATION, num_samples) for prompt in self._prompts]
+        jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self._prompts]
         facts = self._run(jobs, sampling)
         self.forget(facts)
         return facts
 
     def forget(self, facts: Sequence[GroupFacts]) -> None:
-        self._hosts.call("forget", [found.ticket for found in facts])
+        self._hosts.call("forget", [found.key for found in facts])
 
     def _run(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         found: list[GroupFacts] = self._hosts.call("collect", jobs, sampling, timeout_s=self._timeout_s)[0]

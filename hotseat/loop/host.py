@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from hotseat import faults
 from hotseat.agents import AgentHost, load_agent
 from hotseat.cluster.group import Group as WorkerGroup
 from hotseat.loop.engine_client import EngineClient
 from hotseat.loop.experience import Share
+from hotseat.loop.records import SampleRecord, record_of
 from hotseat.rewards import RewardFunction, Score
 from hotseat.types import Episode, Failed, Group, Prompt, SampleKey, Sampling, ScoredEpisode
 
@@ -36,21 +38,28 @@ class HostSettings:
     trust_remote_code: bool = False
 
 
+EVALUATION = -1  # the pass over the data that evaluation samples belong to
+
+GroupKey = tuple[int, int]  # pass over the data, prompt
+
+
 @dataclass(frozen=True)
 class Job:
-    """A prompt to be answered `num_samples` times. The ticket names it between driver and host."""
+    """A prompt to be answered `num_samples` times."""
 
-    ticket: int
     prompt: Prompt
     epoch: int
     num_samples: int
+
+    @property
+    def key(self) -> GroupKey:
+        return self.epoch, self.prompt.index
 
 
 @dataclass(frozen=True)
 class GroupFacts:
     """What the driver knows of a group, one entry per sample that has a reward, in sample order."""
 
-    ticket: int
     epoch: int
     prompt: int
     source: str
@@ -62,6 +71,10 @@ class GroupFacts:
     truncated: tuple[bool, ...]
     failures: tuple[tuple[int, str], ...]  # the other samples, and why they have no reward
     extra: tuple[dict[str, float], ...] = ()
+
+    @property
+    def key(self) -> GroupKey:
+        return self.epoch, self.prompt
 
 
 @dataclass
@@ -90,14 +103,14 @@ class RolloutHost:
             self._reward = RewardFunction(
                 settings.reward, timeout_s=settings.reward_timeout_s, retries=settings.reward_retries
             )
-        self._groups: dict[int, Group] = {}
+        self._tokenizer = tokenizer
+        self._groups: dict[GroupKey, Group] = {}
 
     def connect(self, engines: WorkerGroup) -> None:
         """To the engines, which started at the same time as this. Again, when one of them was replaced."""
         settings = self._settings
         if self._agents is not None:
             self._agents.close()
-            self._groups.clear()  # of a rollout that is made again
         self._agents = AgentHost(
             self._agent,
             EngineClient(engines, timeout_s=settings.episode_timeout_s).generate,
@@ -123,25 +136,37 @@ class RolloutHost:
         ]
         for (pending, sample), episode in zip(samples, self._agents.submit_many(wanted, sampling), strict=True):
             report(pending, sample, episode)
-        facts: dict[int, GroupFacts] = {}
+        facts: dict[GroupKey, GroupFacts] = {}
         while len(facts) < len(jobs):
             pending, finished, future = done.get()
             if finished is None:
-                facts[pending.job.ticket] = self._finish(pending, future.result())
+                facts[pending.job.key] = self._finish(pending, future.result())
+                if len(facts) == 1:
+                    faults.reach("evaluation.during" if pending.job.epoch == EVALUATION else "group.first")
                 continue
             pending.outcomes[finished] = future.result()
             pending.num_open -= 1
             if pending.num_open == 0:
                 report(pending, None, self._score(pending))
-        return [facts[job.ticket] for job in jobs]
+                faults.reach("scoring.during")
+        return [facts[job.key] for job in jobs]
 
-    def share(self, tickets: Sequence[int], steps: Sequence[Sequence[int]]) -> Share:
+    def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> Share:
         """Groups for one rank of the actor, with the optimizer step of each sample."""
-        return Share(tuple(self._groups[ticket] for ticket in tickets), tuple(tuple(group) for group in steps))
+        return Share(tuple(self._groups[key] for key in keys), tuple(tuple(group) for group in steps))
 
-    def forget(self, tickets: Sequence[int]) -> None:
-        for ticket in tickets:
-            self._groups.pop(ticket, None)
+    def forget(self, keys: Sequence[GroupKey]) -> None:
+        for key in keys:
+            self._groups.pop(key, None)
+
+    def tell(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
+        """What the host knows of some samples that it holds, for people to read."""
+        found = []
+        for key in samples:
+            group = self._groups[key.epoch, key.prompt]
+            [sample] = [sample for sample in group.samples if sample.episode.key == key]
+            found.append(record_of(sample, group.prompt, self._tokenizer))
+        return found
 
     def close(self) -> None:
         if self._agents is not None:
@@ -184,9 +209,8 @@ class RolloutHost:
             else:
                 samples.append(outcome)
         job = pending.job
-        self._groups[job.ticket] = Group(job.prompt, tuple(samples), len(failures))
+        self._groups[job.key] = Group(job.prompt, tuple(samples), len(failures))
         return GroupFacts(
-            ticket=job.ticket,
             epoch=job.epoch,
             prompt=job.prompt.index,
             source=job.prompt.source,

@@ -31,6 +31,16 @@ REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
 
 
 @dataclass(frozen=True)
+class PolicyTerms:
+    """What an objective makes of a micro-batch."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor | float]
+    clipped: Tensor  # [num_tokens] bool: the ratio left the clip range, and the token has no gradient
+    corrected: Tensor  # [num_tokens] bool: its weight was changed because engine and trainer disagree
+
+
+@dataclass(frozen=True)
 class PolicyObjective:
     """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token."""
 
@@ -64,6 +74,10 @@ class PolicyObjective:
         return chosen if len(chosen) < batch.num_segments else None
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        terms = self.terms(outputs, batch)
+        return terms.loss, terms.metrics
+
+    def terms(self, outputs: Outputs, batch: MicroBatch) -> PolicyTerms:
         log_probs, mask = outputs.log_probs, batch.mask
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
         clip = {"eps_low": self.clip_low, "eps_high": self.clip_high, "dual_clip": self.dual_clip}
@@ -79,12 +93,14 @@ class PolicyObjective:
         rollout = batch.fields[ROLLOUT_LOG_PROBS]
         gap = torch.where(mask, old - rollout, 0.0)
         metrics["engine_gap"] = gap.abs().sum()
+        corrected = torch.zeros_like(mask)
         if self.correction is not None:
             correction = correction_weights(
                 old, rollout, batch.layout, self.correction, low=self.correction_low, high=self.correction_high
             )
             loss = loss * correction.weights
-            metrics["corrected"] = correction.changed.sum()
+            corrected = correction.changed
+            metrics["corrected"] = corrected.sum()
         if REFERENCE_LOG_PROBS in batch.fields:
             kl = estimate_kl(log_probs, batch.fields[REFERENCE_LOG_PROBS], mask, self.kl_estimator)
             metrics["kl"] = kl.detach().sum()
@@ -94,7 +110,7 @@ class PolicyObjective:
             metrics["entropy"] = torch.where(mask, outputs.entropy.detach(), 0.0).sum()
             if self.entropy_coefficient:
                 loss = loss + entropy_bonus(outputs.entropy, mask, self.entropy_coefficient)
-        return weighted_sum(loss, batch.weights), metrics
+        return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hotseat import faults
 from hotseat.cluster.group import Group
 from hotseat.weights import check_canary, check_digests
 
@@ -48,6 +49,8 @@ def push_weights(actor: Group, engines: Group, version: int, canary: Canary) -> 
         taking = engines.start("take_bucket", bucket)
         has_bucket = actor.call("pack_next")[0]
         taking.result()
+        if num_buckets == 0:
+            faults.reach("push.during")
         num_buckets += 1
     sent: Proof = actor.call("finish_push", canary)[0]
     proofs: list[Proof] = engines.call("finish_load", version, canary)

@@ -1,13 +1,14 @@
-"""Engines that die are replaced, and what they were doing is done again.
+"""Engines and agent hosts that die are replaced, and what they were doing is done again.
 
-An engine holds nothing that is not elsewhere: its weights are the trainer's, and a request gives the same tokens when
-it is asked again. So a run goes on, bit for bit as if nothing had happened, unless engines die faster than steps are
-made.
+Neither holds anything that is not elsewhere: an engine's weights are the trainer's, and a sample that is asked for
+again comes out the same. So a run goes on, bit for bit as if nothing had happened, unless they die faster than rollouts
+are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from hotseat.cluster.group import Group
@@ -20,14 +21,15 @@ T = TypeVar("T")
 
 
 class Revival:
-    """Runs what needs the engines, replaces those that die meanwhile, and runs it again.
+    """Runs what needs engines and hosts, replaces those that die meanwhile, and runs it again.
 
-    reconnect: tells those who call the engines of their new processes. push: brings the current weights to all of them.
+    reconnect: tells the hosts of the engines' processes. push: brings the current weights to all engines.
     """
 
     def __init__(
         self,
         engines: Group,
+        hosts: Group,
         seats: Seats,
         *,
         reconnect: Callable[[], object],
@@ -35,15 +37,17 @@ class Revival:
         say: Callable[[str], object],
     ):
         self._engines = engines
+        self._hosts = hosts
         self._seats = seats
         self._reconnect = reconnect
         self._push = push
         self._say = say
         self._num_deaths = 0
-        self.num_restarts = 0
+        self.num_restarts = 0  # of engines
+        self.num_host_restarts = 0
 
     def start_counting(self) -> None:
-        """The engines have done their work: whatever killed some has not killed all."""
+        """A rollout was made: whatever killed some has not killed all."""
         self._num_deaths = 0
 
     def during(self, work: Callable[[], T], *, is_push: bool = False) -> T:
@@ -52,27 +56,63 @@ class Revival:
             try:
                 return work()
             except RunError as error:
-                self._replace_dead(error)
-                while not is_push:
-                    try:
-                        self._push()
-                        break
-                    except RunError as another:
-                        self._replace_dead(another)
+                self._replace_dead(error, needs_push=not is_push)
 
-    def _replace_dead(self, error: RunError) -> None:
-        """Raises `error` if no engine has died, or too many have."""
-        dead = [rank for rank, is_alive in enumerate(self._engines.alive()) if not is_alive]
-        if not dead:
-            raise error
-        self._num_deaths += len(dead)
-        if self._num_deaths > MAX_DEATHS:
-            raise WorkerError(
-                f"engines died {self._num_deaths} times and no rollout came to its end in between; the last: {error}"
-            ) from error
-        for rank in dead:
-            self._say(f"engine {rank} died and is replaced ({str(error).splitlines()[0]})")
-            self._engines.restart(rank)
-            self._seats.replaced("rollout", rank)
-            self.num_restarts += 1
-        self._reconnect()
+    def _replace_dead(self, error: RunError, needs_push: bool) -> None:
+        """Until all are alive and have their weights. Raises the error if none has died, or too many have."""
+        owes_push = False
+        while True:
+            dead_engines, dead_hosts = _dead(self._engines), _dead(self._hosts)
+            if not dead_engines and not dead_hosts:
+                raise error
+            self._num_deaths += len(dead_engines) + len(dead_hosts)
+            if self._num_deaths > MAX_DEATHS:
+                raise WorkerError(
+                    f"engines and agent hosts died {self._num_deaths} times and no rollout came to its end in between;"
+                    f" the last: {error}"
+                ) from error
+            owes_push = owes_push or bool(dead_engines)
+            try:
+                for rank in dead_engines:
+                    self._say(f"engine {rank} died and is replaced ({_first_line(error)})")
+                    self.num_restarts += 1
+                    self._engines.restart(rank)
+                    self._seats.replaced("rollout", rank)
+                for rank in dead_hosts:
+                    self._say(f"agent host {rank} died and is replaced ({_first_line(error)})")
+                    self.num_host_restarts += 1
+                    self._hosts.restart(rank)
+                self._reconnect()
+                if needs_push and owes_push:
+                    self._push()
+                return
+            except RunError as another:
+                error = another
+
+
+def start_up(group: Group, say: Callable[[str], object]) -> None:
+    """Wait until a group that holds nothing of value is ready. A process that dies while it starts is started again."""
+    start = group.ready
+    for _ in range(MAX_DEATHS):
+        try:
+            start()
+            return
+        except RunError as error:
+            if not getattr(error, "is_death", False):
+                raise
+            say(f"{group.name} died while it started, and is started again ({_first_line(error)})")
+            start = partial(_restart_dead, group)
+    start()
+
+
+def _restart_dead(group: Group) -> None:
+    for rank in _dead(group):
+        group.restart(rank)
+
+
+def _dead(group: Group) -> list[int]:
+    return [rank for rank, is_alive in enumerate(group.alive()) if not is_alive]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

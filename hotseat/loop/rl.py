@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hotseat import faults
 from hotseat.algorithms import AdaptiveKl, FixedKl
-from hotseat.cluster import Cluster, Group
+from hotseat.cluster import Cluster, Group, Ref
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_reference
@@ -28,12 +30,14 @@ from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics,
 from hotseat.loop.experience import assign
 from hotseat.loop.host import GroupFacts, HostSettings, RolloutHost
 from hotseat.loop.ledger import Ledger
+from hotseat.loop.memory import held_gib
 from hotseat.loop.push import Canary, PushReport, push_weights
-from hotseat.loop.revival import Revival
+from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
+from hotseat.loop.revival import Revival, start_up
 from hotseat.loop.saving import BACKEND, Parts, Saver
 from hotseat.loop.seats import Seats
 from hotseat.loop.workers import ActorWorker, EngineWorker, ModelWorker
-from hotseat.observe import LiveView
+from hotseat.observe import Journal
 from hotseat.placement import Plan
 from hotseat.train.backend import UpdateReport
 from hotseat.types import Prompt
@@ -50,32 +54,35 @@ NUM_CANARIES = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.1}
 
 
-def train_rl(run: RlRun, view: LiveView, log: Any, saver: Saver, found: Checkpoint | None) -> dict[str, float]:
+def train_rl(run: RlRun, journal: Journal, saver: Saver, found: Checkpoint | None) -> dict[str, float]:
     """Every step of a run, or those that are left after a checkpoint; the last evaluation."""
     if found is not None:
         run.go_on(found)
+    journal.phase("sync")
     run.push()
+    if found is None:
+        journal.phase("evaluate")
     final = dict(found.state["evaluation"]) if found is not None else run.evaluate()
     if found is None:
-        log(0, final)
+        journal.step(0, final)
     for step in range(1 if found is None else found.step + 1, run.num_steps + 1):
         started = time.monotonic(), time.process_time()
-        view.phase("rollout")
+        journal.phase("rollout")
         collected = run.collect()
-        view.phase("prepare")
-        run.prepare(collected)
-        view.phase("update")
+        journal.phase("prepare")
+        collected = run.prepare(collected, step)
+        journal.phase("update")
         reports = run.update()
-        view.phase("sync")
+        journal.phase("sync")
         pushed = run.push()
         metrics = run.metrics(collected, reports, pushed, *started)
         if run.is_evaluated(step):
-            view.phase("evaluate")
+            journal.phase("evaluate")
             final = run.evaluate()
             metrics |= final
-        log(step, metrics)
-        run.enter(step, collected)
-        saver.after_step(step, run.parts(final), final if run.is_evaluated(step) else {}, view)
+        journal.step(step, metrics)
+        run.tell(step, collected)
+        saver.after_step(step, run.parts(final), final if run.is_evaluated(step) else {}, journal)
     return final
 
 
@@ -92,7 +99,7 @@ class RlRun:
         eval_prompts: list[Prompt],
         eos_token_ids: tuple[int, ...],
         ledger: Ledger,
-        say: Callable[[str], object],
+        journal: Journal,
         stack: ExitStack,
     ):
         assert algebra.num_steps is not None
@@ -102,6 +109,8 @@ class RlRun:
         self.num_steps = algebra.num_steps
         self._timeout_s = config.cluster.call_timeout_s
         self._phase_s: dict[str, float] = {}
+        self._memory: dict[str, float] = {}
+        self._journal = journal
         self._kl: AdaptiveKl | FixedKl = (
             FixedKl(config.algorithm.kl.coef)
             if config.algorithm.kl.target is None
@@ -136,10 +145,15 @@ class RlRun:
         self._hosts = cluster.launch(
             "agents", RolloutHost, args=(_host_settings(config),), timeout_s=self._timeout_s, wait=False
         )
-        for group in (*groups.values(), self._hosts):
+        faults.reach("start-up")
+        self._say_fault = partial(journal.say, kind="fault")
+        for group in (self._engines, self._hosts):
+            start_up(group, self._say_fault)
+        for group in groups.values():
             group.ready()
         self._hosts.call("connect", self._engines)
-        self._seats = Seats(plan, groups, timeout_s=self._timeout_s, is_gone=cluster.is_gone)
+        self._groups = groups
+        self._seats = Seats(plan, groups, timeout_s=self._timeout_s, is_gone=cluster.is_gone, timeline=journal.timeline)
         stack.callback(self._seats.close)
 
         self._order = PromptOrder(len(prompts), config.seed)
@@ -156,16 +170,21 @@ class RlRun:
         self._ledger = ledger
         self._revive = Revival(
             self._engines,
+            self._hosts,
             self._seats,
             reconnect=lambda: self._hosts.call("connect", self._engines),
             push=lambda: self._push(self._version - 1),
-            say=say,
+            say=self._say_fault,
         )
+        self._sample_again: Callable[[], Collected] | None = None
+        self._hosts_at_collect = 0  # restarts of hosts until then
+        self._told: list[tuple[Chosen, SampleRecord]] = []  # of the step under way
 
     # --- the phases, in order -----------------------------------------------------------------------------------------
 
     def collect(self) -> Collected:
         """rollout: sample and score the groups of a step."""
+        faults.reach("generation.before")
         before, order = self._order.state(), self._order
 
         def sample() -> Collected:
@@ -180,21 +199,51 @@ class RlRun:
                     self._keep,
                 )
 
-        collected = self._revive.during(sample)
-        self._revive.start_counting()
+        def collect() -> Collected:
+            collected = self._revive.during(sample)
+            self._revive.start_counting()
+            self._hosts_at_collect = self._revive.num_host_restarts
+            return collected
+
+        self._sample_again = collect
+        return collect()
+
+    def prepare(self, collected: Collected, step: int) -> Collected:
+        """prepare: reference log-probs, then the actor turns its groups into experience.
+
+        Returns what was prepared: if the groups were lost with their host, they were sampled again.
+        """
+        faults.reach("prepare.before")
+
+        def hand_out() -> tuple[Collected, int, list[list[Ref]]]:
+            found = collected
+            if self._revive.num_host_restarts > self._hosts_at_collect:
+                assert self._sample_again is not None
+                found = self._sample_again()
+            if self._is_recorded(step):
+                chosen = choose(found, step, self._config.log.samples_per_step)
+                self._told = list(zip(chosen, self._hosts.call("tell", [c.key for c in chosen])[0], strict=True))
+            return found, *self._hand_out(found)
+
+        self._told = []
+        collected, num_steps, shares = self._revive.during(hand_out)
+        self._prepare(num_steps, shares, [str(c.key) for c, _ in self._told if c.state == "trained"])
+        self._revive.during(lambda: self._collector.forget([*collected.groups, *(f for f, _ in collected.dropped)]))
         return collected
 
-    def prepare(self, collected: Collected) -> None:
-        """prepare: reference log-probs, then the actor turns its groups into experience."""
+    def _hand_out(self, collected: Collected) -> tuple[int, list[list[Ref]]]:
+        """(number of optimizer steps, the share of each rank of the actor)."""
         sizes = [len(facts.rewards) for facts in collected.groups]
         ranks, steps = assign(sizes, self._algebra.samples_per_optimizer_step, self._actor.size)
-        num_steps = 1 + max(step for group in steps for step in group)
         shares = []
         for members in ranks:
-            tickets = [collected.groups[index].ticket for index in members]
-            [share] = self._hosts.start("share", tickets, [steps[index] for index in members], keep=True).result()
+            keys = [collected.groups[index].key for index in members]
+            [share] = self._hosts.start("share", keys, [steps[index] for index in members], keep=True).result()
             shares.append([share])
-        scored = []
+        return 1 + max(step for group in steps for step in group), shares
+
+    def _prepare(self, num_steps: int, shares: list[list[Ref]], record: list[str]) -> None:
+        scored: list[Ref] = []
         if self._reference is not None:
             with self._turn("prepare", "reference"):
                 scored = self._reference.start_scatter(
@@ -206,12 +255,12 @@ class RlRun:
                 ).result()
         with self._turn("prepare", "actor"):
             self._actor.start_scatter(
-                "prepare", shares, num_steps=num_steps, settings=self._policy, reference=scored
+                "prepare", shares, num_steps=num_steps, settings=self._policy, reference=scored, record=record
             ).result()
-        self._collector.forget(collected.groups)
 
     def update(self) -> list[UpdateReport]:
         """update: every optimizer step of the rollout."""
+        faults.reach("update.before")
         with self._turn("update", "actor"):
             reports: list[UpdateReport] = self._actor.call("update", self._policy)[0]
         kl = _mean(reports, "kl")
@@ -222,8 +271,10 @@ class RlRun:
 
     def push(self) -> PushReport:
         """sync: the new weights to every engine, checked."""
+        faults.reach("push.before")
         report = self._revive.during(lambda: self._push(self._version), is_push=True)
         self._version += 1
+        faults.reach("push.after")
         return report
 
     def _push(self, version: int) -> PushReport:
@@ -253,9 +304,25 @@ class RlRun:
 
         return evaluation_metrics(self._revive.during(sample), num_samples)
 
-    def enter(self, step: int, collected: Collected) -> None:
-        """What became of the samples of a step, into the ledger. They were sampled before the last push."""
+    def tell(self, step: int, collected: Collected) -> None:
+        """What became of the samples of a step: of all to the ledger, of some to be read. The last push came later."""
         self._ledger.record(step, self._version - 2, collected)
+        groups = collected.groups
+        spread: dict[str, list[float]] = {
+            "reward": [reward for facts in groups for reward in facts.rewards],
+            "length": [length for facts in groups for length in facts.num_sampled],
+        }
+        if self._is_recorded(step):
+            tokens = {name: found for rank in self._actor.call("recorded") for name, found in rank.items()}
+            lines = [written(step, chosen, record, tokens.get(str(chosen.key))) for chosen, record in self._told]
+            lines += failures(collected, step, self._config.log.samples_per_step)
+            self._journal.samples(lines)
+            spread["engine_gap"] = gaps(lines)
+        self._journal.distributions(step, spread)
+
+    def _is_recorded(self, step: int) -> bool:
+        log = self._config.log
+        return log.samples_per_step > 0 and (step == 1 or step % log.samples_every == 0)
 
     def parts(self, evaluation: dict[str, float]) -> Parts:
         """What a checkpoint is made of."""
@@ -318,6 +385,7 @@ class RlRun:
             "skipped_updates": float(last.num_skipped),
             "version": float(pushed.version),
             "engine_restarts": float(self._revive.num_restarts),
+            "host_restarts": float(self._revive.num_host_restarts),
             "canary_gap": pushed.canary_gap,
             "step_s": seconds,
             "time/driver_cpu": time.process_time() - process_started_s,  # of this process's own work
@@ -329,7 +397,7 @@ class RlRun:
                 metrics[name] = mean
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
-        metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()}
+        metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory
         self._phase_s.clear()
         return metrics
 
@@ -339,6 +407,10 @@ class RlRun:
         with self._seats.turn(phase, role):
             yield
         self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
+        for name, group in self._groups.items():
+            held = held_gib(group, is_working=name == role)
+            if held is not None:
+                self._memory[f"memory/{phase}/{name}"] = held
 
     def _policy_settings(self) -> Any:
         return settings.policy_settings(self._config, self._algebra.optimizer_steps_per_step, self._kl.coefficient)

@@ -16,10 +16,10 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
-from hotseat.errors import NotBuiltError, TooFewDevicesError, UserError
+from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
-from hotseat.loop.rundir import METRICS, forget_records, make_run_dir, save_plan, write_config
+from hotseat.loop.rundir import forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
 
@@ -76,20 +76,20 @@ def _start_rl(config: Config) -> dict[str, float]:
         if found is not None and _is_finished(found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
+        from hotseat.loop.care import looked_after
         from hotseat.loop.ledger import Ledger
         from hotseat.loop.rl import COLUMNS, RlRun, train_rl
 
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
-        view, log = stack.enter_context(_observed(config, run_dir, algebra, COLUMNS, found))
-        for note in notes:
-            view.say(note)
-        view.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
+        journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
+        stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
+        journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         eos = eos_token_ids(config, tokenizer)
-        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), view.say, stack)
-        final = train_rl(run, view, log, saver, found)
-        _export(config, run_dir, run.export, tokenizer, view)
+        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), journal, stack)
+        final = train_rl(run, journal, saver, found)
+        _export(config, run_dir, run.export, tokenizer, journal)
     return final
 
 
@@ -111,14 +111,14 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         if found is not None and _is_finished(found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
+        from hotseat.loop.care import looked_after
         from hotseat.loop.supervised import SupervisedWorker
 
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
-        view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS, found))
-        for note in notes:
-            view.say(note)
+        journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
+        stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s))
         actor = cluster.launch(
             "actor",
             SupervisedWorker,
@@ -144,13 +144,12 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             algebra,
             lambda: actor.call("step")[0],
             (lambda: actor.call("evaluate")[0]) if held_out else None,
-            view,
-            log,
+            journal,
             saver,
             parts,
             found,
         )
-        _export(config, run_dir, lambda path: actor.call("export", str(path)), tokenizer, view)
+        _export(config, run_dir, lambda path: actor.call("export", str(path)), tokenizer, journal)
     return final
 
 
@@ -184,8 +183,7 @@ def _train_supervised(
     algebra: BatchAlgebra,
     step_once: Any,
     evaluate: Any,
-    view: Any,
-    log: Any,
+    journal: Any,
     saver: Saver | None = None,
     parts: Any = None,
     found: Checkpoint | None = None,
@@ -194,7 +192,7 @@ def _train_supervised(
     assert algebra.num_steps is not None
     for step in range(1 if found is None else found.step + 1, algebra.num_steps + 1):
         started_s = time.monotonic()
-        view.phase("update")
+        journal.phase("update")
         report = step_once()
         seconds = time.monotonic() - started_s
         metrics = {
@@ -208,19 +206,17 @@ def _train_supervised(
         every = config.eval.every
         is_evaluated = evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0))
         if is_evaluated:
-            view.phase("evaluate")
+            journal.phase("evaluate")
             final = {"eval/loss": evaluate().nll}
             metrics |= final
-        log(step, metrics)
+        journal.step(step, metrics)
         if saver is not None:
-            saver.after_step(step, parts(final), final if is_evaluated else {}, view)
+            saver.after_step(step, parts(final), final if is_evaluated else {}, journal)
     return final
 
 
 def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, notes: Sequence[str]) -> Any:
     """This process is one rank: no cluster, no driver. The first rank writes and prints."""
-    from rich.console import Console
-
     from hotseat.loop.supervised import SupervisedWorker
 
     if config.checkpoint.every is not None or config.checkpoint.resume:
@@ -237,16 +233,13 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
                 run_dir = make_run_dir(config)
                 stack.enter_context(sole_owner(run_dir))
                 write_config(run_dir, config)
-                view, log = stack.enter_context(_observed(config, run_dir, algebra, _SUPERVISED_COLUMNS))
-                for note in notes:
-                    view.say(note)
+                journal: Any = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes))
             else:
-                from hotseat.observe import LiveView
+                from hotseat.observe import Silence
 
-                run_dir = Path(config.run_dir)  # only the first rank writes
-                view, log = LiveView("", 1, {}, Console(quiet=True)), lambda step, metrics: None
-            final = _train_supervised(config, algebra, worker.step, worker.evaluate if held_out else None, view, log)
-            _export(config, run_dir, lambda path: worker.export(str(path)), tokenizer if rank == 0 else None, view)
+                run_dir, journal = Path(config.run_dir), Silence()  # only the first rank writes
+            final = _train_supervised(config, algebra, worker.step, worker.evaluate if held_out else None, journal)
+            _export(config, run_dir, lambda path: worker.export(str(path)), tokenizer if rank == 0 else None, journal)
         return final
     finally:
         worker.close()
@@ -262,6 +255,7 @@ def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path,
     stack.enter_context(sole_owner(run_dir))
     saver = Saver(config, run_dir)
     savers.append(saver)
+    stack.enter_context(_advice(saver, run_dir))
     found = saver.find(stack, notes.append)
     if found is None:
         if (run_dir / "model").exists():
@@ -269,6 +263,18 @@ def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path,
         forget_records(run_dir)
     write_config(run_dir, config)
     return run_dir, saver, found
+
+
+@contextmanager
+def _advice(saver: Saver, run_dir: Path) -> Iterator[None]:
+    """A run that fails says how it goes on."""
+    try:
+        yield
+    except RunError as error:
+        step = saver.last_step()
+        if step is not None and not isinstance(error, CheckpointError):
+            error.add_note(f"go on after step {step}: hotseat resume {run_dir}")
+        raise
 
 
 def _is_finished(found: Checkpoint, algebra: BatchAlgebra, run_dir: Path) -> bool:
@@ -309,38 +315,39 @@ def _cluster(make: Any, config: Config, dry: Plan) -> Any:
     return make(config.cluster.runtime, num_devices=num_devices, timeout_s=config.cluster.call_timeout_s)
 
 
-@contextmanager
-def _observed(
-    config: Config, run_dir: Path, algebra: BatchAlgebra, columns: Any, found: Checkpoint | None = None
-) -> Iterator[tuple[Any, Any]]:
-    """A live view, and a function that logs a step to every sink."""
-    last_step = None if found is None else found.step
-    from hotseat.observe import LiveView, MetricsFile, TensorBoard
+def _journal(
+    config: Config,
+    run_dir: Path,
+    algebra: BatchAlgebra,
+    columns: Any,
+    notes: Sequence[str],
+    found: Checkpoint | None = None,
+) -> Any:
+    """All that the run will tell, beginning with the notes that were made before."""
+    from hotseat.observe import Journal, LiveView
 
-    board_path = Path(config.log.tensorboard_path) if config.log.tensorboard_path else run_dir / "tensorboard"
-    with ExitStack() as stack:
-        metrics_file = stack.enter_context(MetricsFile(run_dir / METRICS, last_step))
-        board = TensorBoard(board_path, last_step)
-        stack.callback(board.close)
-        view = stack.enter_context(LiveView(config.task, algebra.num_steps or 0, columns))
-
-        def log(step: int, metrics: dict[str, float]) -> None:
-            metrics_file.write(step, metrics)
-            board.write(step, metrics)
-            if metrics and (step % config.log.every == 0 or step == algebra.num_steps):
-                view.step(step, metrics)
-
-        yield view, log
+    num_steps = algebra.num_steps or 0
+    journal = Journal(
+        run_dir,
+        LiveView(config.task, num_steps, columns),
+        num_steps=num_steps,
+        log_every=config.log.every,
+        tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
+        last_step=None if found is None else found.step,
+    )
+    for note in notes:
+        journal.say(note)
+    return journal
 
 
-def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, view: Any) -> None:
+def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, journal: Any) -> None:
     """The Hugging Face model, with its tokenizer."""
     path = Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / "model"
-    view.phase("export")
+    journal.phase("export")
     export(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
-    view.say(f"model: {path}")
+    journal.say(f"model: {path}")
 
 
 def _quieten_transformers() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hotseat.config import Config, to_yaml
 from hotseat.errors import UserError
+from hotseat.observe import RECORDS
 from hotseat.placement import Plan
 
-METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
 
 
@@ -50,7 +50,7 @@ def _numbered(config: Config) -> Path:
 
 def forget_records(path: Path) -> None:
     """What an earlier run wrote here that never came to a checkpoint: this one starts anew."""
-    for name in (METRICS, LEDGER):
+    for name in (*RECORDS, LEDGER):
         (path / name).unlink(missing_ok=True)
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from hotseat import faults
 from hotseat.config import Config, loads, to_yaml
 from hotseat.errors import CheckpointError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
-from hotseat.observe import LiveView
+from hotseat.observe import Journal
 
 BACKEND = "actor"  # folder of a checkpoint that holds what the training backend saved
 MODEL = "model"  # folder of a checkpoint that holds a Hugging Face model
@@ -91,19 +92,24 @@ class Saver:
         say(f"going on from {found.path}, after step {found.step}")
         return found
 
+    def last_step(self) -> int | None:
+        """Of the newest checkpoint that can be gone on from."""
+        steps = self._store.steps() if self._config.checkpoint.save_state else []
+        return steps[-1] if steps else None
+
     @property
     def can_save(self) -> bool:
         """Whether the config asks for checkpoints."""
         return self._config.checkpoint.every is not None
 
-    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], view: LiveView) -> None:
+    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
         """Save if it is time to, or if the run is asked to stop; then stop."""
         every = self._config.checkpoint.every
         if every is not None and (step % every == 0 or self.is_stopping):
-            view.phase("save")
+            journal.phase("save")
             path = self.save(step, parts, evaluation)
             if self.is_stopping:
-                view.say(f"saved {path}")
+                journal.say(f"saved {path}")
         if self.is_stopping:
             raise KeyboardInterrupt
 
@@ -111,6 +117,7 @@ class Saver:
         """Everything that going on after `step` needs, in one checkpoint."""
         section = self._config.checkpoint
         has_model = section.export_each or not section.save_state
+        faults.reach("save.before")
         path = self._store.begin(step, parts.num_bytes() if section.save_state else 0)
         if section.save_state:
             parts.write(path)

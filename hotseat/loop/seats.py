@@ -8,14 +8,18 @@ anything has to move is known only when the next turn is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from hotseat import faults
 from hotseat.cluster.group import Group
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
-from hotseat.errors import PlacementError
+from hotseat.errors import PlacementError, RunError
+from hotseat.observe import Timeline
 from hotseat.placement import Part, Plan, Step
+from hotseat.types import Moved
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,11 @@ class SeatMove:
 
 
 class Seats:
-    """The plan's residency, made true. `groups` holds the running roles; a role that is not there takes no turn."""
+    """The plan's residency, made true. `groups` holds the running roles; a role that is not there takes no turn.
+
+    A process that is gone has left its devices: it is not asked to put anything aside, or to bring anything back.
+    Whoever calls it next hears of its death.
+    """
 
     def __init__(
         self,
@@ -41,6 +49,7 @@ class Seats:
         timeout_s: float,
         is_gone: Callable[[Holder], bool] = lambda holder: False,
         measure: Callable[[int], DeviceMemory | None] = lambda device: None,
+        timeline: Timeline | None = None,
     ):
         self._plan = plan
         self._groups = groups
@@ -48,6 +57,8 @@ class Seats:
         self._is_gone = is_gone
         self._leases = Leases(measure=measure, is_gone=is_gone)
         self._lease: Lease | None = None
+        self._timeline = timeline
+        self._since_s = time.time()  # when the lease was granted
         self._processes = {
             (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
         }
@@ -65,6 +76,7 @@ class Seats:
         if holders:
             remaining_s = max(1.0, self._timeout_s - (time.monotonic() - started_s))
             self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
+            self._since_s = time.time()
         self._bring_back(step)
         yield
 
@@ -121,15 +133,14 @@ class Seats:
         given_up: dict[tuple[str, int], int] = {}
         for (role, rank), parts in leaving.items():
             keep_weights = parts.get(Part.WEIGHTS, True)
-            [moved] = self._groups[role].call(
-                "put_aside", [str(part) for part in parts], keep_weights, ranks=[rank], timeout_s=self._timeout_s
-            )
+            faults.reach("put-aside")
+            moved = self._move("put_aside", turn, role, rank, list(parts), keep_weights)
             self._aside[role, rank] |= set(parts)
             if not keep_weights:
                 self._without_weights.add(role)
-            given_up[role, rank] = moved.num_bytes
-            self.moves += [SeatMove(turn, role, str(part), True, moved.num_bytes, moved.ms) for part in parts]
+            given_up[role, rank] = 0 if moved is None else moved.num_bytes
         if self._lease is not None:
+            self._draw_lease(self._lease)
             for holder, devices in self._lease.holders.items():
                 if self._is_gone(holder):
                     continue  # it cannot have given up anything in order; the lease finds its device free
@@ -144,13 +155,37 @@ class Seats:
                 continue
             coming = [part for part in aside if part not in self._wanted(step, role, rank)]
             if coming:
-                [moved] = self._groups[role].call(
-                    "bring_back", [str(part) for part in coming], ranks=[rank], timeout_s=self._timeout_s
-                )
+                faults.reach("bring-back")
+                self._move("bring_back", step.name, role, rank, coming)
                 aside.difference_update(coming)
-                self.moves += [
-                    SeatMove(step.name, role, str(part), False, moved.num_bytes, moved.ms) for part in coming
-                ]
+
+    def _move(self, how: str, turn: str, role: str, rank: int, parts: Sequence[Part], *options: Any) -> Moved | None:
+        """Ask a process to move parts. None: it is gone."""
+        started_s, names = time.time(), [str(part) for part in parts]
+        try:
+            [moved] = self._groups[role].call(how, names, *options, ranks=[rank], timeout_s=self._timeout_s)
+        except RunError:
+            if all(not self._is_gone(holder) for holder in self._groups[role].holders() if holder.rank == rank):
+                raise
+            return None
+        is_leaving = how == "put_aside"
+        self.moves += [SeatMove(turn, role, name, is_leaving, moved.num_bytes, moved.ms) for name in names]
+        if self._timeline is not None:
+            what = f"{'put aside' if is_leaving else 'bring back'} {role} {', '.join(names)}"
+            for device in self._processes[role, rank].devices:
+                facts = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": turn}
+                self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **facts)
+        assert isinstance(moved, Moved)
+        return moved
+
+    def _draw_lease(self, lease: Lease) -> None:
+        """Who held each device, until now."""
+        if self._timeline is None:
+            return
+        for device in lease.devices:
+            names = sorted({holder.group for holder, devices in lease.holders.items() if device in devices})
+            thread = f"device {device}"
+            self._timeline.span("devices", thread, ", ".join(names), self._since_s, time.time(), turn=lease.phase)
 
     def _holders(self, step: Step) -> dict[Holder, tuple[int, ...]]:
         found = {}

@@ -25,6 +25,7 @@ from hotseat.loop.experience import (
 )
 from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObjective
 from hotseat.loop.push import Canary, Proof
+from hotseat.loop.records import Recorder, TokenRecord
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count, split_by_tokens, take
@@ -37,6 +38,14 @@ _CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
 def device_of_process() -> torch.device:
     """The device this process was given, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _peak_bytes() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    peak = torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,9 @@ class ModelWorker:
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
         """Log-probs of each segment of each sample, by sample id."""
-        batch = flatten([group for share in shares for group in share.groups])
+        return self._score(flatten([group for share in shares for group in share.groups]), cut, temperature)
+
+    def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
         by_sample: dict[str, list[Tensor]] = {}
         pieces = cut.cut(batch)
         for name, log_probs in _by_sample(pieces, self._backend.log_probs(pieces, temperature)):
@@ -93,6 +104,10 @@ class ModelWorker:
     def load(self, directory: str) -> None:
         """Together."""
         self._backend.load(directory)
+
+    def peak_bytes(self) -> int:
+        """The most device memory it held since this was last asked."""
+        return _peak_bytes()
 
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.put_aside(parts)
@@ -123,6 +138,7 @@ class ActorWorker(ModelWorker):
         super().__init__(model, options, trust_remote_code)
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
+        self._recorder: Recorder | None = None
         self._dtype = getattr(torch, engine_dtype)
         self._sender = Sender(lambda: self._backend.weights(dtype=self._dtype))
 
@@ -134,8 +150,12 @@ class ActorWorker(ModelWorker):
         num_steps: int,
         settings: PolicySettings,
         reference: Sequence[Mapping[str, list[Tensor]]],
+        record: Sequence[str] = (),
     ) -> PrepareReport:
-        """Together. Turn this rank's groups into the batches of the optimizer steps to come."""
+        """Together. Turn this rank's groups into the batches of the optimizer steps to come.
+
+        `record`: samples, of any rank, whose tokens `recorded` will tell of.
+        """
         groups = [group for share in shares for group in share.groups]
         batch = flatten(groups)
         if reference:
@@ -144,6 +164,7 @@ class ActorWorker(ModelWorker):
             mine = self.score(shares, settings.score, settings.temperature)
             batch = with_fields(batch, {OLD_LOG_PROBS: _in_order(batch, [mine])})
         batch = with_advantages(groups, batch, settings.advantages, self._add_moments)
+        self._recorder = self._start_recording(batch, settings, record) if record else None
         sample_steps = {
             sample_id(sample): step
             for share in shares
@@ -158,15 +179,32 @@ class ActorWorker(ModelWorker):
     def update(self, settings: PolicySettings) -> list[UpdateReport]:
         """Together. Every optimizer step of the prepared rollout."""
         reports = []
+        loss = settings.objective if self._recorder is None else self._recorder.watched(settings.objective)
         for _ in range(settings.max_epochs):
             for batch, totals in zip(self._steps, self._totals, strict=True):
                 pieces = []
                 if batch is not None:
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_new_tokens)
                     pieces = settings.train.cut(_with_gradient(whole, settings.objective))
-                reports.append(self._backend.update(pieces, settings.objective, settings.temperature))
+                reports.append(self._backend.update(pieces, loss, settings.temperature))
         self._steps, self._totals = [], []
         return reports
+
+    def recorded(self) -> dict[str, list[TokenRecord]]:
+        """What this rank made of the samples that were to be recorded, a record per segment of each."""
+        return {} if self._recorder is None else self._recorder.tokens
+
+    def _start_recording(self, batch: MicroBatch, settings: PolicySettings, record: Sequence[str]) -> Recorder:
+        """Log-probs before the update: the same weights sampled, so they are what the engine's should be."""
+        segments = [index for index, name in enumerate(batch.sample_ids) if name in record]
+        chosen = take(batch, segments)
+        if OLD_LOG_PROBS in batch.fields:
+            scored: dict[str, list[Tensor]] = {}
+            for name, log_probs in _by_sample([chosen], [chosen.fields[OLD_LOG_PROBS]]):
+                scored.setdefault(name, []).append(log_probs)
+        else:
+            scored = self._score(chosen, settings.score, settings.temperature)
+        return Recorder(chosen, scored)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -301,6 +339,9 @@ class EngineWorker:
     def finish_load(self, version: int, canary: Canary) -> Proof:
         digests = self._receiver.finish(version)
         return Proof(digests, self._engine.score(canary.sequences, canary.temperature))
+
+    def peak_bytes(self) -> int:
+        return _peak_bytes()
 
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._engine.put_aside(parts, keep_weights=keep_weights)

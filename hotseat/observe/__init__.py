@@ -1,6 +1,18 @@
-"""What people see of a run: metrics on disk, a live view, TensorBoard."""
+"""What people see of a run: files on disk, a live view, TensorBoard."""
 
+from hotseat.observe.journal import RECORDS, Journal, Silence
 from hotseat.observe.live import LiveView
-from hotseat.observe.metrics import MetricsFile, TensorBoard, read_metrics
+from hotseat.observe.metrics import JsonLines, TensorBoard, read_lines
+from hotseat.observe.timeline import Timeline, read_timeline
 
-__all__ = ["LiveView", "MetricsFile", "TensorBoard", "read_metrics"]
+__all__ = [
+    "RECORDS",
+    "Journal",
+    "JsonLines",
+    "LiveView",
+    "Silence",
+    "TensorBoard",
+    "Timeline",
+    "read_lines",
+    "read_timeline",
+]

@@ -12,22 +12,23 @@ from typing import Any, Self
 Value = float | int | str | None
 
 
-class MetricsFile:
-    """`metrics.jsonl`: appended and flushed at each step, so that a run that dies has said all it knew."""
+class JsonLines:
+    """One object per line, appended and flushed at once, so that a run that dies has said all it knew."""
 
     def __init__(self, path: Path, last_step: int | None = None):
         """`last_step`: what a file that is there says of later steps is forgotten, since they are made again."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        drop_cut_line(path)
         if last_step is not None and path.exists():
-            kept = [record for record in read_metrics(path) if record["step"] <= last_step]
+            kept = [record for record in read_lines(path) if record["step"] <= last_step]
             shorter = path.with_name(f".{path.name}.shorter")
             shorter.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
             shorter.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
-        record = {"step": step} | {name: _plain(value) for name, value in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+    def write(self, record: Mapping[str, Any]) -> None:
+        plain = {name: _plain(value) for name, value in record.items()}
+        self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -42,7 +43,7 @@ class MetricsFile:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every complete line. A last line that a crash cut short is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -69,8 +70,21 @@ class TensorBoard:
         self._writer.close()  # type: ignore[no-untyped-call]
 
 
-def _plain(value: Value) -> Value:
+def drop_cut_line(path: Path) -> None:
+    """Take away a last line that a crash cut short, so that what is appended begins on a line of its own."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+
+
+def _plain(value: Any) -> Any:
     """JSON has no NaN: a number that is not finite is written as its name."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
     return value

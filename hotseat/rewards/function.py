@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat import faults
 from hotseat.errors import RunError, UserError
 from hotseat.rewards import builtin
 from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
@@ -219,6 +220,7 @@ class _Worker:
 
     def start(self) -> WorkerProcess:
         self._process = WorkerProcess(self._task, self._start_timeout_s, self._is_closed)
+        faults.register("rewards", self._process.pid)
         self._note(self._process.pid)
         return self._process
 

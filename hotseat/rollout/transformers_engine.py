@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from hotseat import faults
 from hotseat.algorithms.digest import signed
 from hotseat.errors import (
     DeadlineError,
@@ -432,6 +433,7 @@ class TransformersEngine:
         running = self._running
         if not running:
             return
+        faults.reach("generation.during")
         rows, num_keys = self._slots.step_shape(len(running), max(s.num_keys for s in running if s is not None))
         positions = self._positions[:rows]
         logits = self._slots.decode(self._tokens[:rows], positions, num_keys)

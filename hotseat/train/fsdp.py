@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hotseat import faults
 from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import BatchError, NonFiniteError, RunError
 from hotseat.train.attention import has_flash
@@ -152,6 +153,7 @@ class FSDPBackend:
         )
         step_loss = sum(fact["loss"] for fact in facts)
         learning_rate = self._options.schedule.learning_rate(self._version)
+        faults.reach("update.middle")
         is_finite = math.isfinite(step_loss) and math.isfinite(grad_norm)
         if is_finite:
             self._step(gradients, grad_norm, learning_rate)
@@ -177,6 +179,8 @@ class FSDPBackend:
         # Until the last micro-batch gradients are kept where a failure would leave them for the next update.
         self._is_halfway = True
         for index, batch in enumerate(work):
+            if index:
+                faults.reach("update.micro-batch")
             if isinstance(self._policy, FSDPModule):
                 self._policy.set_requires_gradient_sync(index == len(work) - 1)
             if batch is None:
@@ -357,6 +361,7 @@ class FSDPBackend:
         state[f"random.cpu.{self._ranks.rank}"] = torch.get_rng_state()
         if self._device.type == "cuda":
             state[f"random.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(self._device)
+        faults.reach("save.during")
         with _alone_is_fine():
             dcp.save(state, checkpoint_id=directory, process_group=self._ranks.facts, no_dist=self._ranks.size == 1)
 

@@ -13,7 +13,7 @@ from hotseat.config import loads
 from hotseat.config.checks import missing
 from hotseat.errors import UserError
 from hotseat.loop.demo import make_files
-from hotseat.observe import read_metrics
+from hotseat.observe import read_lines
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "grpo_single_file.py"
 
@@ -65,7 +65,7 @@ def run_demo_command(directory: Path, seed: int) -> list[dict]:
     command = [sys.executable, "-m", "hotseat.cli.main", "demo", "--dir", str(directory), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    return read_metrics(directory / "grpo" / "metrics.jsonl")
+    return read_lines(directory / "grpo" / "metrics.jsonl")
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_the_demo_learns_and_the_single_file_ends_where_it_does(tmp_path, seed):
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_the_same_seed_gives_the_same_curve_to_the_last_digit(tmp_path):
-    timing = ("time/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "step_s", "tokens_per_s")
     first, second = (run_demo_command(tmp_path / name, 0) for name in ("a", "b"))
     assert len(first) == 81
     for a, b in zip(first, second, strict=True):

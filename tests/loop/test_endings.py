@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hotseat.cluster._guard import end_marked, marked
 from hotseat.config import loads
 from hotseat.loop.run import start
-from hotseat.observe import read_metrics
+from hotseat.observe import read_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -53,7 +53,7 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
     )
     try:
         metrics = task / "runs" / "run" / "metrics.jsonl"
-        assert wait_for(lambda: metrics.exists() and len(read_metrics(metrics)) > 3, 120)
+        assert wait_for(lambda: metrics.exists() and len(read_lines(metrics)) > 3, 120)
         assert len(marked(MARK, [mark])) > 5  # the driver, Ray's own, actor, engine, agents, the reward function
         driver.send_signal(ending)
         _, errors = driver.communicate(timeout=30)
@@ -108,7 +108,7 @@ def test_engines_that_are_killed_are_replaced_and_no_bit_changes(num_engines, tm
         metrics = task / "runs" / "disturbed" / "metrics.jsonl"
         killed = set()
         for num_records in (3, 7, 11):
-            assert wait_for(lambda n=num_records: metrics.exists() and len(read_metrics(metrics)) >= n, 120)
+            assert wait_for(lambda n=num_records: metrics.exists() and len(read_lines(metrics)) >= n, 120)
             [victim, *_] = sorted(pids_of("rollout", mark))
             time.sleep(0.1)
             os.kill(victim, signal.SIGKILL)

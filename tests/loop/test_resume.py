@@ -19,7 +19,7 @@ from hotseat.errors import CheckpointError, NotBuiltError, UserError
 from hotseat.loop.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.saving import compare, sole_owner
-from hotseat.observe import read_metrics
+from hotseat.observe import read_lines
 from hotseat.types import SampleKey
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def yaml_of(task: Path, kind: str, **changes: str) -> str:
 def run(task: Path, kind: str, name: str, *overrides: str) -> list[dict]:
     common = RL if kind == "rl" else ()
     start(loads(yaml_of(task, kind, name=name), [*common, *overrides]))
-    return read_metrics(task / "runs" / name / "metrics.jsonl")
+    return read_lines(task / "runs" / name / "metrics.jsonl")
 
 
 def weights(task: Path, name: str) -> dict:
@@ -52,7 +52,7 @@ def same(a: dict, b: dict) -> bool:
 
 
 def facts(records: list[dict]) -> list[dict]:
-    timing = ("time/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "step_s", "tokens_per_s")
     return [{k: v for k, v in record.items() if not k.startswith(timing)} for record in records]
 
 
@@ -87,7 +87,7 @@ def test_resumed_equals_uninterrupted(task, monkeypatch, kind, every):
             run(task, kind, "broken", f"checkpoint.every={every}")
     assert not (task / "runs" / "broken" / "model").exists()
     assert main(["resume", str(task / "runs" / "broken")]) == 0
-    assert facts(read_metrics(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
+    assert facts(read_lines(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
     assert same(weights(task, "whole"), weights(task, "broken"))
 
 
@@ -115,9 +115,9 @@ def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(task,
         patch.setattr(RlRun, "update", updating)
         with pytest.raises(Stop):
             run(task, "rl", "broken", "checkpoint.every=2")  # steps 3 and half of 4 are lost
-    assert [record["step"] for record in read_metrics(task / "runs" / "broken" / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [record["step"] for record in read_lines(task / "runs" / "broken" / "metrics.jsonl")] == [0, 1, 2, 3]
     assert main(["resume", str(task / "runs" / "broken")]) == 0
-    assert facts(read_metrics(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
+    assert facts(read_lines(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
     assert same(weights(task, "whole"), weights(task, "broken"))
     # Invariant 4: along the history that survives, every sample once.
     trained = Counter(key for entry in read_ledger(task / "runs" / "broken") for key in entry.keys)
@@ -264,7 +264,7 @@ def start_and_wait(task: Path, name: str, *options: str) -> subprocess.Popen:
     driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = task / "runs" / name / "metrics.jsonl"
     deadline = time.monotonic() + 60
-    while not (metrics.exists() and len(read_metrics(metrics)) > 2) and time.monotonic() < deadline:
+    while not (metrics.exists() and len(read_lines(metrics)) > 2) and time.monotonic() < deadline:
         time.sleep(0.02)
     return driver
 

@@ -22,9 +22,10 @@ class Engines:
         self.log.append(f"replaced {role} {rank}")
 
 
-def revival(engines: Engines, push=None) -> Revival:
+def revival(engines: Engines, push=None, hosts=None) -> Revival:
     return Revival(
         engines,
+        hosts or Engines(size=1),
         engines,
         reconnect=lambda: engines.log.append("reconnect"),
         push=push or (lambda: engines.log.append("push")),
@@ -79,9 +80,34 @@ def test_an_error_without_a_death_is_an_error():
 def test_a_crash_loop_ends_with_the_reason():
     """Scenario 6."""
     engines = Engines()
-    with pytest.raises(WorkerError, match=rf"engines died {MAX_DEATHS + 1} times .*the last: rollout rank 1 died"):
+    with pytest.raises(WorkerError, match=rf"died {MAX_DEATHS + 1} times .*the last: rollout rank 1 died"):
         revival(engines).during(dies(engines, 100))
     assert engines.log.count("restart 1") == MAX_DEATHS
+
+
+def test_a_host_is_replaced_too_and_engines_keep_their_weights():
+    engines, hosts = Engines(), Engines(size=1)
+    mine = revival(engines, hosts=hosts)
+    assert mine.during(dies(hosts, 1, rank=0)) == "done"
+    assert hosts.log == ["restart 0"]
+    assert engines.log == ["reconnect"]
+    assert (mine.num_restarts, mine.num_host_restarts) == (0, 1)
+
+
+def test_an_engine_whose_push_is_cut_short_by_the_death_of_a_host_gets_its_weights_all_the_same():
+    engines, hosts = Engines(), Engines(size=1)
+    mine = revival(engines, hosts=hosts)
+    reconnects = iter([WorkerError("agents rank 0 died"), None])
+
+    def reconnect():
+        error = next(reconnects)
+        if error is not None:
+            hosts.is_alive[0] = False
+            raise error
+
+    mine._reconnect = reconnect
+    assert mine.during(dies(engines, 1)) == "done"
+    assert engines.log == ["restart 1", "replaced rollout 1", "push"]
 
 
 def test_a_rollout_that_succeeds_starts_the_count_again():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, HotseatError, NotBuiltError, RewardError, RunError, UserError
 from hotseat.loop.run import start
-from hotseat.observe import read_metrics
+from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def task(tmp_path):
 def run(task: Path, *overrides: str, **changes: str) -> list[dict]:
     config = loads(rl_yaml(task, **changes), overrides)
     start(config)
-    return read_metrics(Path(config.run_dir) / config.name / "metrics.jsonl")
+    return read_lines(Path(config.run_dir) / config.name / "metrics.jsonl")
 
 
 def weights(task: Path, name: str = "run") -> dict:
@@ -64,7 +64,7 @@ def test_a_run_learns_and_leaves_everything_behind(task):
 
 def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
     first, second = run(task, "name=a"), run(task, "name=b")
-    timing = ("time/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "step_s", "tokens_per_s")
     for a, b in zip(first, second, strict=True):
         assert {k: v for k, v in a.items() if not k.startswith(timing)} == {
             k: v for k, v in b.items() if not k.startswith(timing)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hotseat.config import loads
 from hotseat.loop.run import start
-from hotseat.observe import read_metrics
+from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def weights(task: Path, name: str) -> dict:
 
 def test_the_loss_falls_and_the_model_is_exported(task):
     final = start(loads(sft_yaml(task)))
-    records = read_metrics(task / "runs" / "sft" / "metrics.jsonl")
+    records = read_lines(task / "runs" / "sft" / "metrics.jsonl")
     assert len(records) == 8  # 8 rows x 4 epochs / 4
     assert records[-1]["loss"] < records[0]["loss"] - 0.2
     assert final["eval/loss"] == records[-1]["eval/loss"]

@@ -5,28 +5,28 @@ import json
 
 from rich.console import Console
 
-from hotseat.observe import LiveView, MetricsFile, TensorBoard, read_metrics
+from hotseat.observe import JsonLines, LiveView, TensorBoard, read_lines
 
 
 def test_each_step_is_one_line_on_disk_at_once(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
-        metrics.write(1, {"reward": 0.5, "phase": "x"})
+    with JsonLines(path) as metrics:
+        metrics.write({"step": 1, "reward": 0.5, "phase": "x"})
         assert json.loads(path.read_text()) == {"step": 1, "reward": 0.5, "phase": "x"}
-        metrics.write(2, {"reward": 0.75})
-    assert [record["reward"] for record in read_metrics(path)] == [0.5, 0.75]
+        metrics.write({"step": 2, "reward": 0.75})
+    assert [record["reward"] for record in read_lines(path)] == [0.5, 0.75]
 
 
 def test_a_number_that_is_not_finite_is_written_by_name(tmp_path):
-    with MetricsFile(tmp_path / "m.jsonl") as metrics:
-        metrics.write(1, {"loss": float("nan"), "norm": float("inf")})
-    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": "nan", "norm": "inf"}]
+    with JsonLines(tmp_path / "m.jsonl") as metrics:
+        metrics.write({"step": 1, "loss": float("nan"), "norm": float("inf")})
+    assert read_lines(tmp_path / "m.jsonl") == [{"step": 1, "loss": "nan", "norm": "inf"}]
 
 
 def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rew')
-    assert read_metrics(path) == [{"step": 1}]
+    assert read_lines(path) == [{"step": 1}]
 
 
 def test_tensorboard_gets_the_numbers_and_not_the_words(tmp_path):

@@ -1,0 +1,86 @@
+"""What a process is doing and whom it waits for, kept where others can read it even when the process hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DIRECTORY = "HOTSEAT_ACTIVITY"  # of the files; unset: they are kept in memory alone
+
+
+@dataclass(frozen=True)
+class Doing:
+    """Something under way. `whom`: processes that are waited for, such as `rollout rank 0`."""
+
+    what: str
+    whom: tuple[str, ...]
+    since_s: float  # by `time.time`
+
+    def __str__(self) -> str:
+        return f"{self.what}, for {max(0.0, time.time() - self.since_s):.1f} s"
+
+
+class Activity:
+    """One per process. Beginning and ending something takes some microseconds."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._now: dict[int, Doing] = {}
+        self._lock = threading.Lock()
+        self._file: int | None = None
+
+    def keep_in(self, directory: str, name: str) -> None:
+        """From now on also in a file."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self._file = os.open(Path(directory) / name, os.O_CREAT | os.O_RDWR, 0o600)
+
+    @contextlib.contextmanager
+    def doing(self, what: str, whom: Sequence[str] = ()) -> Iterator[None]:
+        number, entry = next(self._numbers), Doing(what, tuple(whom), time.time())
+        with self._lock:
+            self._now[number] = entry
+            self._write()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._now[number]
+                self._write()
+
+    def now(self) -> list[Doing]:
+        with self._lock:
+            return list(self._now.values())
+
+    def _write(self) -> None:
+        if self._file is not None:
+            entries = [[entry.what, entry.whom, entry.since_s] for entry in self._now.values()]
+            os.pwrite(self._file, json.dumps(entries).encode() + b"\0", 0)
+
+
+def read_activity(directory: str, name: str) -> list[Doing]:
+    """What a process on this machine was doing when last it said so."""
+    try:
+        text = (Path(directory) / name).read_bytes().partition(b"\0")[0]
+        return [Doing(what, tuple(whom), since_s) for what, whom, since_s in json.loads(text)]
+    except (OSError, ValueError):
+        return []
+
+
+def show_stacks_on_signal(directory: str) -> None:
+    """In a worker: SIGUSR2 writes the stacks of its threads to a file, for machines without py-spy."""
+    with contextlib.suppress(OSError, ValueError):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        file = (Path(directory) / f"{os.getpid()}.stack").open("w")  # stays open: the handler writes to it
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+
+activity = Activity()  # of this process

@@ -1,0 +1,105 @@
+"""Named points at which a test can make a process die, stop, fail or wait. They cost nothing unless armed.
+
+`HOTSEAT_FAULTS` names a directory. A file `NAME.fault` in it, with a `Fault` as JSON, arms one fault; the first process
+that reaches the point and fits takes the file away, so a fault happens once. Processes leave their ids there, so that a
+point in one process can end another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hotseat.errors import RunError
+
+VARIABLE = "HOTSEAT_FAULTS"
+
+POINTS = {
+    "start-up": "driver: processes are starting",
+    "generation.before": "driver: before a rollout",
+    "generation.during": "engine: between two tokens",
+    "group.first": "agents: the first group of a rollout is complete and scored",
+    "scoring.during": "agents: a group was given to the reward function",
+    "evaluation.during": "agents: the first group of an evaluation is complete and scored",
+    "prepare.before": "driver: before experience is prepared",
+    "update.before": "driver: before an update",
+    "update.micro-batch": "actor: between two micro-batches",
+    "update.middle": "actor: gradients are there, the optimizer has not stepped",
+    "push.before": "driver: before a push",
+    "push.during": "driver: the engines have the first bucket",
+    "push.after": "driver: the push was proved",
+    "put-aside": "driver: before a part leaves a device",
+    "bring-back": "driver: before a part comes back",
+    "save.before": "driver: before a checkpoint is written",
+    "save.during": "actor: while a checkpoint is written",
+    "save.commit": "driver: all is written and hashed, before the rename",
+    "save.after": "driver: after the rename",
+}
+
+_directory = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+_seen: dict[str, int] = {}  # fault to how often its point was reached here
+_me = "driver"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens where. `by`: only a process of this name takes it (`actor:0`), or any. `to`: whom it happens to."""
+
+    point: str
+    do: str  # kill, stop, raise, or a number of seconds to sleep
+    to: str = "self"
+    by: str = ""
+    skip: int = 0  # so many times nothing happens
+
+    def arm(self, directory: Path, name: str) -> None:
+        assert self.point in POINTS, self.point
+        writing = directory / f".{name}"
+        writing.write_text(json.dumps(asdict(self)))
+        writing.rename(directory / f"{name}.fault")
+
+
+def register(name: str, pid: int | None = None) -> None:
+    """Leave the id of a process. Without one it is this process, which goes by that name from now on."""
+    global _me
+    if _directory is None:
+        return
+    if pid is None:
+        _me, pid = name, os.getpid()
+    writing = _directory / f".{name}.{pid}"
+    writing.write_text(str(pid))
+    writing.rename(_directory / f"{name}.pid")
+
+
+def reach(point: str) -> None:
+    """This process is at a point."""
+    if _directory is not None:
+        _reach(_directory, point)
+
+
+def _reach(directory: Path, point: str) -> None:
+    for path in sorted(directory.glob("*.fault")):
+        with contextlib.suppress(FileNotFoundError):
+            fault = Fault(**json.loads(path.read_text()))
+            if fault.point != point or (fault.by and fault.by != _me):
+                continue
+            _seen[path.name] = _seen.get(path.name, 0) + 1
+            if _seen[path.name] <= fault.skip:
+                continue
+            path.rename(path.with_suffix(".happened"))
+            _happen(directory, fault)
+
+
+def _happen(directory: Path, fault: Fault) -> None:
+    if fault.do == "raise":
+        raise RunError(f"a fault at {fault.point}")
+    if fault.do in ("kill", "stop"):
+        pid = os.getpid() if fault.to == "self" else int((directory / f"{fault.to}.pid").read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if fault.do == "kill" else signal.SIGSTOP)
+    else:
+        time.sleep(float(fault.do))

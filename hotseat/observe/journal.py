@@ -1,0 +1,131 @@
+"""The journal: all that a run tells, to the screen and to the files of its directory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from hotseat.observe.live import LiveView
+from hotseat.observe.metrics import JsonLines, TensorBoard
+from hotseat.observe.timeline import Timeline
+
+METRICS = "metrics.jsonl"
+DISTRIBUTIONS = "distributions.jsonl"
+SAMPLES = "samples.jsonl"
+EVENTS = "events.jsonl"
+TIMELINE = "timeline.json"
+RECORDS = (METRICS, DISTRIBUTIONS, SAMPLES, EVENTS, TIMELINE)
+
+MAX_VALUES = 64  # different ones in a distribution; above that they are binned
+
+Kind = Literal["note", "warning", "fault"]
+
+
+class Journal:
+    """last_step: of the checkpoint that a run goes on from; what the files say of later steps is taken back."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        view: LiveView,
+        *,
+        num_steps: int,
+        log_every: int = 1,
+        tensorboard: Path | None = None,
+        last_step: int | None = None,
+    ):
+        self._view = view
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._step = last_step or 0
+        self._phase: tuple[str, float] | None = None
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self._metrics = stack.enter_context(JsonLines(run_dir / METRICS, last_step))
+            self._distributions = stack.enter_context(JsonLines(run_dir / DISTRIBUTIONS, last_step))
+            self._samples = stack.enter_context(JsonLines(run_dir / SAMPLES, last_step))
+            self._events = stack.enter_context(JsonLines(run_dir / EVENTS))
+            self._board = TensorBoard(tensorboard or run_dir / "tensorboard", last_step)
+            stack.callback(self._board.close)
+            self.timeline = Timeline(run_dir / TIMELINE)
+            stack.callback(self.timeline.close)
+            stack.enter_context(view)
+            self._stack = stack.pop_all()
+
+    def phase(self, name: str) -> None:
+        """What is going on from now on."""
+        self._end_phase()
+        self._phase = name, time.time()
+        self._view.phase(name)
+
+    def say(self, text: str, kind: Kind = "note") -> None:
+        """A line that stays."""
+        self._view.say(text)
+        with self._lock:  # what looks after the processes has a thread of its own
+            self._events.write({"time": time.time(), "step": self._step, "kind": kind, "text": text})
+        if kind == "fault":
+            self.timeline.instant("phases", "phases", text.splitlines()[0][:200])
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The numbers of a finished step."""
+        self._step = step
+        self._metrics.write({"step": step} | dict(metrics))
+        self._board.write(step, metrics)
+        self.timeline.flush()
+        if metrics and (step % self._log_every == 0 or step == self._num_steps):
+            self._view.step(step, metrics)
+
+    def distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """How the values of a step are spread."""
+        self._distributions.write({"step": step} | {name: spread(each) for name, each in values.items() if each})
+
+    def samples(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Recorded samples."""
+        for line in lines:
+            self._samples.write(line)
+
+    def close(self) -> None:
+        self._end_phase()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            name, started_s = self._phase
+            self.timeline.span("phases", "phases", name, started_s, time.time(), step=self._step + 1)
+            self._phase = None
+
+
+class Silence:
+    """A journal that nobody reads, for a rank that has nothing to tell."""
+
+    def phase(self, name: str) -> None: ...
+
+    def say(self, text: str, kind: Kind = "note") -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+
+def spread(values: Sequence[float]) -> list[list[float]]:
+    """(value, count) pairs; of more than `MAX_VALUES` different ones, (middle, count) of equal bins."""
+    counts = Counter(values)
+    if len(counts) > MAX_VALUES:
+        low, high = min(counts), max(counts)
+        width = (high - low) / MAX_VALUES
+        bins = Counter(min(MAX_VALUES - 1, int((value - low) / width)) for value in values)
+        counts = Counter({low + (index + 0.5) * width: count for index, count in bins.items()})
+    return [[round(value, 6), count] for value, count in sorted(counts.items())]

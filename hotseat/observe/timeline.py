@@ -1,0 +1,81 @@
+"""The timeline: who did what when, as trace events that Perfetto and Chrome open."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from hotseat.observe.metrics import drop_cut_line
+
+
+class Timeline:
+    """Appends events to a file. Times are seconds of `time.time`. Threads may share it.
+
+    Numbers of processes and threads come from their names, so that a run that goes on draws on the same lines.
+    """
+
+    def __init__(self, path: Path):
+        drop_cut_line(path)
+        is_new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._named: set[tuple[int, int]] = set()
+        if is_new:
+            self._file.write("[\n")
+
+    def span(self, process: str, thread: str, name: str, start_s: float, end_s: float, **facts: Any) -> None:
+        """Something that took its time. `kind` among the facts becomes the event's category."""
+        self._event(process, thread, name, "X", start_s, {"dur": round(1e6 * max(0.0, end_s - start_s))}, facts)
+
+    def instant(self, process: str, thread: str, name: str, **facts: Any) -> None:
+        """Something that happened now."""
+        self._event(process, thread, name, "i", time.time(), {"s": "g"}, facts)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._file.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def _event(
+        self, process: str, thread: str, name: str, kind: str, at_s: float, more: dict[str, Any], facts: dict[str, Any]
+    ) -> None:
+        place = _number(process), _number(thread)
+        event = {"ph": kind, "name": name, "pid": place[0], "tid": place[1], "ts": round(1e6 * at_s), **more}
+        category = facts.pop("kind", None)
+        if category:
+            event["cat"] = category
+        if facts:
+            event["args"] = facts
+        with self._lock:
+            if self._file.closed:
+                return
+            if place not in self._named:
+                self._named.add(place)
+                self._name("process_name", place, process)
+                self._name("thread_name", place, thread)
+            self._file.write(json.dumps(event) + ",\n")
+
+    def _name(self, what: str, place: tuple[int, int], name: str) -> None:
+        event = {"ph": "M", "name": what, "pid": place[0], "tid": place[1], "args": {"name": name}}
+        self._file.write(json.dumps(event) + ",\n")
+
+
+def _number(name: str) -> int:
+    """The two that everything else is read against come first."""
+    return {"phases": 1, "devices": 2}.get(name) or 10 + zlib.crc32(name.encode()) % 1_000_000
+
+
+def read_timeline(path: Path) -> list[dict[str, Any]]:
+    """Every complete event."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith(",\n"):
+            events.append(json.loads(line.rstrip(",\n")))
+    return events
