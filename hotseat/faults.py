@@ -94,11 +94,20 @@ def _reach(directory: Path, point: str) -> None:
             _happen(directory, fault)
 
 
+def _pid_of(directory: Path, name: str) -> int:
+    """It may be starting."""
+    path = directory / f"{name}.pid"
+    until = time.monotonic() + 60.0
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
 def _happen(directory: Path, fault: Fault) -> None:
     if fault.do == "raise":
         raise RunError(f"a fault at {fault.point}")
     if fault.do in ("kill", "stop"):
-        pid = os.getpid() if fault.to == "self" else int((directory / f"{fault.to}.pid").read_text())
+        pid = os.getpid() if fault.to == "self" else _pid_of(directory, fault.to)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if fault.do == "kill" else signal.SIGSTOP)
     else:

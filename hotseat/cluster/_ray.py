@@ -16,13 +16,14 @@ import ipaddress
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -355,16 +356,8 @@ class RayRuntime:
         self._ray = ray = import_ray()
         self._did_init = not ray.is_initialized()
         self.is_own = self._did_init and (given is None or given == "local")
-        if self.is_own:
-            self._start_own(num_devices, num_cpus, object_store_bytes, log_to_driver)
-        else:
-            if num_devices is not None:
-                raise PlacementError(
-                    f"num_devices is {num_devices}, but the Ray cluster at {given or 'hand'} exists and has its own"
-                    " devices; leave num_devices out, or unset RAY_ADDRESS to start a cluster here"
-                )
-            if self._did_init:
-                self._attach(given, log_to_driver)
+        with _signals_kept():
+            self._connect(given, num_devices, num_cpus, object_store_bytes, log_to_driver)
         try:
             self.nodes = self._inventory()
             here = ray.get_runtime_context().get_node_id()
@@ -377,6 +370,25 @@ class RayRuntime:
             raise
 
     # --- starting -------------------------------------------------------------------------------------------------
+
+    def _connect(
+        self,
+        given: str | None,
+        num_devices: int | None,
+        num_cpus: int | None,
+        object_store_bytes: int,
+        log_to_driver: bool,
+    ) -> None:
+        if self.is_own:
+            self._start_own(num_devices, num_cpus, object_store_bytes, log_to_driver)
+        else:
+            if num_devices is not None:
+                raise PlacementError(
+                    f"num_devices is {num_devices}, but the Ray cluster at {given or 'hand'} exists and has its own"
+                    " devices; leave num_devices out, or unset RAY_ADDRESS to start a cluster here"
+                )
+            if self._did_init:
+                self._attach(given, log_to_driver)
 
     def _start_own(
         self, num_devices: int | None, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool
@@ -777,6 +789,15 @@ class RayRuntime:
         if self._did_init:
             ray.shutdown()
         self._restore_env()
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray sets a handler below Python's that makes SIGTERM a crash: whoever had one before gets it back."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _python_path() -> str:

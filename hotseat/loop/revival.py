@@ -7,6 +7,7 @@ are made.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -16,6 +17,7 @@ from hotseat.errors import RunError, WorkerError
 from hotseat.loop.seats import Seats
 
 MAX_DEATHS = 5  # between two rollouts that succeed
+DYING_S = 5.0
 
 T = TypeVar("T")
 
@@ -58,11 +60,20 @@ class Revival:
             except RunError as error:
                 self._replace_dead(error, needs_push=not is_push)
 
+    def _find_dead(self, error: RunError) -> tuple[list[int], list[int]]:
+        """Engines and hosts. The news of a death may come before the process is gone."""
+        until = time.monotonic() + (DYING_S if tells_of_death(error) else 0.0)
+        while True:
+            found = _dead(self._engines), _dead(self._hosts)
+            if any(found) or time.monotonic() >= until:
+                return found
+            time.sleep(0.05)
+
     def _replace_dead(self, error: RunError, needs_push: bool) -> None:
         """Until all are alive and have their weights. Raises the error if none has died, or too many have."""
         owes_push = False
         while True:
-            dead_engines, dead_hosts = _dead(self._engines), _dead(self._hosts)
+            dead_engines, dead_hosts = self._find_dead(error)
             if not dead_engines and not dead_hosts:
                 raise error
             self._num_deaths += len(dead_engines) + len(dead_hosts)
@@ -90,6 +101,15 @@ class Revival:
                 error = another
 
 
+def tells_of_death(error: BaseException | None) -> bool:
+    """Whether somebody, here or in a worker, was told that a process died."""
+    while error is not None:
+        if getattr(error, "is_death", False):
+            return True
+        error = error.__cause__
+    return False
+
+
 def start_up(group: Group, say: Callable[[str], object]) -> None:
     """Wait until a group that holds nothing of value is ready. A process that dies while it starts is started again."""
     start = group.ready
@@ -98,7 +118,7 @@ def start_up(group: Group, say: Callable[[str], object]) -> None:
             start()
             return
         except RunError as error:
-            if not getattr(error, "is_death", False):
+            if not tells_of_death(error):
                 raise
             say(f"{group.name} died while it started, and is started again ({_first_line(error)})")
             start = partial(_restart_dead, group)
