@@ -87,9 +87,9 @@ class Run:
     def step(self) -> int:
         return read_lines(self.metrics)[-1]["step"] if self.metrics.exists() and read_lines(self.metrics) else 0
 
-    def go_on_until(self, step: float) -> bool:
+    def go_on_until(self, step: int) -> bool:
         """Wait for a moment of the run, starting it again if it has ended. False: it is done."""
-        while self.step() < int(step):
+        while self.step() < step:
             code = self.process.poll()
             if code == 0:
                 return False
@@ -108,7 +108,7 @@ class Run:
         return True
 
     def finish(self) -> None:
-        self.go_on_until(float("inf"))
+        self.go_on_until(sys.maxsize)
 
 
 def main() -> int:
@@ -151,7 +151,7 @@ def soak(directory: Path, num_steps: int, num_kills: int, seed: int) -> int:
     chance.shuffle(kinds)
     for moment, kind in zip(moments, kinds, strict=True):
         while True:
-            wild.go_on_until(moment)
+            wild.go_on_until(int(moment))
             time.sleep(chance.random())
             if wild.kill(chance.choice(VICTIMS[kind])):
                 break
