@@ -1,0 +1,58 @@
+// Where the time of a step goes.
+
+function showPhases() {
+  const body = openSection('phases', 'Phase times', 'Seconds of each step by phase.', { hasRunSelect: true });
+  perRun(body, fillPhases);
+}
+
+function fillPhases(body, run) {
+  if (!run.phases) {
+    body.append(absent('This run measured no phases: its metrics have no time/... values.'));
+    return;
+  }
+  const container = el('div');
+  const card = el('div', { class: 'card' }, container);
+  body.append(el('div', { class: 'chart-and-table' }, card, el('div', { class: 'card' }, phaseTable(run.phases))));
+  addChart(container, 'Seconds by phase over steps', () => phaseOption(run.phases));
+  if (run.phases.steps.some(([first, last]) => first !== last)) {
+    body.append(el('div', { class: 'notes' }, el('p', {}, `Each bar is the mean of up to ${Math.max(...run.phases.steps.map(([first, last]) => last - first + 1))} steps.`)));
+  }
+}
+
+function phaseTable({ phases }) {
+  const rows = [...phases]
+    .sort((a, b) => b.total - a.total)
+    .map((phase) => [phaseName(phase.name), formatSeconds(phase.mean), shareBar(phase), formatSeconds(phase.total)]);
+  return table(['Phase', 'Mean', 'Share', 'Total'], rows, { class: 'numbers' });
+}
+
+function phaseName(name) {
+  return el('span', { class: 'run-name' }, swatch(`var(--${colourVariable(name)})`), name);
+}
+
+function shareBar(phase) {
+  const bar = el('span', { class: 'share-bar', 'aria-hidden': 'true' });
+  bar.style.width = `${Math.max(1, 64 * phase.share)}px`;
+  bar.style.background = `var(--${colourVariable(phase.name)})`;
+  return el('span', { class: 'share' }, bar, formatShare(phase.share));
+}
+
+function phaseOption({ steps, phases }) {
+  return {
+    xAxis: axis({ type: 'category', data: steps.map(formatRange), hasLines: false }),
+    yAxis: axis({ type: 'value', splitNumber: 4, axisLabel: { formatter: formatSeconds } }),
+    dataZoom: [zoom()],
+    tooltip: tooltip('axis', (parameters) => phaseTooltip(parameters, steps, phases), { axisPointer: { type: 'shadow' } }),
+    series: phases.map(({ name, seconds }) => ({
+      type: 'bar', stack: 'phases', name, data: seconds, barCategoryGap: steps.length > 60 ? '0%' : '15%',
+      itemStyle: { color: namedColour(name) }, emphasis: { disabled: true },
+    })),
+  };
+}
+
+function phaseTooltip(parameters, steps, phases) {
+  const at = parameters[0].dataIndex;
+  const total = phases.reduce((sum, phase) => sum + (phase.seconds[at] ?? 0), 0);
+  const rows = phases.map(({ name, seconds }) => [namedColour(name), name, formatSeconds(seconds[at] ?? 0)]);
+  return tooltipContent(`step ${formatRange(steps[at])}: ${formatSeconds(total)}`, rows.reverse());
+}
