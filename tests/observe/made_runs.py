@@ -108,13 +108,14 @@ def metrics(chance, num_steps):
 
 
 def distributions(chance, num_steps):
+    num_gaps = 60 if num_steps < 1_000 else 8
     for step in range(1, num_steps + 1):
         right = round(256 * (0.3 + 0.6 * progress(step, num_steps)))
         lengths = {}
-        for _ in range(256):
+        for _ in range(256 if num_steps < 1_000 else 16):
             length = max(4, round(chance.gauss(64 + 30 * progress(step, num_steps), 14)))
             lengths[length] = lengths.get(length, 0) + 1
-        gaps = [[0.004 * math.exp(chance.gauss(0, 1.2)), 4] for _ in range(60)]
+        gaps = [[0.004 * math.exp(chance.gauss(0, 1.2)), 4] for _ in range(num_gaps)]
         yield {
             "step": step,
             "reward": [[0.0, 256 - right], [1.0, right]],

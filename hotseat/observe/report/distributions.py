@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,54 +11,66 @@ from typing import Any
 import numpy as np
 
 from hotseat.observe.report.curves import bucket_edges
-from hotseat.observe.report.reading import finite, json_lines, significant
+from hotseat.observe.report.reading import json_lines, significant
 
 MAX_ROWS = 32
 LOGARITHMIC = ("engine_gap",)
 SMALLEST = 1e-6  # of what is shown on a logarithmic scale: below it, engine and trainer agree
 
 
-def read_distributions(run_dir: Path, max_columns: int) -> dict[str, Any]:
-    """By name: ranges of steps, bounds of the rows, and the share of samples in each cell. Neighbours are joined."""
-    by_name: dict[str, dict[int, list[tuple[float, float]]]] = {}
+@dataclass(frozen=True)
+class Spread:
+    """A quantity's values over all steps, each with how often it came up."""
+
+    steps: list[int]
+    pairs: list[np.ndarray]  # by step: [values, 2]
+
+
+def read_spreads(run_dir: Path) -> dict[str, Spread]:
+    by_name: dict[str, dict[int, np.ndarray]] = {}
     for record in json_lines(run_dir / "distributions.jsonl"):
         step = record.pop("step", None)
         if not isinstance(step, int):
             continue
         for name, pairs in record.items():
             known = _known_pairs(pairs)
-            if known:
+            if len(known):
                 by_name.setdefault(name, {})[step] = known
-    return {name: _heat_map(steps, name in LOGARITHMIC, max_columns) for name, steps in by_name.items()}
+    return {name: Spread(sorted(found), [found[step] for step in sorted(found)]) for name, found in by_name.items()}
 
 
-def _known_pairs(pairs: object) -> list[tuple[float, float]]:
-    if not isinstance(pairs, list):
-        return []
-    numbers = [(finite(pair[0]), finite(pair[1])) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
-    return [(value, count) for value, count in numbers if value is not None and count]
+def _known_pairs(pairs: object) -> np.ndarray:
+    """Finite values only. What is not finite is written by name, which a number can be made of too."""
+    try:
+        found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    except (TypeError, ValueError):
+        return np.empty((0, 2))
+    return found[np.isfinite(found).all(axis=1) & (found[:, 1] > 0)]
 
 
-def _heat_map(by_step: dict[int, list[tuple[float, float]]], is_logarithmic: bool, max_columns: int) -> dict[str, Any]:
-    steps = sorted(by_step)
-    distinct = sorted({value for pairs in by_step.values() for value, _ in pairs})
-    bounds, is_discrete = _row_bounds(distinct, is_logarithmic)
+def make_heat_maps(spreads: dict[str, Spread], max_columns: int) -> dict[str, Any]:
+    """By name: ranges of steps, bounds of the rows, and the share of samples in each cell. Neighbours are joined."""
+    return {name: _heat_map(spread, name in LOGARITHMIC, max_columns) for name, spread in spreads.items()}
+
+
+def _heat_map(spread: Spread, is_logarithmic: bool, max_columns: int) -> dict[str, Any]:
+    steps = spread.steps
     edges = bucket_edges(len(steps), max_columns)
-    counts = np.zeros((len(edges) - 1, len(bounds) - 1))  # [columns, rows]
-    for column, (first, last) in enumerate(pairwise(edges)):
-        for step in steps[first:last]:
-            for value, count in by_step[step]:
-                row = int(np.searchsorted(bounds, max(value, bounds[0]), side="right")) - 1
-                counts[column, min(row, len(bounds) - 2)] += count
-    cells = [
-        [column, row, significant(counts[column, row] / counts[column].sum(), 3)]
-        for column, row in np.argwhere(counts).tolist()
-    ]
+    column_of_step = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+    columns = np.repeat(column_of_step, [len(pairs) for pairs in spread.pairs])
+    values, weights = np.concatenate(spread.pairs).T
+    distinct = np.unique(values).tolist()
+    bounds, is_discrete = _row_bounds(distinct, is_logarithmic)
+    num_rows = len(bounds) - 1
+    rows = np.clip(np.searchsorted(bounds, values, side="right") - 1, 0, num_rows - 1)
+    shape = (len(edges) - 1, num_rows)
+    counts = np.bincount(columns * num_rows + rows, weights, shape[0] * shape[1]).reshape(shape)
+    shares = counts / counts.sum(axis=1, keepdims=True)
     return {
         "steps": [[steps[first], steps[last - 1]] for first, last in pairwise(edges)],
         "rows": [significant(value) for value in (distinct if is_discrete else bounds)],
         "is_discrete": is_discrete,
-        "cells": cells,
+        "cells": [[column, row, significant(shares[column, row], 3)] for column, row in np.argwhere(counts).tolist()],
     }
 
 

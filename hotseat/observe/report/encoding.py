@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -17,9 +18,12 @@ def encoded(value: object) -> bytes:
 
 
 def largest_that_fits(make: Callable[[int], T], sizes: Sequence[int], budget: int) -> T:
-    """What `make` gives for the first of `sizes` whose JSON has at most `budget` bytes, or else for the last."""
-    for size in sizes:
-        made = make(size)
-        if len(encoded(made)) <= budget:
-            break
-    return made
+    """What `make` gives for the first of the falling `sizes` whose JSON has at most `budget` bytes, or for the last."""
+    made: dict[int, T] = {}
+
+    def fits(size: int) -> bool:
+        made[size] = make(size)
+        return len(encoded(made[size])) <= budget
+
+    first = 0 if fits(sizes[0]) else bisect.bisect_left(sizes, True, lo=1, hi=len(sizes) - 1, key=fits)
+    return made[sizes[first]] if sizes[first] in made else make(sizes[first])

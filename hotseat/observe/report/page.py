@@ -15,7 +15,7 @@ from typing import Any
 from hotseat import __version__
 from hotseat.errors import UserError
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, without_surplus
-from hotseat.observe.report.distributions import read_distributions
+from hotseat.observe.report.distributions import make_heat_maps, read_spreads
 from hotseat.observe.report.encoding import encoded, largest_that_fits
 from hotseat.observe.report.facts import headline_metric, make_facts
 from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
@@ -110,6 +110,7 @@ def read_run(run_dir: Path, label: str, budget: int) -> dict[str, Any]:
     table = read_table(run_dir)
     config = read_config(run_dir)
     counts = count_samples(run_dir)
+    spreads = read_spreads(run_dir)
     run: dict[str, Any] = {
         "label": label,
         "task": (config or {"keys": {}})["keys"].get("task"),
@@ -121,7 +122,7 @@ def read_run(run_dir: Path, label: str, budget: int) -> dict[str, Any]:
         "events": largest_that_fits(lambda count: read_events(run_dir, count), EVENT_LIMITS, budget // 10),
         "phases": make_phases(table),
         "distributions": largest_that_fits(
-            lambda columns: read_distributions(run_dir, columns), COLUMN_LIMITS, budget // 8
+            lambda columns: make_heat_maps(spreads, columns), COLUMN_LIMITS, budget // 8
         ),
         "has_model": (run_dir / "model").is_dir(),
         "num_steps": len(table.steps),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hotseat.observe.report.encoding import largest_that_fits
 from hotseat.observe.report.reading import finite, parsed, shortened
@@ -161,41 +162,57 @@ def choose_windows(windows: list[Window], num_spans: list[int], max_spans: int) 
     return sorted(chosen or {len(windows) - 1})
 
 
+class Spans:
+    """All spans of a file as columns: a long run has millions."""
+
+    def __init__(self, path: Path):
+        trace = Trace()
+        starts, ends, num_bytes = array("d"), array("d"), array("d")
+        lanes, names, hand_overs = array("q"), array("q"), array("b")
+        self.phases: list[Span] = []
+        lane_numbers: dict[tuple[Any, Any], int] = {}
+        name_numbers: dict[str, int] = {}
+        for span in trace.spans(path):
+            starts.append(span.start)
+            ends.append(span.end)
+            lanes.append(lane_numbers.setdefault(span.lane, len(lane_numbers)))
+            names.append(name_numbers.setdefault(span.name, len(name_numbers)))
+            hand_overs.append(span.is_hand_over)
+            num_bytes.append(-1 if span.num_bytes is None else span.num_bytes)
+            if span.step is not None and trace.lane_name(span.lane)[0] == PHASES:
+                self.phases.append(span)
+        self.starts, self.ends, self.num_bytes = np.array(starts), np.array(ends), np.array(num_bytes)
+        self.lanes, self.names, self.hand_overs = np.array(lanes), np.array(names), np.array(hand_overs)
+        self.lane_names = [trace.lane_name(lane) for lane in lane_numbers]
+        self.span_names = list(name_numbers)
+
+
 def read_timeline(run_dir: Path, budget: int) -> dict[str, Any] | None:
     """Spans of as many steps as fit into `budget` bytes. None without a timeline, or without any step in it."""
     path = run_dir / "timeline.json"
     if not path.is_file():
         return None
-    trace = Trace()
-    phases: list[Span] = []
-    starts = array("d")
-    for span in trace.spans(path):
-        starts.append(span.start)
-        if span.step is not None and trace.lane_name(span.lane)[0] == PHASES:
-            phases.append(span)
-    windows = find_windows(phases)
+    spans = Spans(path)
+    windows = find_windows(spans.phases)
     if not windows:
         return None
-    bounds = [window.start for window in windows]
-    num_spans = [0] * len(windows)
-    for start in starts:
-        num_spans[max(0, bisect.bisect_right(bounds, start) - 1)] += 1
-    return largest_that_fits(lambda limit: _cut(path, windows, num_spans, limit), SPAN_LIMITS, budget)
+    return largest_that_fits(lambda limit: _cut(spans, windows, limit), SPAN_LIMITS, budget)
 
 
-def _cut(path: Path, windows: list[Window], num_spans: list[int], max_spans: int) -> dict[str, Any]:
+def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
+    bounds = np.array([window.start for window in windows])
+    window_of_span = np.maximum(np.searchsorted(bounds, spans.starts, side="right") - 1, 0)
+    num_spans = np.bincount(window_of_span, minlength=len(windows)).tolist()
     chosen = choose_windows(windows, num_spans, max_spans)
-    trace = Trace()
-    kept_bounds = [windows[index].start for index in chosen]
-    kept = [span for span in trace.spans(path) if _is_in(span, [windows[index] for index in chosen], kept_bounds)]
-    num_found = len(kept)
-    if num_found > max_spans:  # a single step with more calls than a page can hold: the short ones go
-        kept = sorted(kept, key=lambda span: span.start - span.end)[:max_spans]
-    kept.sort(key=lambda span: span.start)
-    origin = min([windows[chosen[0]].start, *(span.start for span in kept)])
-    lanes = sorted({span.lane for span in kept}, key=lambda lane: _lane_order(*trace.lane_name(lane)))
+    touching = np.flatnonzero(_touches(spans, [windows[index] for index in chosen]))
+    longest_first = touching[np.argsort(spans.starts[touching] - spans.ends[touching], kind="stable")]
+    # A single step may have more calls than a page can hold: then the short ones go.
+    kept = longest_first[:max_spans]
+    kept = kept[np.argsort(spans.starts[kept], kind="stable")]
+    origin = min(windows[chosen[0]].start, float(spans.starts[kept].min()))
+    lanes = sorted(np.unique(spans.lanes[kept]).tolist(), key=lambda lane: _lane_order(*spans.lane_names[lane]))
+    names = sorted(np.unique(spans.names[kept]).tolist(), key=lambda name: spans.span_names[name])
     lane_numbers = {lane: number for number, lane in enumerate(lanes)}
-    names = sorted({span.name for span in kept})
     name_numbers = {name: number for number, name in enumerate(names)}
     slowest = max(range(len(windows)), key=lambda index: windows[index].end - windows[index].start)
     return {
@@ -212,27 +229,28 @@ def _cut(path: Path, windows: list[Window], num_spans: list[int], max_spans: int
             for index in chosen
         ],
         "num_windows": len(windows),
-        "num_left_out": num_found - len(kept),
-        "lanes": [trace.lane_name(lane) for lane in lanes],
-        "names": names,
+        "num_left_out": len(touching) - len(kept),
+        "lanes": [spans.lane_names[lane] for lane in lanes],
+        "names": [spans.span_names[name] for name in names],
         "spans": [
             [
-                lane_numbers[span.lane],
-                name_numbers[span.name],
-                round(span.start - origin),
-                round(span.end - span.start),
-                int(span.is_hand_over),
-                *([] if span.num_bytes is None else [span.num_bytes]),
+                lane_numbers[int(spans.lanes[index])],
+                name_numbers[int(spans.names[index])],
+                round(float(spans.starts[index]) - origin),
+                round(float(spans.ends[index] - spans.starts[index])),
+                int(spans.hand_overs[index]),
+                *([] if spans.num_bytes[index] < 0 else [int(spans.num_bytes[index])]),
             ]
-            for span in kept
+            for index in kept.tolist()
         ],
     }
 
 
-def _is_in(span: Span, windows: list[Window], bounds: list[float]) -> bool:
-    """Whether a span touches one of the windows, which are in the order of time."""
-    last = bisect.bisect_right(bounds, span.end) - 1
-    return last >= 0 and windows[last].end >= span.start
+def _touches(spans: Spans, windows: list[Window]) -> np.ndarray:
+    """[spans] whether a span lies at least partly in one of the windows, which are in the order of time."""
+    starts, ends = np.array([window.start for window in windows]), np.array([window.end for window in windows])
+    last = np.searchsorted(starts, spans.ends, side="right") - 1
+    return (last >= 0) & (ends[last] >= spans.starts)
 
 
 def _lane_order(process: str, thread: str) -> tuple[int, str, int, str]:
