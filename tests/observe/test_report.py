@@ -196,7 +196,7 @@ def test_a_long_run_with_long_samples_stays_below_the_limit(tmp_path):
 def test_the_most_runs_and_very_many_metrics_stay_below_the_limit(tmp_path):
     path = make_run(tmp_path / "wide", num_steps=12, samples_every=2, num_tokens=300)
     write_lines(
-        path / "metrics.jsonl", [{f"extra/{n}": step / 7 for n in range(900)} | {"step": step} for step in range(30)]
+        path / "metrics.jsonl", [{f"extra/{n}": step / 7 for n in range(900)} | {"step": step} for step in range(12)]
     )
     write_lines(path / "events.jsonl", [{"kind": "note", "text": "x" * 3_000}] * 200)
     page = write_report([path] * MAX_RUNS, tmp_path / "out.html")

@@ -77,7 +77,9 @@ def open_report(browser, reports):
 
 
 def drawing(page, selector):
-    """The pixels of a chart."""
+    """The pixels of a chart. Charts are drawn when they come near the window."""
+    page.locator(selector).first.scroll_into_view_if_needed()
+    page.wait_for_selector(f"{selector} canvas")
     page.wait_for_timeout(60)
     return page.eval_on_selector(f"{selector} canvas", "canvas => canvas.toDataURL()")
 
@@ -96,13 +98,17 @@ def test_every_section_shows_something(open_report):
     page = open_report("one")
     assert page.title() == "carry – Hotseat report"
     for section in SECTIONS:
+        page.locator(f"#{section}").scroll_into_view_if_needed()
         assert page.locator(f"#{section}").bounding_box()["height"] > 100, section
         assert page.locator(f"#{section} .absent").count() == 0, section
     tiles = page.locator(".tile").all_inner_texts()
     assert any(text.startswith("Steps\n60") for text in tiles)
     assert page.locator("#curves canvas").count() == 6
     assert page.locator("#phases tbody tr").count() == 6
-    assert page.locator("#memory canvas").count() == 2
+    for section, num_charts in {"timeline": 1, "phases": 1, "memory": 2, "distributions": 2, "gap": 2}.items():
+        page.locator(f"#{section} .chart").last.scroll_into_view_if_needed()
+        page.wait_for_selector(f"#{section} canvas")
+        assert page.locator(f"#{section} .chart canvas").count() == num_charts, section
 
 
 def test_smoothing_changes_the_curve(open_report):
@@ -219,6 +225,10 @@ def test_arrows_move_through_the_list(open_report):
     assert selected.count() == 1
     assert selected.get_attribute("id") == "sample-1"
     assert page.locator(".sample-list").get_attribute("aria-activedescendant") == "sample-1"
+    for _ in range(20):
+        page.keyboard.press("ArrowDown")
+    item, around = selected.bounding_box(), page.locator(".sample-list").bounding_box()
+    assert around["y"] <= item["y"] <= around["y"] + around["height"] - item["height"] + 2
 
 
 def test_tokens_are_coloured_by_the_chosen_fact(open_report):

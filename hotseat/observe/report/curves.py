@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -138,7 +139,7 @@ def _points(values: np.ndarray, max_points: int) -> dict[str, Any]:
 
 
 def _rounded(values: np.ndarray, num_digits: int = 5) -> list[float | int | None]:
-    return [significant(value, num_digits) if np.isfinite(value) else None for value in values.tolist()]
+    return [significant(value, num_digits) if math.isfinite(value) else None for value in values.tolist()]
 
 
 def make_phases(table: Table) -> dict[str, Any] | None:

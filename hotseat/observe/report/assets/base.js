@@ -33,10 +33,19 @@ function absent(text) {
   return el('p', { class: 'absent' }, text);
 }
 
+/** What a section left out, a sentence each; null for what does not apply. */
+function notes(...sentences) {
+  return el('div', { class: 'notes' }, ...sentences.filter(Boolean).map((text) => el('p', {}, text)));
+}
+
 function table(head, rows, attributes = {}) {
   const headRow = el('tr', {}, ...head.map((text) => el('th', { scope: 'col' }, text)));
   const bodyRows = rows.map((cells) => el('tr', {}, ...cells.map(tableCell)));
-  return el('div', { class: 'scroll' }, el('table', attributes, el('thead', {}, headRow), el('tbody', {}, ...bodyRows)));
+  return el(
+    'div',
+    { class: 'scroll' },
+    el('table', attributes, el('thead', {}, headRow), el('tbody', {}, ...bodyRows)),
+  );
 }
 
 function tableCell(cell, index) {
@@ -48,7 +57,11 @@ function tableCell(cell, index) {
 /** Buttons of which one is pressed. */
 function choice(label, options, chosen, onChoose) {
   const buttons = options.map(([value, text]) =>
-    el('button', { type: 'button', 'data-value': value, 'aria-pressed': String(value === chosen), onclick: () => press(value) }, text),
+    el(
+      'button',
+      { type: 'button', 'data-value': value, 'aria-pressed': String(value === chosen), onclick: () => press(value) },
+      text,
+    ),
   );
   function press(value) {
     for (const button of buttons) button.setAttribute('aria-pressed', String(button.dataset.value === value));

@@ -8,11 +8,27 @@ const resizing = new ResizeObserver((entries) => {
   }
 });
 
+const approaching = new IntersectionObserver(
+  (entries) => {
+    const near = new Set(entries.filter((entry) => entry.isIntersecting).map((entry) => entry.target));
+    for (const chart of charts) if (near.has(chart.container)) start(chart);
+  },
+  { rootMargin: '600px' },
+);
+
 const RUN_COLOURS = 8;
 const KNOWN_COLOURS = {
-  rollout: 'rollout', prepare: 'prepare', update: 'update', sync: 'sync', evaluate: 'evaluate', save: 'save',
+  rollout: 'rollout',
+  prepare: 'prepare',
+  update: 'update',
+  sync: 'sync',
+  evaluate: 'evaluate',
+  save: 'save',
   'between phases': 'rest',
-  actor: 'update', reference: 'evaluate', critic: 'sync', reward: 'save',
+  actor: 'update',
+  reference: 'evaluate',
+  critic: 'sync',
+  reward: 'save',
 };
 
 function colour(name) {
@@ -43,19 +59,21 @@ function addChart(container, label, makeOption) {
   container.setAttribute('aria-label', label);
   const chart = { container, makeOption, instance: null };
   charts.add(chart);
-  drawSoon(chart);
+  approaching.observe(container);
   return chart;
 }
 
-/** Drawn when the container has a place on the page, and so a size. */
-function drawSoon(chart) {
-  requestAnimationFrame(() => {
-    if (!charts.has(chart) || !chart.container.isConnected) return;
-    chart.instance = echarts.init(chart.container);
-    resizing.observe(chart.container);
-    draw(chart);
-    chart.onReady?.(chart.instance);
-  });
+/** The first drawing: when the chart comes near the window, so that a page of many charts opens at once. */
+function start(chart) {
+  approaching.unobserve(chart.container);
+  chart.instance = echarts.init(chart.container);
+  resizing.observe(chart.container);
+  draw(chart);
+  chart.onReady?.(chart.instance);
+}
+
+function startAll() {
+  for (const chart of charts) if (!chart.instance) start(chart);
 }
 
 function draw(chart) {
@@ -64,6 +82,7 @@ function draw(chart) {
 
 function removeChart(chart) {
   charts.delete(chart);
+  approaching.unobserve(chart.container);
   resizing.unobserve(chart.container);
   chart.instance?.dispose();
 }
@@ -130,12 +149,23 @@ function swatch(swatchColour) {
 }
 
 function legend(entries) {
-  return el('ul', { class: 'legend' }, ...entries.map(([entryColour, name]) => el('li', {}, swatch(entryColour), name)));
+  return el(
+    'ul',
+    { class: 'legend' },
+    ...entries.map(([entryColour, name]) => el('li', {}, swatch(entryColour), name)),
+  );
 }
 
 /** Dragging pans and Ctrl with the wheel zooms; the wheel alone scrolls the page. */
 function zoom(more = {}) {
-  return { type: 'inside', zoomOnMouseWheel: 'ctrl', moveOnMouseWheel: false, preventDefaultMouseMove: false, filterMode: 'none', ...more };
+  return {
+    type: 'inside',
+    zoomOnMouseWheel: 'ctrl',
+    moveOnMouseWheel: false,
+    preventDefaultMouseMove: false,
+    filterMode: 'none',
+    ...more,
+  };
 }
 
 /** A section that is filled anew for each run that is selected. */

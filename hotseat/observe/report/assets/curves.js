@@ -1,6 +1,17 @@
 // Learning curves: any metric of any run, smoothed, by step or by time.
 
-const PREFERRED = ['reward', 'eval/accuracy', 'eval/loss', 'loss', 'length', 'entropy', 'kl', 'grad_norm', 'engine_gap', 'learning_rate'];
+const PREFERRED = [
+  'reward',
+  'eval/accuracy',
+  'eval/loss',
+  'loss',
+  'length',
+  'entropy',
+  'kl',
+  'grad_norm',
+  'engine_gap',
+  'learning_rate',
+];
 const NUM_FIRST_SHOWN = 6;
 const view = { smoothing: 0.6, x: 'steps', hidden: new Set(), shown: [] };
 
@@ -32,7 +43,11 @@ function isMeasured(name) {
 }
 
 function showCurves() {
-  const body = openSection('curves', 'Learning curves', 'Faint: as measured. Bold: smoothed. Dots: measured on held-out prompts.');
+  const body = openSection(
+    'curves',
+    'Learning curves',
+    'Faint: as measured. Bold: smoothed. Dots: measured on held-out prompts.',
+  );
   const names = metricNames();
   if (!names.length) {
     body.append(absent('There are no metrics yet: metrics.jsonl is missing or empty.'));
@@ -42,27 +57,48 @@ function showCurves() {
   view.shown = (preferred.length ? preferred : names).slice(0, NUM_FIRST_SHOWN);
   const cards = el('div', { class: 'cards' });
   const fill = () => fillCurveCards(cards);
-  body.append(curveControls(), el('div', { class: 'with-side' }, metricPicker(names, fill), el('div', {}, cards, curveNotes())));
+  body.append(
+    curveControls(),
+    el('div', { class: 'with-side' }, metricPicker(names, fill), el('div', {}, cards, curveNotes())),
+  );
   fill();
 }
 
 function curveControls() {
   const shown = el('output', { for: 'smoothing' }, view.smoothing.toFixed(2));
   const slider = el('input', {
-    id: 'smoothing', type: 'range', min: 0, max: 0.99, step: 0.01, value: view.smoothing, 'aria-label': 'Smoothing',
+    id: 'smoothing',
+    type: 'range',
+    min: 0,
+    max: 0.99,
+    step: 0.01,
+    value: view.smoothing,
+    'aria-label': 'Smoothing',
     oninput: () => {
       view.smoothing = Number(slider.value);
       shown.textContent = view.smoothing.toFixed(2);
       redrawCurves();
     },
   });
-  const controls = el('div', { class: 'controls' }, el('label', { class: 'field' }, el('span', {}, 'Smoothing'), slider, shown));
+  const controls = el(
+    'div',
+    { class: 'controls' },
+    el('label', { class: 'field' }, el('span', {}, 'Smoothing'), slider, shown),
+  );
   if (runs.some((run) => run.curves.grids.some((grid) => grid.seconds))) {
     controls.append(
-      choice('Horizontal axis', [['steps', 'Steps'], ['seconds', 'Time']], view.x, (value) => {
-        view.x = value;
-        redrawCurves();
-      }),
+      choice(
+        'Horizontal axis',
+        [
+          ['steps', 'Steps'],
+          ['seconds', 'Time'],
+        ],
+        view.x,
+        (value) => {
+          view.x = value;
+          redrawCurves();
+        },
+      ),
     );
   }
   if (isComparison) controls.append(runLegend());
@@ -74,7 +110,8 @@ function curveControls() {
 function runLegend() {
   const entries = runs.map((run, index) => {
     const box = el('input', {
-      type: 'checkbox', checked: true,
+      type: 'checkbox',
+      checked: true,
       onchange: () => {
         if (box.checked) view.hidden.delete(index);
         else view.hidden.add(index);
@@ -95,18 +132,30 @@ function redrawCurves() {
 }
 
 function curveNotes() {
-  const notes = el('div', { class: 'notes' });
-  const thinned = runs.filter((run) => Object.values(run.curves.series).some((points) => points.low));
-  if (thinned.length) {
-    const grid = thinned[0].curves.grids.reduce((most, other) => (other.num_steps > most.num_steps ? other : most));
-    notes.append(
-      el('p', {}, `${grid.num_steps.toLocaleString('en-US')} steps are drawn as ${grid.steps.length} points: each is the mean of its neighbours, the band reaches from their lowest to their highest value.`),
-    );
-  }
-  for (const run of runs) {
-    if (run.curves.num_left_out) notes.append(el('p', {}, `${run.label}: ${plural(run.curves.num_left_out, 'metric')} left out, to keep this page small.`));
-  }
-  return notes;
+  const surplus = runs.filter((run) => run.curves.num_left_out);
+  return notes(
+    thinningNote(),
+    timelessNote(),
+    ...surplus.map(
+      ({ label, curves }) => `${label}: ${plural(curves.num_left_out, 'metric')} left out for lack of room.`,
+    ),
+  );
+}
+
+function thinningNote() {
+  const thinned = runs.find((run) => Object.values(run.curves.series).some((points) => points.low));
+  if (!thinned) return null;
+  const grid = thinned.curves.grids.reduce((most, other) => (other.num_steps > most.num_steps ? other : most));
+  return (
+    `${plural(grid.num_steps, 'step')} are drawn as ${plural(grid.steps.length, 'point')}: each is the mean of its ` +
+    'neighbours, and the band reaches from their lowest to their highest value.'
+  );
+}
+
+function timelessNote() {
+  const timeless = runs.filter((run) => run.curves.grids.some((grid) => !grid.seconds));
+  if (!timeless.length || timeless.length === runs.length) return null;
+  return `Without step_s, and so not drawn by time: ${timeless.map((run) => run.label).join(', ')}.`;
 }
 
 // --- picking metrics ---
@@ -121,15 +170,23 @@ function metricPicker(names, onChange) {
     const prefix = prefixOf(name);
     groups.set(prefix, [...(groups.get(prefix) ?? []), name]);
   }
-  const lists = [...groups].sort(([a], [b]) => a.localeCompare(b)).map(([prefix, members]) => metricGroup(prefix, members, onChange));
-  const search = el('input', { type: 'search', placeholder: 'Find a metric', 'aria-label': 'Find a metric', oninput: () => filterMetrics(lists, search.value) });
+  const lists = [...groups]
+    .sort(([a], [b]) => a.localeCompare(b))
+    .map(([prefix, members]) => metricGroup(prefix, members, onChange));
+  const search = el('input', {
+    type: 'search',
+    placeholder: 'Find a metric',
+    'aria-label': 'Find a metric',
+    oninput: () => filterMetrics(lists, search.value),
+  });
   return el('aside', { class: 'picker', 'aria-label': 'Metrics to show' }, search, ...lists);
 }
 
 function metricGroup(prefix, names, onChange) {
   const rows = names.map((name) => {
     const box = el('input', {
-      type: 'checkbox', 'data-metric': name,
+      type: 'checkbox',
+      'data-metric': name,
       onchange: () => {
         view.shown = box.checked ? [...view.shown, name] : view.shown.filter((other) => other !== name);
         onChange();
@@ -172,14 +229,26 @@ function fillCurveCards(cards) {
 function curveCard(name) {
   const container = el('div');
   const notFinite = runs.reduce((sum, run) => sum + (run.curves.series[name]?.not_finite ?? 0), 0);
-  const widen = el('button', {
-    type: 'button', class: 'quiet', 'aria-pressed': 'false',
-    onclick: () => widen.setAttribute('aria-pressed', String(card.classList.toggle('wide'))),
-  }, 'Widen');
+  const widen = el(
+    'button',
+    {
+      type: 'button',
+      class: 'quiet',
+      'aria-pressed': 'false',
+      onclick: () => widen.setAttribute('aria-pressed', String(card.classList.toggle('wide'))),
+    },
+    'Widen',
+  );
   const card = el(
     'article',
     { class: 'card', 'data-metric': name },
-    el('div', { class: 'card-head' }, el('h3', {}, name), notFinite ? el('span', { class: 'warn' }, `${plural(notFinite, 'value')} not finite`) : null, widen),
+    el(
+      'div',
+      { class: 'card-head' },
+      el('h3', {}, name),
+      notFinite ? el('span', { class: 'warn' }, `${plural(notFinite, 'value')} not finite`) : null,
+      widen,
+    ),
     container,
   );
   addCurveChart(container, `Curve of ${name}`, () => runs.map((run, index) => [run, index]), name);
@@ -188,18 +257,33 @@ function curveCard(name) {
 
 /** `pickRuns` gives [run, index] pairs: all of them, or the one that a section is about. */
 function addCurveChart(container, label, pickRuns, name) {
-  const chart = addChart(container, label, () => curveOption(pickRuns().filter(([, index]) => !view.hidden.has(index)), name));
+  const chart = addChart(container, label, () =>
+    curveOption(
+      pickRuns().filter(([, index]) => !view.hidden.has(index)),
+      name,
+    ),
+  );
   chart.isCurve = true;
-  chart.onReady = (instance) => instance.getZr().on('dblclick', () => instance.dispatchAction({ type: 'dataZoom', start: 0, end: 100 }));
+  chart.onReady = (instance) =>
+    instance.getZr().on('dblclick', () => instance.dispatchAction({ type: 'dataZoom', start: 0, end: 100 }));
   return chart;
 }
 
 function curveOption(picked, name) {
   const isTime = view.x === 'seconds';
   const usable = picked.filter(([run]) => !isTime || run.curves.grids.every((grid) => grid.seconds));
-  const series = usable.flatMap(([run, index]) => [...lines(run, index, name), ...(isMeasured(name) ? [] : marks(run, index, `eval/${name}`, 'dotted'))]);
+  const series = usable.flatMap(([run, index]) => [
+    ...lines(run, index, name),
+    ...(isMeasured(name) ? [] : marks(run, index, `eval/${name}`, 'dotted')),
+  ]);
   return {
-    xAxis: axis({ type: 'value', min: 'dataMin', max: 'dataMax', hasLines: false, axisLabel: { formatter: isTime ? formatSeconds : undefined } }),
+    xAxis: axis({
+      type: 'value',
+      min: 'dataMin',
+      max: 'dataMax',
+      hasLines: false,
+      axisLabel: { formatter: isTime ? formatSeconds : undefined },
+    }),
     yAxis: axis({ type: 'value', scale: true, splitNumber: 4, axisLabel: { formatter: formatNumber } }),
     dataZoom: [zoom()],
     tooltip: tooltip('axis', (parameters) => curveTooltip(parameters, name)),
@@ -214,10 +298,23 @@ function lines(run, index, name) {
   const ink = runColour(index);
   const dash = index < RUN_COLOURS ? 'solid' : 'dashed';
   const common = { type: 'line', showSymbol: points.length === 1, emphasis: { disabled: true } };
-  const bold = { ...common, id: `bold ${index}`, data: view.smoothing ? smooth(points, view.smoothing) : points, lineStyle: { color: ink, width: 2, type: dash }, itemStyle: { color: ink } };
+  const bold = {
+    ...common,
+    id: `bold ${index}`,
+    data: view.smoothing ? smooth(points, view.smoothing) : points,
+    lineStyle: { color: ink, width: 2, type: dash },
+    itemStyle: { color: ink },
+  };
   const band = run.curves.series[name].low ? [bandSeries(run, index, name, ink)] : [];
   if (!view.smoothing) return [...band, bold];
-  const faint = { ...common, id: `faint ${index}`, data: points, silent: true, lineStyle: { color: ink, width: 1, opacity: 0.3 }, itemStyle: { color: ink, opacity: 0.3 } };
+  const faint = {
+    ...common,
+    id: `faint ${index}`,
+    data: points,
+    silent: true,
+    lineStyle: { color: ink, width: 1, opacity: 0.3 },
+    itemStyle: { color: ink, opacity: 0.3 },
+  };
   return [...band, faint, bold];
 }
 
@@ -227,7 +324,12 @@ function bandSeries(run, index, name, ink) {
   const xs = run.curves.grids[grid][view.x];
   const rows = xs.map((x, at) => [x, low[at], high[at]]).filter((row) => row[1] !== null);
   return {
-    type: 'custom', id: `band ${index}`, silent: true, clip: true, data: rows, encode: { x: 0, y: [1, 2] },
+    type: 'custom',
+    id: `band ${index}`,
+    silent: true,
+    clip: true,
+    data: rows,
+    encode: { x: 0, y: [1, 2] },
     renderItem: (parameters, api) => {
       if (parameters.dataIndex) return null;
       const upper = rows.map((row) => api.coord([row[0], row[2]]));
@@ -244,9 +346,17 @@ function marks(run, index, name, lineType = index < RUN_COLOURS ? 'solid' : 'das
   const ink = runColour(index);
   return [
     {
-      type: 'line', id: `mark ${index}`, data: points, connectNulls: true, showSymbol: points.length <= 150, emphasis: { disabled: true },
-      symbol: 'circle', symbolSize: 7, itemStyle: { color: colour('card'), borderColor: ink, borderWidth: 2 },
-      lineStyle: { color: ink, width: 1.5, type: lineType }, z: 3,
+      type: 'line',
+      id: `mark ${index}`,
+      data: points,
+      connectNulls: true,
+      showSymbol: points.length <= 150,
+      emphasis: { disabled: true },
+      symbol: 'circle',
+      symbolSize: 7,
+      itemStyle: { color: colour('card'), borderColor: ink, borderWidth: 2 },
+      lineStyle: { color: ink, width: 1.5, type: lineType },
+      z: 3,
     },
   ];
 }

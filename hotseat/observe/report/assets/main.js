@@ -51,9 +51,12 @@ function showNavigation() {
 
 applyTheme();
 systemTheme.addEventListener('change', applyTheme);
+addEventListener('beforeprint', startAll);
 showNavigation();
 for (const [, , show] of SECTIONS) show();
 selectRun(0);
-document.getElementById('footer').append(
-  `Hotseat ${data.version}. Charts by Apache ECharts, Apache License 2.0. This file is complete: it fetches nothing.`,
-);
+document
+  .getElementById('footer')
+  .append(
+    `Hotseat ${data.version}. Charts by Apache ECharts, Apache License 2.0. This file is complete: it fetches nothing.`,
+  );

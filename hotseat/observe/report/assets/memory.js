@@ -1,7 +1,12 @@
 // Memory that the processes of each role held in each phase.
 
 function showMemory() {
-  const body = openSection('memory', 'Memory per phase', 'GiB that the processes of a role held: on a GPU the most during the phase, on CPU at its end.', { hasRunSelect: true });
+  const body = openSection(
+    'memory',
+    'Memory per phase',
+    'GiB that the processes of a role held: on a GPU the most during the phase, on CPU at its end.',
+    { hasRunSelect: true },
+  );
   perRun(body, fillMemory);
 }
 
@@ -18,7 +23,14 @@ function fillMemory(body, run) {
   const roles = [...new Set(cells.map((cell) => cell.role))];
   const cards = el('div', { class: 'cards' });
   body.append(el('div', { class: 'card' }, memoryTable(cells, roles)), cards);
-  for (const role of roles) cards.append(memoryCard(run, role, cells.filter((cell) => cell.role === role)));
+  for (const role of roles)
+    cards.append(
+      memoryCard(
+        run,
+        role,
+        cells.filter((cell) => cell.role === role),
+      ),
+    );
 }
 
 function peakOf(run, name) {
@@ -29,7 +41,15 @@ function peakOf(run, name) {
 function memoryTable(cells, roles) {
   const most = Math.max(...cells.map((cell) => cell.peak));
   const phases = [...new Set(cells.map((cell) => cell.phase))];
-  const rows = phases.map((phase) => [phase, ...roles.map((role) => memoryCell(cells.find((cell) => cell.phase === phase && cell.role === role), most))]);
+  const rows = phases.map((phase) => [
+    phase,
+    ...roles.map((role) =>
+      memoryCell(
+        cells.find((cell) => cell.phase === phase && cell.role === role),
+        most,
+      ),
+    ),
+  ]);
   return table(['Peak, GiB', ...roles], rows, { class: 'numbers compact' });
 }
 
@@ -46,13 +66,30 @@ function memoryCard(run, role, cells) {
     xAxis: axis({ type: 'value', min: 'dataMin', max: 'dataMax', hasLines: false }),
     yAxis: axis({ type: 'value', min: 0, splitNumber: 4, axisLabel: { formatter: formatNumber } }),
     tooltip: tooltip('axis', (parameters) =>
-      tooltipContent(`step ${parameters[0].axisValue}`, parameters.map(({ seriesName, value }) => [namedColour(seriesName), seriesName, `${formatNumber(value[1])} GiB`])),
+      tooltipContent(
+        `step ${parameters[0].axisValue}`,
+        parameters.map(({ seriesName, value }) => [
+          namedColour(seriesName),
+          seriesName,
+          `${formatNumber(value[1])} GiB`,
+        ]),
+      ),
     ),
     series: cells.map(({ name, phase }) => ({
-      type: 'line', name: phase, data: seriesOf(run, name), showSymbol: false, lineStyle: { color: namedColour(phase), width: 2 }, itemStyle: { color: namedColour(phase) },
+      type: 'line',
+      name: phase,
+      data: seriesOf(run, name),
+      showSymbol: false,
+      lineStyle: { color: namedColour(phase), width: 2 },
+      itemStyle: { color: namedColour(phase) },
     })),
   }));
-  return el('article', { class: 'card' }, el('div', { class: 'card-head' }, el('h3', {}, role), phaseLegend(cells)), container);
+  return el(
+    'article',
+    { class: 'card' },
+    el('div', { class: 'card-head' }, el('h3', {}, role), phaseLegend(cells)),
+    container,
+  );
 }
 
 function phaseLegend(cells) {

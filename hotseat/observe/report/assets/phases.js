@@ -14,9 +14,8 @@ function fillPhases(body, run) {
   const card = el('div', { class: 'card' }, container);
   body.append(el('div', { class: 'chart-and-table' }, card, el('div', { class: 'card' }, phaseTable(run.phases))));
   addChart(container, 'Seconds by phase over steps', () => phaseOption(run.phases));
-  if (run.phases.steps.some(([first, last]) => first !== last)) {
-    body.append(el('div', { class: 'notes' }, el('p', {}, `Each bar is the mean of up to ${Math.max(...run.phases.steps.map(([first, last]) => last - first + 1))} steps.`)));
-  }
+  const width = Math.max(...run.phases.steps.map(([first, last]) => last - first + 1));
+  body.append(notes(width > 1 ? `Each bar is the mean of up to ${width} steps.` : null));
 }
 
 function phaseTable({ phases }) {
@@ -42,10 +41,17 @@ function phaseOption({ steps, phases }) {
     xAxis: axis({ type: 'category', data: steps.map(formatRange), hasLines: false }),
     yAxis: axis({ type: 'value', splitNumber: 4, axisLabel: { formatter: formatSeconds } }),
     dataZoom: [zoom()],
-    tooltip: tooltip('axis', (parameters) => phaseTooltip(parameters, steps, phases), { axisPointer: { type: 'shadow' } }),
+    tooltip: tooltip('axis', (parameters) => phaseTooltip(parameters, steps, phases), {
+      axisPointer: { type: 'shadow' },
+    }),
     series: phases.map(({ name, seconds }) => ({
-      type: 'bar', stack: 'phases', name, data: seconds, barCategoryGap: steps.length > 60 ? '0%' : '15%',
-      itemStyle: { color: namedColour(name) }, emphasis: { disabled: true },
+      type: 'bar',
+      stack: 'phases',
+      name,
+      data: seconds,
+      barCategoryGap: steps.length > 60 ? '0%' : '15%',
+      itemStyle: { color: namedColour(name) },
+      emphasis: { disabled: true },
     })),
   };
 }

@@ -3,9 +3,27 @@
 const LOG_PROB_UNIT = 1e-4;
 const GAP_UNIT = 1e-5;
 const MODES = {
-  gap: { name: 'Log-prob gap', kind: 'diverging', of: (token) => token.gap, low: 'trainer less sure', high: 'more sure' },
-  advantage: { name: 'Advantage', kind: 'diverging', of: (token) => token.advantage, low: 'discouraged', high: 'encouraged' },
-  engine: { name: 'Engine log-prob', kind: 'sequential', of: (token) => (token.engine === null ? null : -token.engine), low: 'likely', high: 'unlikely' },
+  gap: {
+    name: 'Log-prob gap',
+    kind: 'diverging',
+    of: (token) => token.gap,
+    low: 'trainer less sure',
+    high: 'more sure',
+  },
+  advantage: {
+    name: 'Advantage',
+    kind: 'diverging',
+    of: (token) => token.advantage,
+    low: 'discouraged',
+    high: 'encouraged',
+  },
+  engine: {
+    name: 'Engine log-prob',
+    kind: 'sequential',
+    of: (token) => (token.engine === null ? null : -token.engine),
+    low: 'likely',
+    high: 'unlikely',
+  },
   version: { name: 'Weight version', kind: 'steps', of: (token) => token.version },
   fate: { name: 'Fate', kind: 'named', of: (token) => token.fate },
 };
@@ -13,7 +31,12 @@ const FATES = ['learned', 'clipped', 'corrected', 'clipped, corrected', 'no grad
 const browser = { mode: 'gap', samples: [], shown: [], selected: null };
 
 function showSamples() {
-  const body = openSection('samples', 'Samples', 'Recorded samples, token by token. Up and down arrows move through the list; left and right move through the tokens.', { hasRunSelect: true });
+  const body = openSection(
+    'samples',
+    'Samples',
+    'Recorded samples, token by token. Arrows up and down move through the list, left and right through tokens.',
+    { hasRunSelect: true },
+  );
   perRun(body, fillSamples);
 }
 
@@ -23,20 +46,28 @@ function fillSamples(body, run) {
     return;
   }
   browser.samples = run.samples.shown.map((sample, index) => ({ ...sample, index, words: wordsOf(sample) }));
-  const list = el('ul', { class: 'sample-list', role: 'listbox', tabindex: 0, 'aria-label': 'Samples', onkeydown: (event) => moveInList(event) });
-  const detail = el('div', { class: 'sample-detail', 'aria-live': 'polite' });
-  const count = el('span', { class: 'hint', id: 'sample-count' });
-  const filters = sampleFilters(run, () => fillList());
+  const list = el('ul', {
+    class: 'sample-list',
+    role: 'listbox',
+    tabindex: 0,
+    'aria-label': 'Samples',
+    onkeydown: moveInList,
+  });
+  const detail = el('div', { class: 'sample-detail' });
+  const count = el('span', { class: 'hint', id: 'sample-count', 'aria-live': 'polite' });
+  const filters = sampleFilters(run, fillList);
   body.append(filters.element, el('div', { class: 'browser' }, el('div', { class: 'list-side' }, count, list), detail));
-  if (run.samples.shown.length < run.samples.num_recorded) {
-    body.append(el('div', { class: 'notes' }, el('p', {}, `${run.samples.shown.length} of ${plural(run.samples.num_recorded, 'recorded sample')} are here, spread over the run; samples.jsonl has all of them.`)));
+  const { shown, num_recorded: numRecorded } = run.samples;
+  if (shown.length < numRecorded) {
+    const which = `${shown.length} of ${plural(numRecorded, 'recorded sample')} are here, spread over the run`;
+    body.append(notes(`${which}; samples.jsonl has all of them.`));
   }
 
   function fillList() {
     browser.shown = browser.samples.filter(filters.accepts);
     count.textContent = `${browser.shown.length} of ${plural(browser.samples.length, 'sample')}`;
     list.replaceChildren(...browser.shown.map((sample) => listItem(sample, () => select(sample))));
-    select(browser.shown.includes(browser.selected) ? browser.selected : browser.shown[0] ?? null);
+    select(browser.shown.includes(browser.selected) ? browser.selected : (browser.shown[0] ?? null));
   }
 
   function select(sample) {
@@ -48,7 +79,7 @@ function fillSamples(body, run) {
     }
     if (sample === null) list.removeAttribute('aria-activedescendant');
     else list.setAttribute('aria-activedescendant', `sample-${sample.index}`);
-    detail.replaceChildren(sample === null ? absent('No sample passes these filters.') : sampleDetail(sample, run));
+    detail.replaceChildren(sample === null ? absent('No sample passes these filters.') : sampleDetail(sample));
   }
 
   function moveInList(event) {
@@ -64,9 +95,10 @@ function fillSamples(body, run) {
 
 /** Scrolls the list and not the page. */
 function keepInView(list, item) {
-  const top = item.offsetTop - list.offsetTop;
+  const top = item.offsetTop;
   if (top < list.scrollTop) list.scrollTop = top;
-  else if (top + item.offsetHeight > list.scrollTop + list.clientHeight) list.scrollTop = top + item.offsetHeight - list.clientHeight;
+  else if (top + item.offsetHeight > list.scrollTop + list.clientHeight)
+    list.scrollTop = top + item.offsetHeight - list.clientHeight;
 }
 
 function wordsOf(sample) {
@@ -78,23 +110,43 @@ function wordsOf(sample) {
 
 function sampleFilters(run, onChange) {
   const distinct = (name) => [...new Set(run.samples.shown.map((sample) => sample[name]))];
-  const number = (label) => el('input', { type: 'number', step: 'any', 'aria-label': label, class: 'short', oninput: onChange });
+  const number = (label) =>
+    el('input', { type: 'number', step: 'any', 'aria-label': label, class: 'short', oninput: onChange });
   const select = (name, texts, label) =>
-    el('select', { 'data-filter': name, 'aria-label': label, onchange: onChange }, option('', 'all'), ...texts.map((value) => option(value, value === '' ? '(none)' : String(value))));
+    el(
+      'select',
+      { 'data-filter': name, 'aria-label': label, onchange: onChange },
+      option('', 'all'),
+      ...texts.map((value) => option(value, value === '' ? '(none)' : String(value))),
+    );
   const low = number('Lowest reward');
   const high = number('Highest reward');
-  const step = select('step', distinct('step').sort((a, b) => a - b), 'Step');
+  const step = select(
+    'step',
+    distinct('step').sort((a, b) => a - b),
+    'Step',
+  );
   const sources = distinct('source').sort();
   const source = select('source', sources.filter(Boolean), 'Source');
   const state = select('state', distinct('state').sort(), 'State');
-  const text = el('input', { type: 'search', placeholder: 'Search in prompts and answers', 'aria-label': 'Search in texts', oninput: onChange });
-  const reset = el('button', {
-    type: 'button', class: 'button',
-    onclick: () => {
-      for (const control of [low, high, step, source, state, text]) control.value = '';
-      onChange();
+  const text = el('input', {
+    type: 'search',
+    placeholder: 'Search in prompts and answers',
+    'aria-label': 'Search in texts',
+    oninput: onChange,
+  });
+  const reset = el(
+    'button',
+    {
+      type: 'button',
+      class: 'button',
+      onclick: () => {
+        for (const control of [low, high, step, source, state, text]) control.value = '';
+        onChange();
+      },
     },
-  }, 'Reset');
+    'Reset',
+  );
   const accepts = (sample) =>
     (low.value === '' || (sample.reward !== null && sample.reward >= Number(low.value))) &&
     (high.value === '' || (sample.reward !== null && sample.reward <= Number(high.value))) &&
@@ -105,7 +157,13 @@ function sampleFilters(run, onChange) {
   const element = el(
     'div',
     { class: 'controls', role: 'search', 'aria-label': 'Filter samples' },
-    field('Reward', low), field('to', high), field('Step', step), field('Source', source), field('State', state), text, reset,
+    field('Reward', low),
+    field('to', high),
+    field('Step', step),
+    field('Source', source),
+    field('State', state),
+    text,
+    reset,
   );
   return { element, accepts };
 }
@@ -126,24 +184,41 @@ function listItem(sample, onClick) {
   const reward = sample.reward === null ? '\u2013' : formatNumber(sample.reward);
   return el(
     'li',
-    { id: `sample-${sample.index}`, role: 'option', 'aria-selected': 'false', class: `state-${sample.state}`, onclick: onClick },
-    el('span', { class: 'item-top' }, el('b', {}, reward), el('span', { class: 'badge' }, sample.state), el('span', { class: 'item-step' }, `step ${sample.step}`)),
+    {
+      id: `sample-${sample.index}`,
+      role: 'option',
+      'aria-selected': 'false',
+      class: `state-${sample.state}`,
+      onclick: onClick,
+    },
+    el(
+      'span',
+      { class: 'item-top' },
+      el('b', {}, reward),
+      el('span', { class: 'badge' }, sample.state),
+      el('span', { class: 'item-step' }, `step ${sample.step}`),
+    ),
     el('span', { class: 'item-text' }, (answer || sample.prompt_text || sample.reason || ' ').slice(0, 160)),
   );
 }
 
 // --- one sample ---
 
-function sampleDetail(sample, run) {
+function sampleDetail(sample) {
   const tokens = tokensOf(sample);
   const facts = el('div', { class: 'token-facts' });
   const scale = el('div', { class: 'scale' });
   const text = el('div', { class: 'tokens', role: 'group', 'aria-label': 'Tokens' });
-  const paint = () => paintTokens(text, tokens, scale, run);
-  const modes = choice('Colour tokens by', Object.entries(MODES).map(([key, mode]) => [key, mode.name]), browser.mode, (mode) => {
-    browser.mode = mode;
-    paint();
-  });
+  const paint = () => paintTokens(text, tokens, scale);
+  const modes = choice(
+    'Colour tokens by',
+    Object.entries(MODES).map(([key, mode]) => [key, mode.name]),
+    browser.mode,
+    (mode) => {
+      browser.mode = mode;
+      paint();
+    },
+  );
   const detail = el('div', {}, sampleHead(sample), promptOf(sample));
   if (!tokens.length) {
     detail.append(absent('Nothing was recorded of its tokens.'));
@@ -153,7 +228,11 @@ function sampleDetail(sample, run) {
   listenToTokens(text, tokens, facts);
   showTokenFacts(facts, null);
   paint();
-  detail.append(el('div', { class: 'token-bar' }, el('span', { class: 'bar-label' }, 'Colour by'), modes, scale), facts, text);
+  detail.append(
+    el('div', { class: 'token-bar' }, el('span', { class: 'bar-label' }, 'Colour by'), modes, scale),
+    facts,
+    text,
+  );
   return detail;
 }
 
@@ -168,14 +247,26 @@ function sampleHead(sample) {
     ['Pass / prompt / sample', sample.key.map((part) => part ?? '\u2013').join(' / ')],
     ...(sample.score !== null && sample.score !== sample.reward ? [['Score', formatNumber(sample.score)]] : []),
     ...(sample.reason ? [['Reason', sample.reason]] : []),
-    ...Object.entries(sample.extra).map(([name, value]) => [name, typeof value === 'number' ? formatNumber(value) : JSON.stringify(value)]),
+    ...Object.entries(sample.extra).map(([name, value]) => [
+      name,
+      typeof value === 'number' ? formatNumber(value) : JSON.stringify(value),
+    ]),
   ];
-  return el('dl', { class: 'pairs' }, ...pairs.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, String(value)))));
+  return el(
+    'dl',
+    { class: 'pairs' },
+    ...pairs.map(([name, value]) => el('div', {}, el('dt', {}, name), el('dd', {}, String(value)))),
+  );
 }
 
 function promptOf(sample) {
   if (!sample.prompt_text) return null;
-  return el('details', { class: 'prompt', open: sample.prompt_text.length < 600 }, el('summary', {}, 'Prompt'), el('pre', {}, sample.prompt_text));
+  return el(
+    'details',
+    { class: 'prompt', open: sample.prompt_text.length < 600 },
+    el('summary', {}, 'Prompt'),
+    el('pre', {}, sample.prompt_text),
+  );
 }
 
 /** `[value, count]` pairs as one value per token. */
@@ -185,13 +276,23 @@ function unroll(pairs) {
 
 function tokensOf(sample) {
   return sample.segments.flatMap((segment, segmentIndex) => {
-    const [sampled, advantage, fate, version] = [segment.sampled, segment.advantage, segment.fate, segment.version].map(unroll);
+    const [sampled, advantage, fate, version] = [segment.sampled, segment.advantage, segment.fate, segment.version].map(
+      unroll,
+    );
     return segment.text.map((text, at) => {
       const engine = segment.engine[at] === null ? null : segment.engine[at] * LOG_PROB_UNIT;
       const gap = segment.gap[at] === null ? null : segment.gap[at] * GAP_UNIT;
       return {
-        text, segment: segmentIndex, position: segment.first + at, isSampled: sampled[at], engine, gap,
-        trainer: engine === null || gap === null ? null : engine + gap, advantage: advantage[at], fate: fate[at], version: version[at],
+        text,
+        segment: segmentIndex,
+        position: segment.first + at,
+        isSampled: sampled[at],
+        engine,
+        gap,
+        trainer: engine === null || gap === null ? null : engine + gap,
+        advantage: advantage[at],
+        fate: fate[at],
+        version: version[at],
       };
     });
   });
@@ -200,7 +301,11 @@ function tokensOf(sample) {
 /** The token's element, and before it a word on tokens that were left out. */
 function tokenParts(token, index, tokens) {
   const missing = index ? token.position - tokens[index - 1].position - 1 : 0;
-  const made = el('span', { class: token.isSampled ? 'token' : 'token context', tabindex: index ? -1 : 0, 'data-index': index }, token.text);
+  const made = el(
+    'span',
+    { class: token.isSampled ? 'token' : 'token context', tabindex: index ? -1 : 0, 'data-index': index },
+    token.text,
+  );
   if (token.text.includes('\n')) made.classList.add('breaks');
   return missing > 0 ? [el('span', { class: 'missing' }, `${plural(missing, 'token')} left out`), made] : [made];
 }
@@ -241,19 +346,21 @@ function showTokenFacts(facts, token) {
 
 // --- colours ---
 
-function paintTokens(text, tokens, scale, run) {
+function paintTokens(text, tokens, scale) {
   const mode = MODES[browser.mode];
   const values = tokens.map(mode.of);
   const known = values.filter((value) => value !== null && value !== undefined);
-  const painter = painterOf(mode, known, run);
+  const painter = painterOf(mode, known);
   for (const made of text.querySelectorAll('.token')) {
     const value = values[Number(made.dataset.index)];
     made.style.background = value === null || value === undefined ? '' : painter.colour(value);
   }
-  scale.replaceChildren(...(known.length ? painter.legend() : [el('span', { class: 'hint' }, 'not recorded for this sample')]));
+  scale.replaceChildren(
+    ...(known.length ? painter.legend() : [el('span', { class: 'hint' }, 'not recorded for this sample')]),
+  );
 }
 
-function painterOf(mode, known, run) {
+function painterOf(mode, known) {
   if (mode.kind === 'diverging') return divergingPainter(mode, known);
   if (mode.kind === 'sequential') return sequentialPainter(mode, known);
   if (mode.kind === 'steps') return stepsPainter([...new Set(known)].sort((a, b) => a - b));
@@ -272,8 +379,14 @@ function scaleEnd(sizes) {
 
 function divergingPainter(mode, known) {
   const end = scaleEnd(known.map(Math.abs));
-  const paint = (value) => (value ? mixed(value < 0 ? 'negative' : 'positive', 0.08 + 0.62 * Math.min(1, Math.abs(value) / end)) : 'transparent');
-  return { colour: paint, legend: () => gradientLegend(paint, [-end, end], (value) => formatSigned(Number(value.toPrecision(2))), mode) };
+  const paint = (value) =>
+    value
+      ? mixed(value < 0 ? 'negative' : 'positive', 0.08 + 0.62 * Math.min(1, Math.abs(value) / end))
+      : 'transparent';
+  return {
+    colour: paint,
+    legend: () => gradientLegend(paint, [-end, end], (value) => formatSigned(Number(value.toPrecision(2))), mode),
+  };
 }
 
 function sequentialPainter(mode, known) {
@@ -290,7 +403,8 @@ function gradientLegend(paint, [low, high], format, mode) {
 }
 
 function stepsPainter(versions) {
-  const share = (version) => (versions.length > 1 ? 0.12 + (0.55 * versions.indexOf(version)) / (versions.length - 1) : 0.3);
+  const share = (version) =>
+    versions.length > 1 ? 0.12 + (0.55 * versions.indexOf(version)) / (versions.length - 1) : 0.3;
   const paint = (version) => mixed('version', share(version));
   const shown = versions.length > 6 ? [versions[0], versions[versions.length - 1]] : versions;
   return { colour: paint, legend: () => shown.map((version) => key(paint(version), `version ${version}`)) };

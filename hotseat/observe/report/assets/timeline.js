@@ -5,7 +5,12 @@ const MICRO = 1e6;
 const FIRST_WINDOW = 3;
 
 function showTimeline() {
-  const body = openSection('timeline', 'Device timeline', 'Phases, who holds each device, hand-overs between holders, and the calls of each process.', { hasRunSelect: true });
+  const body = openSection(
+    'timeline',
+    'Device timeline',
+    'Phases, who holds each device, hand-overs between holders, and the calls of each process.',
+    { hasRunSelect: true },
+  );
   perRun(body, fillTimeline);
 }
 
@@ -20,13 +25,25 @@ function fillTimeline(body, run) {
   const summary = el('div');
   const last = timeline.windows.length - 1;
   const range = { from: Math.max(0, last - FIRST_WINDOW + 1), to: last };
-  const chart = addChart(container, 'Timeline of phases, devices and processes', () => timelineOption(timeline, lanes, range));
+  const chart = addChart(container, 'Timeline of phases, devices and processes', () =>
+    timelineOption(timeline, lanes, range),
+  );
   container.style.height = `${lanes.numRows * ROW_HEIGHT + 96}px`;
   const onRange = () => {
     draw(chart);
     summary.replaceChildren(deviceSummary(timeline, range));
   };
-  body.append(el('div', { class: 'card' }, timelineControls(timeline, range, onRange), timelineLegend(timeline), container, summary), timelineNotes(timeline));
+  body.append(
+    el(
+      'div',
+      { class: 'card' },
+      timelineControls(timeline, range, onRange),
+      timelineLegend(timeline),
+      el('div', { class: 'lanes' }, container),
+      summary,
+    ),
+    timelineNotes(timeline),
+  );
   onRange();
 }
 
@@ -55,14 +72,25 @@ function layOut(timeline) {
 }
 
 function timelineControls(timeline, range, onRange) {
-  const options = () => timeline.windows.map((window, index) => option(index, `step ${window.step}${window.is_slowest ? ' (slowest)' : ''}`));
-  const from = el('select', { 'aria-label': 'First step', onchange: () => set(Number(from.value), Math.max(Number(from.value), range.to)) }, ...options());
-  const to = el('select', { 'aria-label': 'Last step', onchange: () => set(Math.min(range.from, Number(to.value)), Number(to.value)) }, ...options());
+  const options = () =>
+    timeline.windows.map((window, index) =>
+      option(index, `step ${window.step}${window.is_slowest ? ' (slowest)' : ''}`),
+    );
+  const from = el(
+    'select',
+    { 'aria-label': 'First step', onchange: () => set(Number(from.value), Math.max(Number(from.value), range.to)) },
+    ...options(),
+  );
+  const to = el(
+    'select',
+    { 'aria-label': 'Last step', onchange: () => set(Math.min(range.from, Number(to.value)), Number(to.value), false) },
+    ...options(),
+  );
   const last = timeline.windows.length - 1;
-  function set(first, final) {
+  function set(first, final, keepsFirst = true) {
     // Steps that are not neighbours in the run have empty hours between them.
     while (timeline.windows[final].index - timeline.windows[first].index > final - first) {
-      if (first === range.from) final -= 1;
+      if (keepsFirst) final -= 1;
       else first += 1;
     }
     Object.assign(range, { from: first, to: final });
@@ -70,11 +98,11 @@ function timelineControls(timeline, range, onRange) {
     to.value = String(final);
     onRange();
   }
-  const jump = (text, first, final) => el('button', { type: 'button', class: 'button', onclick: () => set(first, final) }, text);
+  const jump = (text, first, final) =>
+    el('button', { type: 'button', class: 'button', onclick: () => set(first, final) }, text);
   const move = (by) => () => {
     const width = range.to - range.from;
     const first = Math.min(Math.max(0, range.from + by * (width + 1)), last - width);
-    range.from = -1;
     set(first, first + width);
   };
   const slowest = timeline.windows.findIndex((window) => window.is_slowest);
@@ -125,17 +153,37 @@ function timelineOption(timeline, lanes, range) {
   const borders = new Set(lanes.borders);
   return {
     grid: { left: 0, right: 14, top: 26, bottom: 44, outerBoundsMode: 'same', outerBoundsContain: 'axisLabel' },
-    xAxis: axis({ type: 'value', min: 0, max: (end - start) / MICRO, position: 'top', axisLabel: { formatter: formatSeconds } }),
+    xAxis: axis({
+      type: 'value',
+      min: 0,
+      max: (end - start) / MICRO,
+      position: 'top',
+      axisLabel: { formatter: formatSeconds },
+    }),
     yAxis: axis({
-      type: 'category', inverse: true, data: lanes.labels, axisLabel: { interval: 0, fontSize: 12, hideOverlap: false },
-      splitLine: { show: true, interval: (index) => borders.has(index + 1), lineStyle: { color: colour('line-strong') } },
+      type: 'category',
+      inverse: true,
+      data: lanes.labels,
+      axisLabel: { interval: 0, fontSize: 12, hideOverlap: false },
+      splitLine: {
+        show: true,
+        interval: (index) => borders.has(index + 1),
+        lineStyle: { color: colour('line-strong') },
+      },
     }),
     dataZoom: [zoom({ xAxisIndex: 0 }), zoomBar()],
     tooltip: tooltip('item', ({ data: [index] }) => spanTooltip(timeline, shown[index].span)),
     series: [
       {
-        type: 'custom', clip: true, encode: { x: [1, 2], y: 3 },
-        data: shown.map(({ span, row }, index) => [index, (span[2] - start) / MICRO, (span[2] + span[3] - start) / MICRO, row]),
+        type: 'custom',
+        clip: true,
+        encode: { x: [1, 2], y: 3 },
+        data: shown.map(({ span, row }, index) => [
+          index,
+          (span[2] - start) / MICRO,
+          (span[2] + span[3] - start) / MICRO,
+          row,
+        ]),
         renderItem: (parameters, api) => drawSpan(parameters, api, timeline, shown),
       },
     ],
@@ -144,9 +192,18 @@ function timelineOption(timeline, lanes, range) {
 
 function zoomBar() {
   return {
-    type: 'slider', height: 18, bottom: 8, showDetail: false, showDataShadow: false, brushSelect: false, filterMode: 'none',
-    borderColor: colour('line'), fillerColor: colour('filler'), handleStyle: { color: colour('card'), borderColor: colour('muted') },
-    moveHandleStyle: { color: colour('line-strong') }, backgroundColor: 'transparent',
+    type: 'slider',
+    height: 18,
+    bottom: 8,
+    showDetail: false,
+    showDataShadow: false,
+    brushSelect: false,
+    filterMode: 'none',
+    borderColor: colour('line'),
+    fillerColor: colour('filler'),
+    handleStyle: { color: colour('card'), borderColor: colour('muted') },
+    moveHandleStyle: { color: colour('line-strong') },
+    backgroundColor: 'transparent',
   };
 }
 
@@ -157,14 +214,30 @@ function drawSpan(parameters, api, timeline, shown) {
   const height = ROW_HEIGHT - 4;
   const { coordSys } = parameters;
   const bounds = { x: left, y: middle - height / 2, width: Math.max(right - left, 1), height };
-  const shape = echarts.graphic.clipRectByRect(bounds, { x: coordSys.x, y: coordSys.y, width: coordSys.width, height: coordSys.height });
+  const shape = echarts.graphic.clipRectByRect(bounds, {
+    x: coordSys.x,
+    y: coordSys.y,
+    width: coordSys.width,
+    height: coordSys.height,
+  });
   if (!shape) return null;
   const fill = spanColour(timeline, span);
   return {
     type: 'rect',
     shape: { ...shape, r: 2 },
     style: { fill, opacity: 0.92 },
-    textContent: shape.width > 40 ? { style: { text: timeline.names[span[1]], fill: readableOn(fill), fontSize: 11, width: shape.width - 8, overflow: 'truncate' } } : undefined,
+    textContent:
+      shape.width > 40
+        ? {
+            style: {
+              text: timeline.names[span[1]],
+              fill: readableOn(fill),
+              fontSize: 11,
+              width: shape.width - 8,
+              overflow: 'truncate',
+            },
+          }
+        : undefined,
     textConfig: { position: 'insideLeft', distance: 5 },
   };
 }
@@ -195,10 +268,24 @@ function deviceSummary(timeline, range) {
     if (process !== 'devices') return [];
     const mine = timeline.spans.filter((span) => span[0] === lane && span[2] < end && span[2] + span[3] > start);
     const handOvers = mine.filter((span) => span[4]);
-    const held = covered(mine.filter((span) => !span[4]), start, end) / (end - start);
+    const held =
+      covered(
+        mine.filter((span) => !span[4]),
+        start,
+        end,
+      ) /
+      (end - start);
     const handing = covered(handOvers, start, end) / (end - start);
     const bytes = handOvers.reduce((sum, span) => sum + (span[5] ?? 0), 0);
-    return [[thread, formatShare(held), formatShare(handing), String(handOvers.length), bytes ? formatBytes(bytes) : '\u2013']];
+    return [
+      [
+        thread,
+        formatShare(held),
+        formatShare(handing),
+        String(handOvers.length),
+        bytes ? formatBytes(bytes) : '\u2013',
+      ],
+    ];
   });
   if (!rows.length) return el('div');
   return table(['Device', 'Held', 'In hand-overs', 'Hand-overs', 'Moved'], rows, { class: 'numbers compact' });
@@ -220,10 +307,10 @@ function covered(spans, start, end) {
 }
 
 function timelineNotes(timeline) {
-  const notes = el('div', { class: 'notes' });
-  if (timeline.windows.length < timeline.num_windows) {
-    notes.append(el('p', {}, `${timeline.windows.length} of ${plural(timeline.num_windows, 'step')} are here: the first, the slowest and the newest. timeline.json has all of them and opens in Perfetto.`));
-  }
-  if (timeline.num_left_out) notes.append(el('p', {}, `${plural(timeline.num_left_out, 'short span')} left out.`));
-  return notes;
+  const { windows, num_windows: numWindows, num_left_out: numLeftOut } = timeline;
+  const which = `${windows.length} of ${plural(numWindows, 'step')} are here: the first, the slowest and the newest.`;
+  return notes(
+    windows.length < numWindows ? `${which} timeline.json has all of them and opens in Perfetto.` : null,
+    numLeftOut ? `${plural(numLeftOut, 'short span')} left out.` : null,
+  );
 }
