@@ -115,6 +115,12 @@ function axis(more = {}) {
   };
 }
 
+/** Steps, or seconds, along the bottom, from the first to the last. */
+function stepAxis(formatter) {
+  const axisLabel = { formatter, alignMaxLabel: 'right' };
+  return axis({ type: 'value', min: 'dataMin', max: 'dataMax', hasLines: false, axisLabel });
+}
+
 function tooltip(trigger, makeContent, more = {}) {
   return {
     trigger,

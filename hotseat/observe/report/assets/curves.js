@@ -15,11 +15,12 @@ const PREFERRED = [
 const NUM_FIRST_SHOWN = 6;
 const view = { smoothing: 0.6, x: 'steps', hidden: new Set(), shown: [] };
 
-/** [x, mean] pairs of a metric. */
-function seriesOf(run, name, x = 'steps') {
+/** [x, value] pairs of a metric: means, or the highest values, which are the same where nothing was thinned. */
+function seriesOf(run, name, x = 'steps', which = 'mean') {
   const points = run.curves.series[name];
   if (!points) return [];
-  return run.curves.grids[points.grid][x].map((position, index) => [position, points.mean[index]]);
+  const values = points[which] ?? points.mean;
+  return run.curves.grids[points.grid][x].map((position, index) => [position, values[index]]);
 }
 
 /** Exponential moving average; divided by the sum of its weights, or the first values would pull it towards zero. */
@@ -277,13 +278,7 @@ function curveOption(picked, name) {
     ...(isMeasured(name) ? [] : marks(run, index, `eval/${name}`, 'dotted')),
   ]);
   return {
-    xAxis: axis({
-      type: 'value',
-      min: 'dataMin',
-      max: 'dataMax',
-      hasLines: false,
-      axisLabel: { formatter: isTime ? formatSeconds : undefined },
-    }),
+    xAxis: stepAxis(isTime ? formatSeconds : undefined),
     yAxis: axis({ type: 'value', scale: true, splitNumber: 4, axisLabel: { formatter: formatNumber } }),
     dataZoom: [zoom()],
     tooltip: tooltip('axis', (parameters) => curveTooltip(parameters, name)),

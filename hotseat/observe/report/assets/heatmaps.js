@@ -51,7 +51,7 @@ function gapCard(run, names) {
   );
   const ink = (name) => runColour(GAP_METRICS.indexOf(name));
   addChart(container, 'Gap between engine and trainer over steps', () => ({
-    xAxis: axis({ type: 'value', min: 'dataMin', max: 'dataMax', hasLines: false }),
+    xAxis: stepAxis(),
     yAxis: axis({ type: isLogarithmic ? 'log' : 'value', scale: true, axisLabel: { formatter: formatNumber } }),
     dataZoom: [zoom()],
     tooltip: tooltip('axis', (parameters) =>
@@ -63,7 +63,7 @@ function gapCard(run, names) {
     series: names.map((name) => ({
       type: 'line',
       name,
-      data: seriesOf(run, name),
+      data: seriesOf(run, name, 'steps', name.endsWith('_max') ? 'high' : 'mean'),
       showSymbol: false,
       lineStyle: { color: ink(name), width: 2 },
       itemStyle: { color: ink(name) },

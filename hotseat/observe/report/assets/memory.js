@@ -63,7 +63,7 @@ function memoryCell(cell, most) {
 function memoryCard(run, role, cells) {
   const container = el('div');
   addChart(container, `Memory of ${role} by phase over steps`, () => ({
-    xAxis: axis({ type: 'value', min: 'dataMin', max: 'dataMax', hasLines: false }),
+    xAxis: stepAxis(),
     yAxis: axis({ type: 'value', min: 0, splitNumber: 4, axisLabel: { formatter: formatNumber } }),
     tooltip: tooltip('axis', (parameters) =>
       tooltipContent(

@@ -66,7 +66,8 @@ function comparison() {
     const name = el('span', { class: 'run-name' }, swatchOfRun(index), run.label);
     const cells = labels.map((label) => {
       const fact = run.facts.find((candidate) => candidate.label === label);
-      return el('span', { title: fact?.note }, fact ? fact.value : '\u2013');
+      if (!fact) return '\u2013';
+      return el('span', {}, fact.value, fact.is_headline ? el('small', {}, fact.note) : null);
     });
     return [name, run.task ?? '\u2013', ...cells];
   });

@@ -1,5 +1,10 @@
 // Where the time of a step goes.
 
+// Bars that are narrow show the seams between them; areas with steps do not.
+const MAX_BARS = 80;
+const BARS = { type: 'bar', barCategoryGap: '15%' };
+const AREAS = { type: 'line', step: 'middle', showSymbol: false, lineStyle: { width: 0 }, areaStyle: { opacity: 1 } };
+
 function showPhases() {
   const body = openSection('phases', 'Phase times', 'Seconds of each step by phase.', { hasRunSelect: true });
   perRun(body, fillPhases);
@@ -15,7 +20,7 @@ function fillPhases(body, run) {
   body.append(el('div', { class: 'chart-and-table' }, card, el('div', { class: 'card' }, phaseTable(run.phases))));
   addChart(container, 'Seconds by phase over steps', () => phaseOption(run.phases));
   const width = Math.max(...run.phases.steps.map(([first, last]) => last - first + 1));
-  body.append(notes(width > 1 ? `Each bar is the mean of up to ${width} steps.` : null));
+  body.append(notes(width > 1 ? `Each value is the mean of up to ${width} steps.` : null));
 }
 
 function phaseTable({ phases }) {
@@ -37,23 +42,20 @@ function shareBar(phase) {
 }
 
 function phaseOption({ steps, phases }) {
+  const areBars = steps.length <= MAX_BARS;
   return {
-    xAxis: axis({ type: 'category', data: steps.map(formatRange), hasLines: false }),
+    xAxis: axis({ type: 'category', data: steps.map(([first]) => String(first)), hasLines: false, boundaryGap: areBars }),
     yAxis: axis({ type: 'value', splitNumber: 4, axisLabel: { formatter: formatSeconds } }),
     dataZoom: [zoom()],
     tooltip: tooltip('axis', (parameters) => phaseTooltip(parameters, steps, phases), {
-      axisPointer: { type: 'shadow' },
+      axisPointer: { type: areBars ? 'shadow' : 'line', lineStyle: { color: colour('ink') } },
     }),
-    series: phases.map(({ name, seconds }) => ({
-      type: 'bar',
-      stack: 'phases',
-      name,
-      data: seconds,
-      barCategoryGap: steps.length > 60 ? '0%' : '15%',
-      itemStyle: { color: namedColour(name) },
-      emphasis: { disabled: true },
-    })),
+    series: phases.map(({ name, seconds }) => ({ ...(areBars ? BARS : AREAS), ...phaseSeries(name, seconds) })),
   };
+}
+
+function phaseSeries(name, seconds) {
+  return { stack: 'phases', name, data: seconds, color: namedColour(name), emphasis: { disabled: true } };
 }
 
 function phaseTooltip(parameters, steps, phases) {

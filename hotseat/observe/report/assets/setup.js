@@ -9,7 +9,7 @@ function showSetup() {
   );
   if (isComparison)
     body.append(el('div', { class: 'card' }, el('h3', {}, 'Where the configs differ'), configDifferences()));
-  const own = el('div');
+  const own = el('div', { class: 'own' });
   body.append(own);
   perRun(own, fillSetup);
 }
