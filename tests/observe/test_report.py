@@ -66,6 +66,17 @@ def test_a_report_holds_every_part_of_a_run(tmp_path):
     assert run["curves"]["series"]["kl"]["not_finite"] == 1
 
 
+def test_a_config_that_names_no_task_has_the_usual_one(tmp_path):
+    from hotseat.config import Config
+    from hotseat.observe.report.page import DEFAULT_TASK
+
+    assert Config().task == DEFAULT_TASK
+    path = metrics_run(tmp_path, [{"step": 1, "loss": 2.0}])
+    assert run_of(path)["task"] is None
+    (path / "config.yaml").write_text("seed: 1\n")
+    assert run_of(path)["task"] == DEFAULT_TASK
+
+
 def test_the_policy_allows_these_scripts_and_nothing_else(tmp_path):
     text = write_report([make_run(tmp_path / "run", num_steps=5)], tmp_path / "out.html").read_text(encoding="utf-8")
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]

@@ -254,7 +254,7 @@ def test_dark_and_light(open_report):
     assert page.evaluate(background) == light
     fresh = open_report("examples")
     fresh.emulate_media(color_scheme="dark")
-    fresh.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    fresh.wait_for_selector('html[data-theme="dark"]')
 
 
 def test_several_runs_share_curves_and_take_turns_elsewhere(open_report):

@@ -24,6 +24,7 @@ from hotseat.observe.report.timeline import read_timeline
 
 MAX_BYTES = 4_800_000  # of the whole file
 MAX_RUNS = 24
+DEFAULT_TASK = "rl"  # a config holds only what differs from the defaults
 POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
 COLUMN_LIMITS = (160, 80, 40, 20)
@@ -120,7 +121,7 @@ def read_run(run_dir: Path, label: str, budget: int) -> dict[str, Any]:
     spreads = read_spreads(run_dir)
     run: dict[str, Any] = {
         "label": label,
-        "task": (config or {"keys": {}})["keys"].get("task"),
+        "task": None if config is None else config["keys"].get("task", DEFAULT_TASK),
         "facts": make_facts(table, counts),
         "headline": headline_metric(table),
         "counts": counts,

@@ -13,7 +13,7 @@ function describeRun(run) {
   const keys = run.config?.keys ?? {};
   const parts = [
     run.task && `Task ${run.task}`,
-    keys['actor.model'] && `model ${keys['actor.model'].split('/').filter(Boolean).pop()}`,
+    keys['actor.model'] && `model ${keys['actor.model'].split('/').filter(Boolean).slice(-2).join('/')}`,
     keys['algorithm.advantage'] && keys['algorithm.advantage'],
     run.plan?.label,
     run.has_model ? 'model exported' : 'no model exported so far',

@@ -44,7 +44,12 @@ function shareBar(phase) {
 function phaseOption({ steps, phases }) {
   const areBars = steps.length <= MAX_BARS;
   return {
-    xAxis: axis({ type: 'category', data: steps.map(([first]) => String(first)), hasLines: false, boundaryGap: areBars }),
+    xAxis: axis({
+      type: 'category',
+      data: steps.map(([first]) => String(first)),
+      hasLines: false,
+      boundaryGap: areBars,
+    }),
     yAxis: axis({ type: 'value', splitNumber: 4, axisLabel: { formatter: formatSeconds } }),
     dataZoom: [zoom()],
     tooltip: tooltip('axis', (parameters) => phaseTooltip(parameters, steps, phases), {
