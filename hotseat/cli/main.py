@@ -70,6 +70,12 @@ def make_parser() -> argparse.ArgumentParser:
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     ledger.add_argument("--sample", metavar="PASS/PROMPT/SAMPLE", help="only this one, such as 0/17/3")
 
+    report = _command(commands, "report", _report, "write one page that shows all of a run, or of several side by side")
+    report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="directory of a run; several are compared")
+    report.add_argument(
+        "--output", metavar="FILE", help="where the page goes (default: RUN_DIR/report.html; for several, report.html)"
+    )
+
     demo = _command(commands, "demo", _demo, "make a small model and a task, train it by examples and by reinforcement")
     demo.add_argument(
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
@@ -155,6 +161,17 @@ def _ledger(arguments: argparse.Namespace) -> int:
     from hotseat.cli.ledger_view import show_ledger
 
     show_ledger(Path(arguments.run_dir), arguments.sample)
+    return OK
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hotseat.observe.report import write_report
+
+    run_dirs = [Path(run_dir) for run_dir in arguments.run_dirs]
+    default = run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("report.html")
+    print(write_report(run_dirs, Path(arguments.output) if arguments.output else default))
     return OK
 
 

@@ -1,0 +1,173 @@
+"""Metrics by step, thinned to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotseat.observe.report.encoding import encoded
+from hotseat.observe.report.reading import finite, json_lines, significant
+
+NOT_FINITE = ("nan", "inf", "-inf")
+
+# Work of the driver that goes on during the phases, so that it is no part of the sum.
+NO_PHASE = ("driver_cpu",)
+REST = "between phases"
+MAX_PHASE_COLUMNS = 240
+
+
+@dataclass(frozen=True)
+class Table:
+    """`metrics.jsonl` as columns: NaN where a value is absent or not finite."""
+
+    steps: np.ndarray  # [rows] int64, ascending
+    columns: dict[str, np.ndarray]  # name -> [rows] float64
+    is_given: dict[str, np.ndarray]  # name -> [rows] bool, true also for values that are not finite
+
+    @property
+    def seconds(self) -> np.ndarray | None:
+        """[rows] wall time at the end of each step, or None if the run did not measure it."""
+        step_s = self.columns.get("step_s")
+        return None if step_s is None else np.nancumsum(step_s)
+
+    def values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and finite values of a metric; empty for one that is not there."""
+        column = self.columns.get(name)
+        if column is None:
+            return self.steps[:0], np.empty(0)
+        kept = np.isfinite(column)
+        return self.steps[kept], column[kept]
+
+
+def read_table(run_dir: Path) -> Table:
+    rows: dict[int, dict[str, Any]] = {}
+    for record in json_lines(run_dir / "metrics.jsonl"):
+        step = record.pop("step", None)
+        if isinstance(step, int):
+            rows.setdefault(step, {}).update(record)
+    steps = sorted(rows)
+    columns: dict[str, np.ndarray] = {}
+    is_given: dict[str, np.ndarray] = {}
+    for row, step in enumerate(steps):
+        for name, value in rows[step].items():
+            number = finite(value)
+            if number is None and str(value) not in NOT_FINITE:
+                continue
+            if name not in columns:
+                columns[name] = np.full(len(steps), np.nan)
+                is_given[name] = np.zeros(len(steps), dtype=bool)
+            columns[name][row] = np.nan if number is None else number
+            is_given[name][row] = True
+    return Table(np.array(steps, dtype=np.int64), columns, is_given)
+
+
+def thin(values: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, lowest and highest of each bucket of neighbours; NaN where none of a bucket is finite.
+
+    Extremes are kept beside the means because a spike is what people look for, and means are what may be smoothed.
+    """
+    edges = bucket_edges(len(values), num_buckets)
+    is_finite = np.isfinite(values)
+    counts = np.add.reduceat(is_finite, edges[:-1])
+    sums = np.add.reduceat(np.where(is_finite, values, 0.0), edges[:-1])
+    lows = np.minimum.reduceat(np.where(is_finite, values, np.inf), edges[:-1])
+    highs = np.maximum.reduceat(np.where(is_finite, values, -np.inf), edges[:-1])
+    has_any = counts > 0
+    means = np.divide(sums, counts, out=np.full(len(counts), np.nan), where=has_any)
+    return means, np.where(has_any, lows, np.nan), np.where(has_any, highs, np.nan)
+
+
+def bucket_edges(num_values: int, num_buckets: int) -> np.ndarray:
+    """[buckets + 1] indices that cut values into buckets of nearly the same size."""
+    return np.linspace(0, num_values, min(num_buckets, num_values) + 1).astype(np.int64)
+
+
+def make_curves(table: Table, max_points: int) -> dict[str, Any]:
+    """Every metric as at most `max_points` points. Metrics given at the same steps share their x values."""
+    grids: list[dict[str, Any]] = []
+    numbers: dict[bytes, int] = {}
+    series: dict[str, Any] = {}
+    for name, column in table.columns.items():
+        given = table.is_given[name]
+        key = given.tobytes()
+        if key not in numbers:
+            numbers[key] = len(grids)
+            grids.append(_grid(table, given, max_points))
+        values = column[given]
+        series[name] = {"grid": numbers[key]} | _points(values, max_points)
+        num_odd = int((~np.isfinite(values)).sum())
+        if num_odd:
+            series[name]["not_finite"] = num_odd
+    return {"grids": grids, "series": series}
+
+
+def without_surplus(curves: dict[str, Any], budget: int) -> dict[str, Any]:
+    """The metrics that fit into `budget` bytes, in their order, and how many do not."""
+    left = budget - len(encoded(curves["grids"]))
+    kept: dict[str, Any] = {}
+    for name, points in curves["series"].items():
+        left -= len(encoded({name: points}))
+        if left < 0:
+            break
+        kept[name] = points
+    return {"grids": curves["grids"], "series": kept, "num_left_out": len(curves["series"]) - len(kept)}
+
+
+def _grid(table: Table, given: np.ndarray, max_points: int) -> dict[str, Any]:
+    steps, seconds = table.steps[given], table.seconds
+    picked = slice(None)
+    if len(steps) > max_points:
+        edges = bucket_edges(len(steps), max_points // 2)
+        picked = (edges[:-1] + edges[1:] - 1) // 2
+    grid: dict[str, Any] = {"steps": steps[picked].tolist(), "num_steps": len(steps)}
+    if seconds is not None:
+        grid["seconds"] = _rounded(seconds[given][picked], 6)
+    return grid
+
+
+def _points(values: np.ndarray, max_points: int) -> dict[str, Any]:
+    if len(values) <= max_points:
+        return {"mean": _rounded(values)}
+    # Half as many buckets as points: their extremes take room too.
+    means, lows, highs = thin(values, max_points // 2)
+    return {"mean": _rounded(means), "low": _rounded(lows), "high": _rounded(highs)}
+
+
+def _rounded(values: np.ndarray, num_digits: int = 5) -> list[float | int | None]:
+    return [significant(value, num_digits) if math.isfinite(value) else None for value in values.tolist()]
+
+
+def make_phases(table: Table) -> dict[str, Any] | None:
+    """Seconds of each phase by step. A phase that a step did not have took none of it."""
+    names = [name.removeprefix("time/") for name in table.columns if name.startswith("time/")]
+    names = [name for name in names if name not in NO_PHASE]
+    if not names:
+        return None
+    is_step = table.steps > 0
+    spent = {name: np.nan_to_num(table.columns[f"time/{name}"])[is_step] for name in names}
+    if "step_s" in table.columns:
+        rest = np.nan_to_num(table.columns["step_s"])[is_step] - sum(spent.values())
+        spent[REST] = np.maximum(rest, 0.0)
+    steps = table.steps[is_step]
+    if not len(steps):
+        return None
+    edges = bucket_edges(len(steps), MAX_PHASE_COLUMNS)
+    total = float(sum(values.sum() for values in spent.values()))
+    return {
+        "steps": [[int(steps[first]), int(steps[last - 1])] for first, last in pairwise(edges)],
+        "phases": [
+            {
+                "name": name,
+                "seconds": _rounded(thin(values, MAX_PHASE_COLUMNS)[0]),
+                "total": significant(float(values.sum())),
+                "mean": significant(float(values.mean())),
+                "share": significant(float(values.sum()) / total) if total else 0.0,
+            }
+            for name, values in spent.items()
+        ],
+    }

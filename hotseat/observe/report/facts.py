@@ -1,0 +1,98 @@
+"""The few figures by which a run is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hotseat.observe.report.curves import Table
+
+HEADLINES = ("eval/accuracy", "eval/reward", "eval/loss", "reward", "loss")
+
+
+def make_facts(table: Table, counts: Mapping[str, Any] | None) -> list[dict[str, str]]:
+    """Label, value and a note for each tile. What a run did not measure is left out."""
+    facts = [_fact("Steps", f"{int(table.steps[-1]):,}" if len(table.steps) else "0", _pace(table))]
+    seconds = table.seconds
+    if seconds is not None:
+        facts.append(_fact("Wall time", duration(float(seconds[-1])), "in steps"))
+    headline = headline_metric(table)
+    if headline is not None:
+        facts.append(_headline_fact(table, headline))
+    speed = _tokens_per_s(table)
+    if speed is not None:
+        facts.append(_fact("Tokens per second", f"{speed:,.0f}", "mean over the run"))
+    facts += _sample_facts(table, counts)
+    if "engine_restarts" in table.columns:
+        restarts = num_restarts(table.values("engine_restarts")[1])
+        facts.append(_fact("Engine restarts", f"{restarts:,}", ""))
+    return facts
+
+
+def headline_metric(table: Table) -> str | None:
+    """What the run was for, as far as one number tells."""
+    others = sorted(name for name in table.columns if name.startswith("eval/"))
+    return next((name for name in (*HEADLINES[:3], *others, *HEADLINES[3:]) if len(table.values(name)[0])), None)
+
+
+def _headline_fact(table: Table, name: str) -> dict[str, str]:
+    steps, values = table.values(name)
+    is_loss = name.endswith("loss")
+    best = int(np.argmin(values) if is_loss else np.argmax(values))
+    word = "lowest" if is_loss else "best"
+    return _fact(
+        name, number(values[-1]), f"{word} {number(values[best])} at step {int(steps[best]):,}", is_headline=True
+    )
+
+
+def _pace(table: Table) -> str:
+    step_s = table.values("step_s")[1]
+    return f"{np.median(step_s):.3g} s each (median)" if len(step_s) else ""
+
+
+def _tokens_per_s(table: Table) -> float | None:
+    """Over the whole time: the mean of the steps' rates would count a short step as much as a long one."""
+    rates, step_s = table.columns.get("tokens_per_s"), table.columns.get("step_s")
+    if rates is None:
+        return None
+    weights = np.ones(len(rates)) if step_s is None else step_s
+    known = np.isfinite(rates) & np.isfinite(weights) & (weights > 0)
+    return float(np.average(rates[known], weights=weights[known])) if known.any() else None
+
+
+def _sample_facts(table: Table, counts: Mapping[str, Any] | None) -> list[dict[str, str]]:
+    if counts is not None and counts["states"]:
+        states = counts["states"]
+        note = f"{states.get('dropped', 0):,} dropped, {states.get('failed', 0):,} failed"
+        return [_fact("Samples trained on", f"{states.get('trained', 0):,}", note)]
+    if "samples" in table.columns:
+        failed = f"{table.values('samples_failed')[1].sum():,.0f} failed"
+        return [_fact("Samples trained on", f"{table.values('samples')[1].sum():,.0f}", failed)]
+    return []
+
+
+def num_restarts(counted: np.ndarray) -> int:
+    """The counter starts anew when a run goes on from a checkpoint."""
+    previous = np.concatenate([[0.0], counted[:-1]])
+    return int(np.where(counted >= previous, counted - previous, counted).sum())
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _fact(label: str, value: str, note: str, is_headline: bool = False) -> dict[str, Any]:
+    return {"label": label, "value": value, "note": note, "is_headline": is_headline}

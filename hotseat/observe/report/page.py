@@ -1,0 +1,146 @@
+"""Puts what was read of the runs, the style, the script and the plotting library into one file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from hotseat import __version__
+from hotseat.errors import UserError
+from hotseat.observe.report.curves import make_curves, make_phases, read_table, without_surplus
+from hotseat.observe.report.distributions import make_heat_maps, read_spreads
+from hotseat.observe.report.encoding import encoded, largest_that_fits
+from hotseat.observe.report.facts import headline_metric, make_facts
+from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
+from hotseat.observe.report.samples import read_samples
+from hotseat.observe.report.timeline import read_timeline
+
+MAX_BYTES = 4_800_000  # of the whole file
+MAX_RUNS = 24
+DEFAULT_TASK = "rl"  # a config holds only what differs from the defaults
+POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
+EVENT_LIMITS = (400, 200, 100, 50, 10)
+COLUMN_LIMITS = (160, 80, 40, 20)
+SCRIPTS = (
+    "base",
+    "charts",
+    "overview",
+    "curves",
+    "timeline",
+    "phases",
+    "memory",
+    "heatmaps",
+    "samples",
+    "setup",
+    "main",
+)
+
+
+def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
+    """Write one page about all runs to `output`, and return it. A report that is there is replaced as a whole."""
+    if not run_dirs:
+        raise UserError("a report needs at least one run directory")
+    if len(run_dirs) > MAX_RUNS:
+        raise UserError(f"{len(run_dirs)} runs are too many for one page: give at most {MAX_RUNS}")
+    for run_dir in run_dirs:
+        check_is_run(run_dir)
+    page = make_page(run_dirs)
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    try:
+        unfinished.write_bytes(page)
+        unfinished.replace(output)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
+    return output
+
+
+def make_page(run_dirs: Sequence[Path]) -> bytes:
+    assets = files(__package__)
+    style = (assets / "assets" / "page.css").read_bytes()
+    library = (assets / "vendor" / "echarts.min.js").read_bytes()
+    parts = [(assets / "assets" / f"{name}.js").read_bytes() for name in SCRIPTS]
+    script = b"(() => {\n'use strict';\n" + b"\n".join(parts) + b"\n})();\n"
+    template = (assets / "assets" / "page.html").read_bytes()
+    taken = sum(map(len, (style, library, script, template)))
+    budget = (MAX_BYTES - taken) // len(run_dirs)
+    labels = label_runs(run_dirs)
+    runs = [read_run(run_dir, label, budget) for run_dir, label in zip(run_dirs, labels, strict=True)]
+    data = encoded({"version": __version__, "runs": runs})
+    contents = {
+        b"POLICY": content_policy(library, script),
+        b"STYLE": style,
+        b"DATA": data,
+        b"LIBRARY": library,
+        b"SCRIPT": script,
+    }
+    # Split once, not replaced one by one: what a run says may look like a placeholder.
+    pieces = re.split(rb"{{([A-Z]+)}}", template)
+    return b"".join(
+        contents[piece] if is_name else piece for piece, is_name in zip(pieces, cycle((False, True)), strict=False)
+    )
+
+
+def content_policy(*scripts: bytes) -> bytes:
+    """Only these very scripts may run, and nothing may be fetched. Charts set styles of their own elements."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
+    rules = (
+        "default-src 'none'",
+        f"script-src {hashes}",
+        "style-src 'unsafe-inline'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
+    return "; ".join(rules).encode()
+
+
+def label_runs(run_dirs: Sequence[Path]) -> list[str]:
+    """The directories' names, with their parents' where two are alike, and with a number where that does not help."""
+    paths = [run_dir.resolve() for run_dir in run_dirs]
+    labels = [path.name for path in paths]
+    for longer in ([f"{path.parent.name}/{path.name}" for path in paths], None):
+        counts = Counter(labels)
+        labels = [
+            label if counts[label] == 1 else longer[index] if longer else f"{label} ({index + 1})"
+            for index, label in enumerate(labels)
+        ]
+    return labels
+
+
+def read_run(run_dir: Path, label: str, budget: int) -> dict[str, Any]:
+    """Everything the page shows of a run, in about `budget` bytes. What is missing is None."""
+    table = read_table(run_dir)
+    config = read_config(run_dir)
+    counts = count_samples(run_dir)
+    spreads = read_spreads(run_dir)
+    run: dict[str, Any] = {
+        "label": label,
+        "task": None if config is None else config["keys"].get("task", DEFAULT_TASK),
+        "facts": make_facts(table, counts),
+        "headline": headline_metric(table),
+        "counts": counts,
+        "config": config,
+        "plan": read_plan(run_dir),
+        "events": largest_that_fits(lambda count: read_events(run_dir, count), EVENT_LIMITS, budget // 10),
+        "phases": make_phases(table),
+        "distributions": largest_that_fits(
+            lambda columns: make_heat_maps(spreads, columns), COLUMN_LIMITS, budget // 8
+        ),
+        "has_model": (run_dir / "model").is_dir(),
+        "num_steps": len(table.steps),
+    }
+    left = budget - len(encoded(run))
+    run["curves"] = without_surplus(
+        largest_that_fits(lambda points: make_curves(table, points), POINT_LIMITS, left // 2), left // 2
+    )
+    left -= len(encoded(run["curves"]))
+    run["timeline"] = read_timeline(run_dir, left * 2 // 5)
+    left -= len(encoded(run["timeline"]))
+    run["samples"] = read_samples(run_dir, left - 1_000)
+    return run

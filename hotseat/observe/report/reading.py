@@ -1,0 +1,181 @@
+"""Files of a run directory as they are found: missing, still growing, or cut short by a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hotseat.errors import UserError
+
+MAX_CONFIG_CHARACTERS = 40_000
+MAX_TEXT_CHARACTERS = 2_000
+
+
+def check_is_run(run_dir: Path) -> None:
+    if not run_dir.is_dir():
+        raise UserError(f"{run_dir} is no directory: give the directory of a run, such as runs/rl-1")
+    if not any((run_dir / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise UserError(f"{run_dir} holds no run: there is neither config.yaml nor metrics.jsonl in it")
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every complete line that holds an object; nothing if there is no file."""
+    for _, record in json_lines_at(path):
+        yield record
+
+
+def json_lines_at(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The same, with the byte at which each line begins."""
+    if not path.is_file():
+        return
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            record = parsed(line) if line.endswith(b"\n") else None
+            if isinstance(record, dict):
+                yield offset, record
+            offset += len(line)
+
+
+def parsed(text: bytes) -> Any:
+    """None for what is no JSON: a crash can leave half a line, and the run that goes on writes behind it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def finite(value: object) -> float | None:
+    """A number, or None for anything else. Numbers that are not finite are written by name."""
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def significant(value: float, num_digits: int = 5) -> float | int:
+    """Fewer digits make a smaller page; a curve shows no more."""
+    rounded = float(f"{value:.{num_digits}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+
+
+def shortened(text: object, num_characters: int = MAX_TEXT_CHARACTERS) -> str:
+    text = str(text)
+    if len(text) <= num_characters:
+        return text
+    return f"{text[:num_characters]} ... ({len(text) - num_characters:,} more characters)"
+
+
+def read_config(run_dir: Path) -> dict[str, Any] | None:
+    """The text, and its keys with dots for comparing runs."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return None
+    import yaml
+
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        values = None
+    keys = dict(_flat(values, "")) if isinstance(values, Mapping) else {}
+    return {"text": shortened(text, MAX_CONFIG_CHARACTERS), "keys": keys}
+
+
+def _flat(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", shortened(value if isinstance(value, str) else json.dumps(value, default=str), 300)
+
+
+def read_plan(run_dir: Path) -> dict[str, Any] | None:
+    """Who is where, what each phase takes on each group of devices, and what moves between phases."""
+    path = run_dir / "plan.json"
+    plan = parsed(path.read_bytes()) if path.is_file() else None
+    if not isinstance(plan, dict):
+        return None
+    try:
+        return {
+            "label": plan["label"],
+            "verdict": str(plan["verdict"]).replace("_", " "),
+            "roles": [
+                {
+                    "name": role["name"],
+                    "on": role["on"],
+                    "processes": len(role["processes"]),
+                    "tensor_parallel": role["tensor_parallel"],
+                }
+                for role in plan["roles"]
+            ],
+            "groups": [_group(group) for group in plan["groups"]],
+            "warnings": [shortened(warning) for warning in plan["warnings"]],
+        }
+    except (KeyError, TypeError):  # written by a version that plans otherwise
+        return None
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "devices": [f"{node}:{device}" for node, device in group["devices"]],
+        "memory_gib": group["memory_gib"],
+        "steps": [
+            {"name": step["step"], "roles": step["roles"], "used_gib": step["used_gib"]} for step in group["steps"]
+        ],
+        "hand_overs": [
+            {
+                "from": hand_over["from_step"],
+                "to": hand_over["to_step"],
+                "leaves": [_moved(part) for part in hand_over["leaves"]],
+                "comes": [_moved(part) for part in hand_over["comes"]],
+            }
+            for hand_over in group["hand_overs"]
+        ],
+    }
+
+
+def _moved(part: Mapping[str, Any]) -> str:
+    size = "" if part["gib"] is None else f" {part['gib']:.2f} GiB"
+    return f"{part['role']} {part['part']} {part['how']}{size}"
+
+
+def read_events(run_dir: Path, max_events: int) -> dict[str, Any] | None:
+    """What the run said. Notes are the first to be left out."""
+    path = run_dir / "events.jsonl"
+    if not path.is_file():
+        return None
+    events = [
+        {
+            "time": finite(record.get("time")),
+            "step": record.get("step"),
+            "kind": str(record.get("kind", "note")),
+            "text": shortened(record.get("text", "")),
+        }
+        for record in json_lines(path)
+    ]
+    counts = Counter(event["kind"] for event in events)
+    if len(events) > max_events:
+        by_weight = sorted(range(len(events)), key=lambda index: (events[index]["kind"] == "note", -index))
+        events = [events[index] for index in sorted(by_weight[:max_events])]
+    return {"shown": events, "counts": dict(counts)}
+
+
+def count_samples(run_dir: Path) -> dict[str, Any] | None:
+    """Samples by state, and why those that were not learned from were not."""
+    path = run_dir / "ledger.jsonl"
+    if not path.is_file():
+        return None
+    counts: Counter[tuple[str, str]] = Counter()
+    for record in json_lines(path):
+        samples = record.get("samples")
+        if isinstance(samples, list):
+            counts[str(record.get("state")), shortened(record.get("reason", ""), 200)] += len(samples)
+    states: Counter[str] = Counter()
+    for (state, _), count in counts.items():
+        states[state] += count
+    reasons = [[state, reason, count] for (state, reason), count in counts.most_common() if reason][:20]
+    return {"states": dict(states), "reasons": reasons}

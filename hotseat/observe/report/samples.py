@@ -1,0 +1,136 @@
+"""Recorded samples: a choice that is spread over steps and states, packed so that many fit into a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from hotseat.observe.report.encoding import encoded
+from hotseat.observe.report.reading import finite, json_lines_at, parsed, shortened
+
+MAX_TOKENS = 1_600  # of one sample: the first three quarters and the last quarter
+MAX_PROMPT_CHARACTERS = 6_000
+LOG_PROB_UNIT = 1e-4
+GAP_UNIT = 1e-5
+
+
+def read_samples(run_dir: Path, budget: int) -> dict[str, Any] | None:
+    """As many samples as fit into `budget` bytes. None if the run recorded none."""
+    path = run_dir / "samples.jsonl"
+    places = [(offset, record.get("step"), record.get("state")) for offset, record in json_lines_at(path)]
+    if not places:
+        return None
+    chosen: list[tuple[int, dict[str, Any]]] = []
+    spent = 0
+    with path.open("rb") as file:
+        for index in spread(places):
+            file.seek(places[index][0])
+            packed = pack(parsed(file.readline()))
+            size = len(encoded(packed)) + 1
+            # One that is too big does not end the search: there may be room for smaller ones.
+            if spent + size <= budget:
+                chosen.append((index, packed))
+                spent += size
+            if spent > 0.98 * budget:
+                break
+    chosen.sort(key=lambda pair: pair[0])
+    return {"shown": [packed for _, packed in chosen], "num_recorded": len(places)}
+
+
+def spread(places: Sequence[tuple[int, Any, Any]]) -> Iterator[int]:
+    """Indices of all samples, so that any beginning of them covers the run: one per step and state, then the next.
+
+    Steps come in the order last, first, middle, quarters and so on.
+    """
+    by_step: dict[Any, dict[Any, list[int]]] = {}
+    for index, (_, step, state) in enumerate(places):
+        by_step.setdefault(step, {}).setdefault(state, []).append(index)
+    steps = sorted(by_step, key=lambda step: (0, step, "") if isinstance(step, int) else (1, 0, str(step)))
+    ordered = [by_step[steps[position]] for position in halving_order(len(steps))]
+    most = max(len(members) for states in ordered for members in states.values())
+    for turn in range(most):
+        for states in ordered:
+            for members in states.values():
+                if turn < len(members):
+                    yield members[turn]
+
+
+def halving_order(count: int) -> list[int]:
+    """0 to count - 1: the last, the first, then the middles of what lies between those already taken."""
+    if count == 0:
+        return []
+    order = [count - 1, 0] if count > 1 else [0]
+    gaps = [(0, count - 1)]
+    while gaps:
+        next_gaps = []
+        for low, high in gaps:
+            middle = (low + high) // 2
+            if low < middle < high:
+                order.append(middle)
+                next_gaps += [(low, middle), (middle, high)]
+        gaps = next_gaps
+    return order
+
+
+def pack(record: dict[str, Any]) -> dict[str, Any]:
+    """A sample as the page wants it. Lists that repeat a value become `[value, count]` pairs."""
+    segments = [segment for segment in record.get("segments") or [] if isinstance(segment, dict)]
+    num_tokens = sum(len(segment.get("text") or []) for segment in segments)
+    return {
+        "step": record.get("step"),
+        "key": [record.get("epoch"), record.get("prompt"), record.get("sample")],
+        "source": str(record.get("source") or ""),
+        "state": str(record.get("state") or ""),
+        "reason": shortened(record.get("reason") or ""),
+        "reward": finite(record.get("reward")),
+        "score": finite(record.get("score")),
+        "is_truncated": bool(record.get("is_truncated")),
+        "label": shortened(record["label"]) if record.get("label") is not None else None,
+        "prompt_text": shortened(record.get("prompt_text") or "", MAX_PROMPT_CHARACTERS),
+        "extra": record.get("extra") if isinstance(record.get("extra"), dict) else {},
+        "num_tokens": num_tokens,
+        "segments": list(_pack_segments(segments, num_tokens)),
+    }
+
+
+def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Iterator[dict[str, Any]]:
+    """Each segment's tokens, without the middle of a sample that is too long."""
+    gap_from, gap_to = num_tokens, num_tokens
+    if num_tokens > MAX_TOKENS:
+        gap_from, gap_to = MAX_TOKENS * 3 // 4, num_tokens - MAX_TOKENS // 4
+    first = 0
+    for segment in segments:
+        length = len(segment.get("text") or [])
+        for low, high in ((0, gap_from), (gap_to, num_tokens)):
+            begin, end = max(low - first, 0), min(high - first, length)
+            if begin < end:
+                yield _pack_tokens(segment, begin, end) | {"first": first + begin}
+        first += length
+
+
+def _pack_tokens(segment: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    def part(name: str) -> list[Any]:
+        values = segment.get(name)
+        values = values if isinstance(values, list) else []
+        return [values[index] if index < len(values) else None for index in range(begin, end)]
+
+    engine = [finite(value) for value in part("engine_log_probs")]
+    trainer = [finite(value) for value in part("trainer_log_probs")]
+    gaps = [
+        None if ours is None or theirs is None else ours - theirs for ours, theirs in zip(trainer, engine, strict=True)
+    ]
+    return {
+        "text": [str(text) for text in part("text")],
+        "sampled": in_runs([bool(value) for value in part("sampled")]),
+        "engine": [None if value is None else round(value / LOG_PROB_UNIT) for value in engine],
+        "gap": [None if value is None else round(value / GAP_UNIT) for value in gaps],
+        "advantage": in_runs([None if value is None else round(value, 4) for value in map(finite, part("advantages"))]),
+        "fate": in_runs(part("fates")),
+        "version": in_runs(part("versions")),
+    }
+
+
+def in_runs(values: Sequence[Any]) -> list[list[Any]]:
+    return [[value, len(list(members))] for value, members in groupby(values)]

@@ -1,0 +1,259 @@
+"""Who did what when: some steps of `timeline.json`, as lanes of spans."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotseat.observe.report.encoding import largest_that_fits
+from hotseat.observe.report.reading import finite, parsed, shortened
+
+PHASES, DEVICES = "phases", "devices"
+SPAN_LIMITS = (12_000, 8_000, 5_000, 3_000, 1_500, 700, 300, 100)
+FIRST_SHARE, SLOWEST_SHARE = 0.2, 0.2  # of the spans; the newest steps get the rest
+
+
+@dataclass(frozen=True)
+class Span:
+    """Times in microseconds."""
+
+    lane: tuple[Any, Any]  # process and thread, as the file numbers them
+    name: str
+    start: float
+    end: float
+    step: int | None = None
+    num_bytes: int | None = None
+    is_hand_over: bool = False
+
+
+@dataclass
+class Trace:
+    """Events as they come: names of lanes are collected, begins are kept until their ends."""
+
+    processes: dict[Any, str] = field(default_factory=dict)
+    threads: dict[tuple[Any, Any], str] = field(default_factory=dict)
+    _begun: dict[tuple[Any, Any], list[dict[str, Any]]] = field(default_factory=dict)
+
+    def spans(self, path: Path) -> Iterator[Span]:
+        """Every span that has ended."""
+        for event in read_trace(path):
+            kind, lane = event.get("ph"), (event.get("pid"), event.get("tid"))
+            if kind == "M":
+                self._name(event, lane)
+                continue
+            start = finite(event.get("ts"))
+            if start is None:
+                continue
+            if kind == "X":
+                yield _span(event, lane, start, start + (finite(event.get("dur")) or 0.0))
+            elif kind == "B":
+                self._begun.setdefault(lane, []).append(event)
+            elif kind == "E" and self._begun.get(lane):
+                begun = self._begun[lane].pop()
+                yield _span(begun, lane, float(begun["ts"]), start)
+
+    def lane_name(self, lane: tuple[Any, Any]) -> tuple[str, str]:
+        process = self.processes.get(lane[0], str(lane[0]))
+        return process, self.threads.get(lane, process)
+
+    def _name(self, event: dict[str, Any], lane: tuple[Any, Any]) -> None:
+        name = str((event.get("args") or {}).get("name", ""))
+        if event.get("name") == "process_name":
+            self.processes[lane[0]] = name
+        elif event.get("name") == "thread_name":
+            self.threads[lane] = name
+
+
+def _span(event: dict[str, Any], lane: tuple[Any, Any], start: float, end: float) -> Span:
+    given = event.get("args")
+    args = given if isinstance(given, dict) else {}
+    num_bytes = finite(args.get("bytes"))
+    return Span(
+        lane,
+        shortened(event.get("name", ""), 120),
+        start,
+        end,
+        args["step"] if isinstance(args.get("step"), int) else None,
+        None if num_bytes is None else int(num_bytes),
+        event.get("cat") == "hand-over",
+    )
+
+
+def read_trace(path: Path) -> Iterator[dict[str, Any]]:
+    """Events of a file in Chrome's format. One event per line is read as it comes; anything else as a whole."""
+    is_by_line = True
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            text = line.strip().removesuffix(b",")
+            text = text.removeprefix(b"[") if number == 0 else text
+            text = text.strip()
+            if text in (b"", b"]"):
+                continue
+            event = parsed(text)
+            if event is None and text.endswith(b"]"):
+                event = parsed(text[:-1])
+            if isinstance(event, dict) and "ph" in event:
+                yield event
+            elif number < 2:
+                is_by_line = False
+                break
+    if not is_by_line:
+        yield from _whole_trace(path.read_bytes())
+
+
+def _whole_trace(data: bytes) -> Iterator[dict[str, Any]]:
+    text = data.strip()
+    found = parsed(text)
+    if found is None:
+        found = parsed(text.removesuffix(b",") + b"]")
+    if found is None and b"}," in text:  # the last event was cut short
+        found = parsed(text[: text.rindex(b"},") + 1] + b"]")
+    if isinstance(found, dict):
+        found = found.get("traceEvents")
+    for event in found if isinstance(found, list) else []:
+        if isinstance(event, dict):
+            yield event
+
+
+@dataclass(frozen=True)
+class Window:
+    """A step as it happened. One that was made again after a resume happened twice."""
+
+    step: int
+    start: float
+    end: float
+
+
+def find_windows(phases: list[Span]) -> list[Window]:
+    """From each step's first phase to its last."""
+    windows: list[Window] = []
+    for phase in sorted(phases, key=lambda phase: phase.start):
+        if phase.step is None:
+            continue
+        if windows and windows[-1].step == phase.step:
+            last = windows.pop()
+            windows.append(Window(last.step, last.start, max(last.end, phase.end)))
+        else:
+            windows.append(Window(phase.step, phase.start, phase.end))
+    return windows
+
+
+def choose_windows(windows: list[Window], num_spans: list[int], max_spans: int) -> list[int]:
+    """Indices of the first steps, the slowest ones and the newest ones that together have `max_spans` spans."""
+    by_time = range(len(windows))
+    slowest = sorted(by_time, key=lambda index: windows[index].start - windows[index].end)
+    chosen: set[int] = set()
+    left = max_spans
+    for order, share in ((by_time, FIRST_SHARE), (slowest, SLOWEST_SHARE), (reversed(by_time), 1.0)):
+        allowed = left if share == 1.0 else int(share * max_spans)
+        for index in order:
+            if index in chosen:
+                continue
+            if num_spans[index] > allowed:
+                break
+            chosen.add(index)
+            allowed -= num_spans[index]
+            left -= num_spans[index]
+    return sorted(chosen or {len(windows) - 1})
+
+
+class Spans:
+    """All spans of a file as columns: a long run has millions."""
+
+    def __init__(self, path: Path):
+        trace = Trace()
+        starts, ends, num_bytes = array("d"), array("d"), array("d")
+        lanes, names, hand_overs = array("q"), array("q"), array("b")
+        self.phases: list[Span] = []
+        lane_numbers: dict[tuple[Any, Any], int] = {}
+        name_numbers: dict[str, int] = {}
+        for span in trace.spans(path):
+            starts.append(span.start)
+            ends.append(span.end)
+            lanes.append(lane_numbers.setdefault(span.lane, len(lane_numbers)))
+            names.append(name_numbers.setdefault(span.name, len(name_numbers)))
+            hand_overs.append(span.is_hand_over)
+            num_bytes.append(-1 if span.num_bytes is None else span.num_bytes)
+            if span.step is not None and trace.lane_name(span.lane)[0] == PHASES:
+                self.phases.append(span)
+        self.starts, self.ends, self.num_bytes = np.array(starts), np.array(ends), np.array(num_bytes)
+        self.lanes, self.names, self.hand_overs = np.array(lanes), np.array(names), np.array(hand_overs)
+        self.lane_names = [trace.lane_name(lane) for lane in lane_numbers]
+        self.span_names = list(name_numbers)
+
+
+def read_timeline(run_dir: Path, budget: int) -> dict[str, Any] | None:
+    """Spans of as many steps as fit into `budget` bytes. None without a timeline, or without any step in it."""
+    path = run_dir / "timeline.json"
+    if not path.is_file():
+        return None
+    spans = Spans(path)
+    windows = find_windows(spans.phases)
+    if not windows:
+        return None
+    return largest_that_fits(lambda limit: _cut(spans, windows, limit), SPAN_LIMITS, budget)
+
+
+def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
+    bounds = np.array([window.start for window in windows])
+    window_of_span = np.maximum(np.searchsorted(bounds, spans.starts, side="right") - 1, 0)
+    num_spans = np.bincount(window_of_span, minlength=len(windows)).tolist()
+    chosen = choose_windows(windows, num_spans, max_spans)
+    touching = np.flatnonzero(_touches(spans, [windows[index] for index in chosen]))
+    longest_first = touching[np.argsort(spans.starts[touching] - spans.ends[touching], kind="stable")]
+    # A single step may have more calls than a page can hold: then the short ones go.
+    kept = longest_first[:max_spans]
+    kept = kept[np.argsort(spans.starts[kept], kind="stable")]
+    origin = min(windows[chosen[0]].start, float(spans.starts[kept].min()))
+    lanes = sorted(np.unique(spans.lanes[kept]).tolist(), key=lambda lane: _lane_order(*spans.lane_names[lane]))
+    names = sorted(np.unique(spans.names[kept]).tolist(), key=lambda name: spans.span_names[name])
+    lane_numbers = {lane: number for number, lane in enumerate(lanes)}
+    name_numbers = {name: number for number, name in enumerate(names)}
+    slowest = max(range(len(windows)), key=lambda index: windows[index].end - windows[index].start)
+    return {
+        "origin": origin / 1e6,
+        "windows": [
+            {
+                "step": windows[index].step,
+                "start": round(windows[index].start - origin),
+                "end": round(windows[index].end - origin),
+                "is_slowest": index == slowest,
+                # Two that are neighbours here need not be in the run.
+                "index": index,
+            }
+            for index in chosen
+        ],
+        "num_windows": len(windows),
+        "num_left_out": len(touching) - len(kept),
+        "lanes": [spans.lane_names[lane] for lane in lanes],
+        "names": [spans.span_names[name] for name in names],
+        "spans": [
+            [
+                lane_numbers[int(spans.lanes[index])],
+                name_numbers[int(spans.names[index])],
+                round(float(spans.starts[index]) - origin),
+                round(float(spans.ends[index] - spans.starts[index])),
+                int(spans.hand_overs[index]),
+                *([] if spans.num_bytes[index] < 0 else [int(spans.num_bytes[index])]),
+            ]
+            for index in kept.tolist()
+        ],
+    }
+
+
+def _touches(spans: Spans, windows: list[Window]) -> np.ndarray:
+    """[spans] whether a span lies at least partly in one of the windows, which are in the order of time."""
+    starts, ends = np.array([window.start for window in windows]), np.array([window.end for window in windows])
+    last = np.searchsorted(starts, spans.ends, side="right") - 1
+    return (last >= 0) & (ends[last] >= spans.starts)
+
+
+def _lane_order(process: str, thread: str) -> tuple[int, str, int, str]:
+    """Phases, devices, then roles; `device 10` after `device 9`."""
+    digits = "".join(filter(str.isdigit, thread))
+    return {PHASES: 0, DEVICES: 1}.get(process, 2), process, int(digits or 0), thread

@@ -1,0 +1,300 @@
+"""The report in a browser: opened from disk, clicked through, and never talking to anyone."""
+
+import shutil
+
+import pytest
+from made_runs import ATTACK, make_run, write_lines
+
+from hotseat.observe.report import write_report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+SECTIONS = ("overview", "curves", "timeline", "phases", "memory", "distributions", "gap", "samples", "setup")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"no browser on PATH: none of {', '.join(BROWSERS)}")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=found, args=list(ARGUMENTS))
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """By name: one run, several, one that attacks, and one of examples only."""
+    path = tmp_path_factory.mktemp("runs")
+    one = make_run(path / "carry", num_steps=60)
+    two = make_run(path / "slow", num_steps=40, seed=3, learning_rate=3e-4)
+    attack = make_run(path / "attack", num_steps=10, attack=ATTACK)
+    examples = path / "sft"
+    examples.mkdir()
+    (examples / "config.yaml").write_text("task: sft\n")
+    write_lines(examples / "metrics.jsonl", [{"step": step, "loss": 3 / step} for step in range(1, 30)])
+    runs = {"one": [one], "several": [one, two, examples], "attack": [attack], "examples": [examples]}
+    return {name: write_report(run_dirs, path / f"{name}.html") for name, run_dirs in runs.items()}
+
+
+@pytest.fixture
+def open_report(browser, reports):
+    """Opens a report; at the end of the test, whatever it complained about or asked the network for fails the test."""
+    troubles: list[str] = []
+    context = browser.new_context(
+        viewport={"width": 1440, "height": 900}, color_scheme="light", reduced_motion="reduce"
+    )
+
+    def show(name):
+        page = context.new_page()
+        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
+        page.on("console", lambda message: troubles.append(f"console: {message.text}"))
+        page.on("dialog", lambda dialog: troubles.append(f"dialog: {dialog.message}"))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith(("file:", "data:")) else troubles.append(request.url),
+        )
+        page.goto(reports[name].as_uri())
+        page.wait_for_selector("#curves canvas")
+        return page
+
+    yield show
+    context.close()
+    assert troubles == []
+
+
+def drawing(page, selector):
+    """The pixels of a chart. Charts are drawn when they come near the window."""
+    page.locator(selector).first.scroll_into_view_if_needed()
+    page.wait_for_selector(f"{selector} canvas")
+    page.wait_for_timeout(60)
+    return page.eval_on_selector(f"{selector} canvas", "canvas => canvas.toDataURL()")
+
+
+def num_samples(page):
+    return page.locator("#samples .sample-list li").count()
+
+
+def token_colours(page):
+    return page.eval_on_selector_all(
+        "#samples .token", "tokens => tokens.map((token) => getComputedStyle(token).backgroundColor)"
+    )
+
+
+def test_every_section_shows_something(open_report):
+    page = open_report("one")
+    assert page.title() == "carry – Hotseat report"
+    for section in SECTIONS:
+        page.locator(f"#{section}").scroll_into_view_if_needed()
+        assert page.locator(f"#{section}").bounding_box()["height"] > 100, section
+        assert page.locator(f"#{section} .absent").count() == 0, section
+    tiles = page.locator(".tile").all_inner_texts()
+    assert any(text.startswith("Steps\n60") for text in tiles)
+    assert page.locator("#curves canvas").count() == 6
+    assert page.locator("#phases tbody tr").count() == 6
+    for section, num_charts in {"timeline": 1, "phases": 1, "memory": 2, "distributions": 2, "gap": 2}.items():
+        page.locator(f"#{section} .chart").last.scroll_into_view_if_needed()
+        page.wait_for_selector(f"#{section} canvas")
+        assert page.locator(f"#{section} .chart canvas").count() == num_charts, section
+
+
+def test_smoothing_changes_the_curve(open_report):
+    page = open_report("one")
+    card = '[data-metric="reward"]'
+    before = drawing(page, card)
+    page.locator("#smoothing").fill("0.95")
+    smoothed = drawing(page, card)
+    assert smoothed != before
+    assert page.locator("output").inner_text() == "0.95"
+    page.locator("#smoothing").fill("0")
+    assert drawing(page, card) not in (before, smoothed)
+
+
+def test_the_axis_can_be_time(open_report):
+    page = open_report("one")
+    before = drawing(page, '[data-metric="reward"]')
+    page.get_by_role("button", name="Time").click()
+    assert drawing(page, '[data-metric="reward"]') != before
+
+
+def test_any_metric_can_be_found_and_shown(open_report):
+    page = open_report("one")
+    assert page.locator('article[data-metric="extra/format"]').count() == 0
+    page.get_by_label("Find a metric").fill("form")
+    assert page.locator(".metric:visible").all_inner_texts() == ["format"]
+    page.locator(".metric:visible").click()
+    page.wait_for_selector('article[data-metric="extra/format"] canvas')
+    page.locator(".metric:visible").click()
+    assert page.locator('article[data-metric="extra/format"]').count() == 0
+
+
+def test_a_chart_tells_its_values(open_report):
+    page = open_report("one")
+    page.locator('[data-metric="reward"] canvas').hover()
+    tip = page.locator('[data-metric="reward"] .tip')
+    tip.wait_for()
+    assert tip.inner_text().startswith("step ")
+    assert "smoothed" in tip.inner_text()
+
+
+def test_the_timeline_moves_through_the_steps(open_report):
+    page = open_report("one")
+    chosen = page.locator("#timeline select")
+    assert [chosen.nth(at).evaluate("select => select.selectedOptions[0].text") for at in (0, 1)] == [
+        "step 58",
+        "step 60",
+    ]
+    before = drawing(page, "#timeline")
+    page.get_by_role("button", name="Earlier steps").click()
+    assert chosen.nth(0).evaluate("select => select.selectedOptions[0].text") == "step 55"
+    assert drawing(page, "#timeline") != before
+    page.get_by_role("button", name="Slowest").click()
+    assert "slowest" in chosen.nth(0).evaluate("select => select.selectedOptions[0].text")
+    page.get_by_label("First step").select_option(label="step 3")
+    assert chosen.nth(0).input_value() == "2"
+    assert page.locator("#timeline tbody tr").count() == 2
+    canvas = page.locator("#timeline canvas")
+    canvas.scroll_into_view_if_needed()
+    canvas.hover(position={"x": 200, "y": 56})
+    tip = page.locator("#timeline .tip")
+    tip.wait_for()
+    assert "takes" in tip.inner_text()
+
+
+def test_filters_narrow_the_list(open_report):
+    page = open_report("one")
+    total = num_samples(page)
+    assert total == 13 * 6
+    page.get_by_label("Lowest reward").fill("0.5")
+    right = num_samples(page)
+    assert 0 < right < total
+    page.get_by_label("Step", exact=True).select_option("30")
+    in_step = num_samples(page)
+    assert in_step < right
+    page.get_by_role("button", name="Reset").click()
+    assert num_samples(page) == total
+    page.get_by_label("Source").select_option("math")
+    assert num_samples(page) == total / 3
+    page.get_by_label("State").select_option("failed")
+    assert num_samples(page) == 0
+    assert page.locator(".sample-detail").inner_text() == "No sample passes these filters."
+    page.get_by_role("button", name="Reset").click()
+    page.get_by_label("Search in texts").fill("each of 60 boxes")
+    assert num_samples(page) == 6
+    assert page.locator("#sample-count").inner_text() == "6 of 78 samples"
+
+
+def test_a_sample_shows_its_tokens_and_their_facts(open_report):
+    page = open_report("one")
+    page.locator("#samples .sample-list li").nth(3).click()
+    assert "every answer of the group was worth the same" in page.locator(".pairs").inner_text()
+    page.locator("#samples .sample-list li").nth(0).click()
+    tokens = page.locator("#samples .token")
+    assert tokens.count() == 99
+    assert page.locator("#samples .token.context").count() == 7
+    tokens.nth(20).hover()
+    facts = page.locator(".token-facts").inner_text()
+    assert "POSITION\n20" in facts.upper()
+    assert "learned" in facts or "clipped" in facts or "corrected" in facts
+    tokens.nth(1).hover()
+    assert "context, not sampled" in page.locator(".token-facts").inner_text()
+    tokens.nth(30).click()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.index") == "31"
+
+
+def test_arrows_move_through_the_list(open_report):
+    page = open_report("one")
+    page.locator("#samples .sample-list").focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
+        page.keyboard.press(key)
+    selected = page.locator('#samples li[aria-selected="true"]')
+    assert selected.count() == 1
+    assert selected.get_attribute("id") == "sample-1"
+    assert page.locator(".sample-list").get_attribute("aria-activedescendant") == "sample-1"
+    for _ in range(20):
+        page.keyboard.press("ArrowDown")
+    item, around = selected.bounding_box(), page.locator(".sample-list").bounding_box()
+    assert around["y"] <= item["y"] <= around["y"] + around["height"] - item["height"] + 2
+
+
+def test_tokens_are_coloured_by_the_chosen_fact(open_report):
+    page = open_report("one")
+    seen = [token_colours(page)]
+    for mode in ("Advantage", "Engine log-prob", "Weight version", "Fate"):
+        page.get_by_role("button", name=mode).click()
+        colours = token_colours(page)
+        assert colours not in seen, mode
+        assert len(set(colours[7:])) > (mode != "Advantage"), mode
+        assert set(colours[:7]) == {"rgba(0, 0, 0, 0)"}, "context has no colour"
+        seen.append(colours)
+
+
+def test_dark_and_light(open_report):
+    page = open_report("one")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light, curve = page.evaluate(background), drawing(page, '[data-metric="reward"]')
+    page.get_by_role("button", name="Switch to dark colours").click()
+    assert page.evaluate(background) != light
+    assert drawing(page, '[data-metric="reward"]') != curve
+    page.get_by_role("button", name="Switch to light colours").click()
+    assert page.evaluate(background) == light
+    fresh = open_report("examples")
+    fresh.emulate_media(color_scheme="dark")
+    fresh.wait_for_selector('html[data-theme="dark"]')
+
+
+def test_several_runs_share_curves_and_take_turns_elsewhere(open_report):
+    page = open_report("several")
+    assert page.locator("h1").inner_text() == "3 runs side by side"
+    assert page.locator("#overview tbody tr").count() == 3
+    before = drawing(page, '[data-metric="reward"]')
+    page.get_by_role("checkbox", name="slow").uncheck()
+    assert drawing(page, '[data-metric="reward"]') != before
+    differences = page.locator("table.differences").inner_text()
+    assert "actor.optimizer.learning_rate" in differences
+    assert "samples_per_prompt" in differences  # the run of examples has it not
+    page.locator("#samples select.run").select_option(label="slow")
+    assert num_samples(page) == 9 * 6
+    assert page.locator("#timeline select.run").input_value() == "1"
+    page.locator("#phases select.run").select_option(label="sft")
+    assert page.locator("#samples .absent").inner_text().startswith("This run recorded no samples")
+
+
+def test_a_run_of_examples_says_what_is_absent(open_report):
+    page = open_report("examples")
+    assert page.locator("#curves canvas").count() == 1
+    for section in ("timeline", "phases", "memory", "distributions", "gap", "samples"):
+        assert page.locator(f"#{section} .absent").count() == 1, section
+
+
+def test_text_of_a_model_is_shown_and_not_run(open_report):
+    page = open_report("attack")
+    assert ATTACK in page.locator("#samples .prompt pre").inner_text()
+    assert ATTACK in page.locator("#samples .tokens").inner_text()
+    assert ATTACK in page.locator(".events").inner_text()
+    page.locator("#samples .token", has_text="onerror").hover()
+    assert "onerror" in page.locator(".token-facts").inner_text()
+    assert page.locator("img").count() == 0
+    assert page.evaluate("window.attacked") is None
+
+
+def test_nothing_is_wider_than_the_window(open_report):
+    page = open_report("several")
+    for width in (1440, 1280, 800, 420):
+        page.set_viewport_size({"width": width, "height": 720})
+        page.wait_for_timeout(100)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
