@@ -84,6 +84,7 @@ def _start_rl(config: Config) -> dict[str, float]:
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
         journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
+        stack.callback(_report, run_dir, journal)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         eos = eos_token_ids(config, tokenizer)
@@ -118,6 +119,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
         journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
+        stack.callback(_report, run_dir, journal)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s))
         actor = cluster.launch(
             "actor",
@@ -234,6 +236,7 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
                 stack.enter_context(sole_owner(run_dir))
                 write_config(run_dir, config)
                 journal: Any = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes))
+                stack.callback(_report, run_dir, journal)
             else:
                 from hotseat.observe import Silence
 
@@ -338,6 +341,17 @@ def _journal(
     for note in notes:
         journal.say(note)
     return journal
+
+
+def _report(run_dir: Path, journal: Any) -> None:
+    """The page to look at, however the run ended. A run does not fail because its page cannot be made."""
+    from hotseat.observe.report import write_report
+
+    journal.timeline.flush()
+    try:
+        journal.say(f"report: {write_report([run_dir], run_dir / 'report.html')}")
+    except (OSError, UserError, ValueError) as error:
+        journal.say(f"the report could not be written: {error}", kind="warning")
 
 
 def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, journal: Any) -> None:
