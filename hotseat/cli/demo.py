@@ -89,6 +89,7 @@ def run_demo(directory: Path | None, seed: int) -> int:
     print(
         f"\n{curve[0][1]:.1%} after the examples, {curve[-1][1]:.1%} after reinforcement"
         f" ({time.monotonic() - started_s:.0f} s)\n"
+        f"report:  {directory}/grpo/report.html\n"
         f"metrics: {directory}/grpo/metrics.jsonl   curves: tensorboard --logdir {directory}\n"
         f"model:   {directory}/grpo/model"
     )
