@@ -216,6 +216,8 @@ class Reward(Section):
     """Longest that scoring one group may take."""
     retries: NotNegative = 2
     """Attempts after the first one that failed."""
+    max_memory_gib: Annotated[float, Field(gt=0)] | None = 8.0
+    """Memory that the process of a reward function may take for its data; unset is no bound."""
     max_failed_fraction: Fraction = 0.1
     """Share of a step's samples that may stay unscored before the run stops."""
 
@@ -529,11 +531,11 @@ class Checkpoint(Section):
 
 class Wandb(Section):
     enabled: bool = False
-    """Report to Weights & Biases; its key comes from WANDB_API_KEY."""
+    """Report to Weights & Biases; its key comes from WANDB_API_KEY, which also turns this on by itself."""
     org: str | None = None
-    """Entity."""
+    """Entity; unset is the key's own."""
     project: str | None = None
-    """Project."""
+    """Project; unset is that in WANDB_PROJECT, or `hotseat`."""
     group: str | None = None
     """Group."""
     run_name: str | None = None

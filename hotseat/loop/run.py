@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
 def refuse_what_cannot_start(config: Config) -> None:
     """Everything that stands in the way, in one error."""
     text = ""
-    absent = missing(config) + _files_not_there(config)
+    absent = missing(config) + _files_not_there(config) + _packages_not_there(config)
     if absent:
         text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
     unbuilt = not_built(config)
@@ -56,6 +56,14 @@ def _files_not_there(config: Config) -> list[tuple[str, str]]:
         if file is not None and not Path(file[1]).expanduser().is_file():
             found.append((key, f"there is no file {file[1]}"))
     return found
+
+
+def _packages_not_there(config: Config) -> list[tuple[str, str]]:
+    from hotseat.observe import wandb_sink
+
+    if config.log.wandb.enabled and not wandb_sink.is_installed():
+        return [("log.wandb.enabled", wandb_sink.HINT)]
+    return []
 
 
 # --- reinforcement ----------------------------------------------------------------------------------------------------
@@ -335,9 +343,34 @@ def _journal(
         tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
         last_step=None if found is None else found.step,
     )
+    wandb = _wandb(config, run_dir, journal.say, is_resumed=found is not None)
+    if wandb is not None:
+        journal.add(wandb)
     for note in notes:
         journal.say(note)
     return journal
+
+
+def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> Any:
+    """Reports to Weights & Biases, if the config or a key in the environment asks for it."""
+    from hotseat.observe import wandb_sink
+
+    section = config.log.wandb
+    if not wandb_sink.is_wanted(section.enabled, os.environ):
+        return None
+    if not wandb_sink.is_installed():
+        say(f"{wandb_sink.KEY} is set, but {wandb_sink.HINT}")
+        return None
+    return wandb_sink.WandbSink(
+        run_dir,
+        config.model_dump(mode="json"),
+        say,
+        is_resumed=is_resumed,
+        entity=section.org,
+        project=section.project,
+        group=section.group,
+        name=section.run_name or run_dir.name,
+    )
 
 
 def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, journal: Any) -> None:
