@@ -9,7 +9,7 @@ from loop_cases import make_task, rl_yaml
 from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, UserError
 from hotseat.loop.run import start
-from hotseat.observe import read_metrics
+from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def test_prompts_at_the_limit_are_used_and_those_above_are_dropped_and_counted(t
     (task / "model" / "model.safetensors").write_bytes((task / "weights").read_bytes())
     start(loads(rl_yaml(task), ["data.prompt_max_length=4"]))
     assert "4 prompts, 3 dropped as too long" in capsys.readouterr().out
-    assert len(read_metrics(task / "runs" / "run" / "metrics.jsonl")) == 2
+    assert len(read_lines(task / "runs" / "run" / "metrics.jsonl")) == 2
 
 
 def test_where_every_prompt_is_too_long_nothing_starts(task):
