@@ -67,6 +67,7 @@ def test_a_sample_without_a_finite_reward_or_score_fails_alone():
 
 
 def test_answers_that_are_none():
+    """Scenario 29."""
     assert bad(None) == "returned None"
     assert bad(object()) == "returned a object, neither numbers nor a dict with 'rewards'"
     assert bad([1.0]) == "returned 1 rewards for 2 samples"
@@ -106,6 +107,7 @@ def test_number_match():
 
 
 def test_model_output_is_not_evaluated(tmp_path):
+    """Scenario 44."""
     trace = tmp_path / "ran"
     attack = f"q __import__('pathlib').Path({str(trace)!r}).touch()"
     assert exact_match([attack], ["q"], ["2"]) == [0]
