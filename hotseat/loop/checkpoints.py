@@ -131,8 +131,8 @@ class CheckpointStore:
         """A write that failed for want of room says so, whoever it was that wrote; its remains make room again."""
         try:
             yield
-        except Exception as error:
-            # A process of a group, or torch's own format, tells of it in words only.
+        except BaseException as error:
+            # A process of a group, or torch, whose own error is no `Exception`, tells of it in words only.
             is_full = any(os.strerror(number) in str(error) for number in _FULL)
             if not (is_full or isinstance(error, OSError)):
                 raise
