@@ -46,6 +46,7 @@ def main() -> None:
             record = json.loads(line)
             run.log(record["values"], step=record["step"])
         run.finish()
+        _tear_down()
     except BaseException as error:
         _tell(out, {"failed": _without_key(f"{type(error).__name__}: {error}")})
     end_with_children(os.getpid(), 0)
@@ -67,6 +68,14 @@ def _start(task: dict[str, Any]) -> Any:
         config=task["config"],
         settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in known}),
     )
+
+
+def _tear_down() -> None:
+    """Wait for W&B's service to end: it may still hold what it has not written to the disk."""
+    import wandb
+
+    if hasattr(wandb, "teardown"):
+        wandb.teardown()
 
 
 def _end_when_alone(grace_s: float) -> None:

@@ -31,6 +31,9 @@ class Run:
         note(finished=True)
         FINISH
 
+def teardown():
+    note(torn_down=True)
+
 def init(settings, **given):
     note(init=given)
     INIT
@@ -89,16 +92,16 @@ def test_every_step_arrives_and_the_run_keeps_its_id(case, tmp_path):
     assert given["config"] == {"seed": 3}
     assert [(note["step"], note["values"]["reward"]) for note in seen[2:5]] == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert set(seen[2]["values"]) == {"reward", "bad"}
-    assert seen[5] == {"finished": True}
+    assert seen[5:] == [{"finished": True}, {"torn_down": True}]
     assert first.said == ["Weights & Biases: https://there/run"]
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": given["id"]}
     again = case(is_resumed=True)
     again.close()
-    assert again.notes[-2]["init"]["id"] == given["id"]
-    assert again.notes[-2]["init"]["resume"] == "allow"
+    assert again.notes[-3]["init"]["id"] == given["id"]
+    assert again.notes[-3]["init"]["resume"] == "allow"
     anew = case()
     anew.close()
-    assert anew.notes[-2]["init"]["id"] != given["id"]
+    assert anew.notes[-3]["init"]["id"] != given["id"]
 
 
 def test_the_key_is_in_the_environment_of_one_process_and_nowhere_else(case, tmp_path):
@@ -151,7 +154,7 @@ def test_what_hangs_for_ever_holds_up_nobody(case, where):
     else:
         found.wait_for(lambda: found.notes and "pid" in found.notes[-1])
     assert found.close() < 3
-    assert state(found.notes[-1]["pid"]) == "Z"
+    found.wait_for(lambda: state(found.notes[-1]["pid"]) == "Z")  # a kill takes a moment
     assert sum("did not finish in time" in line for line in found.said) == 1
 
 
