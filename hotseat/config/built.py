@@ -90,7 +90,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("train.ema.enabled", "a moving average of the weights", options=("train.ema",)),
     Unbuilt("train.full_determinism", "deterministic kernels"),
     Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
-    Unbuilt("log.wandb.enabled", "Weights & Biases", options=("log.wandb",)),
     Unbuilt("use_modelscope", "ModelScope"),
 )
 

@@ -116,6 +116,11 @@ RULES: tuple[Rule, ...] = (
         _says("rewards come neither from reward.function nor from reward.url"),
     ),
     Rule(
+        ("reward.max_memory_gib",),
+        _rl_but(lambda c: c.reward.function is not None),
+        _says("rewards do not come from reward.function"),
+    ),
+    Rule(
         ("algorithm.gamma",),
         _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce")),
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",

@@ -216,6 +216,8 @@ class Reward(Section):
     """Longest that scoring one group may take."""
     retries: NotNegative = 2
     """Attempts after the first one that failed."""
+    max_memory_gib: Annotated[float, Field(gt=0)] | None = 8.0
+    """Memory that the process of a reward function may take for its data; unset is no bound."""
     max_failed_fraction: Fraction = 0.1
     """Share of a step's samples that may stay unscored before the run stops."""
 
@@ -476,6 +478,10 @@ class Train(Section):
     """Heads each of those ranks exchanges at a time."""
     max_skipped_steps: Positive = 5
     """Non-finite updates in a row before the run stops."""
+    spike_factor: Annotated[float, Field(gt=1)] = 100.0
+    """Times the usual gradient norm (the median of the last 20 steps) that is out of the ordinary."""
+    on_spike: Literal["warn", "stop"] = "warn"
+    """What happens at an update out of the ordinary: a warning that names samples, or the end of the run."""
     deepspeed: DeepSpeed = DeepSpeed()
     """Options of the DeepSpeed backend."""
     lora: Lora = Lora()
@@ -529,11 +535,11 @@ class Checkpoint(Section):
 
 class Wandb(Section):
     enabled: bool = False
-    """Report to Weights & Biases; its key comes from WANDB_API_KEY."""
+    """Report to Weights & Biases; its key comes from WANDB_API_KEY, which also turns this on by itself."""
     org: str | None = None
-    """Entity."""
+    """Entity; unset is the key's own."""
     project: str | None = None
-    """Project."""
+    """Project; unset is that in WANDB_PROJECT, or `hotseat`."""
     group: str | None = None
     """Group."""
     run_name: str | None = None

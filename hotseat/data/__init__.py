@@ -5,12 +5,13 @@
     make_examples  rows -> token sequences with a mask of what to learn (sft)
     make_pairs     rows -> a better and a worse answer each (rm, dpo)
     PromptOrder    which prompt comes when
+    digest_of      tells whether prompts or examples are the same as before
 
 Everything wrong with the data raises one `DataError` that names file, line and key. None of this needs a model.
 """
 
 from hotseat.data.examples import Example, ExampleReport, make_examples
-from hotseat.data.order import PromptOrder
+from hotseat.data.order import PromptOrder, digest_of
 from hotseat.data.pairs import Pair, PairReport, make_pairs
 from hotseat.data.prompts import PromptReport, make_prompts
 from hotseat.data.rows import Row, load_rows
@@ -23,6 +24,7 @@ __all__ = [
     "PromptOrder",
     "PromptReport",
     "Row",
+    "digest_of",
     "load_rows",
     "make_examples",
     "make_pairs",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,13 @@ class PromptOrder:
     stable sort: the same on every machine and after every update.
     """
 
-    def __init__(self, num_prompts: int, seed: int):
+    def __init__(self, num_prompts: int, seed: int, digest: str = ""):
+        """`digest`: of the prompts' contents, as `digest_of` makes it; a run that goes on has to bring the same."""
         if num_prompts < 1:
             raise DataError("there are no prompts to put in order")
         self.num_prompts = num_prompts
         self.seed = seed
+        self.digest = digest
         self._epoch = 0
         self._position = 0
         self._permutation = self._permute(0)
@@ -38,17 +41,22 @@ class PromptOrder:
             self._position += len(part)
         return taken
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Where it stands, for `from_state`."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self.seed,
+            "digest": self.digest,
             "epoch": self._epoch,
             "position": self._position,
         }
 
+    def at(self, state: Mapping[str, Any]) -> PromptOrder:
+        """The same order where `state` was taken. Raises if that was of other prompts, or of another seed."""
+        return self.from_state(state, num_prompts=self.num_prompts, seed=self.seed, digest=self.digest)
+
     @classmethod
-    def from_state(cls, state: Mapping[str, int], *, num_prompts: int, seed: int) -> PromptOrder:
+    def from_state(cls, state: Mapping[str, Any], *, num_prompts: int, seed: int, digest: str = "") -> PromptOrder:
         """Go on where `state` was taken, with the same prompts and seed."""
         for name, now in (("num_prompts", num_prompts), ("seed", seed)):
             if state[name] != now:
@@ -56,7 +64,12 @@ class PromptOrder:
                     f"the order of prompts was saved with {name} {state[name]}, and now it is {now}: resume with the"
                     " same data and seed, or start anew"
                 )
-        order = cls(num_prompts, seed)
+        if state.get("digest") and digest and state["digest"] != digest:
+            raise DataError(
+                f"the {num_prompts} prompts are not those that this run began with: their number is the same, their"
+                " contents have changed; put the data back, or start anew"
+            )
+        order = cls(num_prompts, seed, digest)
         order._epoch, order._position = state["epoch"], state["position"]
         order._permutation = order._permute(order._epoch)
         return order
@@ -65,3 +78,16 @@ class PromptOrder:
         key = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=16).digest()
         stream = np.random.Philox(key=int.from_bytes(key, "little"))
         return np.argsort(stream.random_raw(self.num_prompts), kind="stable")
+
+
+def digest_of(items: Iterable[Any]) -> str:
+    """Of prompts or examples, one after another: of what the model will see of each, and its label."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in items:
+        token_ids = np.asarray(item.token_ids, dtype=np.int64)
+        label = repr(getattr(item, "label", None)).encode()
+        mask = np.asarray(getattr(item, "mask", ()), dtype=np.bool_)
+        digest.update(f"{len(token_ids)} {len(label)} {len(mask)} ".encode())
+        for part in (token_ids.tobytes(), label, mask.tobytes()):
+            digest.update(part)
+    return digest.hexdigest()

@@ -12,18 +12,21 @@ The newest complete one is current. Older ones go after a newer one is there, ne
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotseat import faults
-from hotseat.errors import CheckpointError
+from hotseat.errors import CheckpointError, HotseatError, UserError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -33,6 +36,9 @@ _WRITING, _DELETING = ".writing-", ".deleting-"
 _CHUNK = 1 << 20
 # Beside the tensors a checkpoint holds small files, and a file system wants room for itself.
 _SPARE_BYTES = 16 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_INTACT = "earlier checkpoints are intact"
+_MAKE_ROOM = "Make room, or set checkpoint.path to another disk"
 
 
 @dataclass(frozen=True)
@@ -58,34 +64,44 @@ class CheckpointStore:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Make the directory and see that it can be written, before there is anything to lose."""
+        with self._writable(UserError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            trial = self.directory / f"{_WRITING}nothing"
+            trial.mkdir(exist_ok=True)
+            trial.rmdir()
+
     def begin(self, step: int, num_bytes: int) -> Path:
         """An empty directory to write step `step` into. Raises if `num_bytes` more would not fit on the disk."""
-        path = self.directory / f"{_WRITING}{_name(step)}"
-        try:
+        path = self._writing(step)
+        with self._writable(CheckpointError):
             self.directory.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(path, ignore_errors=True)
             free = shutil.disk_usage(self.directory).free
             if num_bytes + _SPARE_BYTES > free:
                 raise CheckpointError(
                     f"no room for the checkpoint of step {step} in {self.directory}: it needs"
-                    f" {num_bytes + _SPARE_BYTES:,} bytes, {free:,} are free; earlier checkpoints are intact. Make"
-                    " room, or set checkpoint.path to another disk"
+                    f" {num_bytes + _SPARE_BYTES:,} bytes, {free:,} are free; {_INTACT}. {_MAKE_ROOM}"
                 )
             path.mkdir()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.directory} cannot be written: {error.strerror}; set checkpoint.path to another place"
-            ) from None
         return path
+
+    @contextmanager
+    def writing(self, step: int, num_bytes: int) -> Iterator[Path]:
+        """`begin`, and what fails until the end of the block explained: others may fill the disk meanwhile."""
+        path = self.begin(step, num_bytes)
+        with self._explained(step):
+            yield path
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
         """Make what was written since `begin` the current checkpoint, then let go of old ones."""
-        writing = self.directory / f"{_WRITING}{_name(step)}"
+        writing = self._writing(step)
         target = self.directory / _name(step)
         if target.exists():
             raise CheckpointError(f"{target} is there already: a checkpoint is never overwritten")
-        try:
-            (writing / STATE).write_text(json.dumps(state, indent=1, allow_nan=False) + "\n")
+        with self._explained(step):
+            (writing / STATE).write_text(json.dumps(state, indent=1) + "\n")
             files = {str(path.relative_to(writing)): _facts(path) for path in _files(writing)}
             manifest = {"format": FORMAT, "step": step, "files": files}
             (writing / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
@@ -95,13 +111,44 @@ class CheckpointStore:
             writing.rename(target)
             faults.reach("save.after")
             _sync(self.directory)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {writing}: {error.strerror or error}; earlier"
-                " checkpoints are intact"
-            ) from error
         self._let_go(target)
         return target
+
+    def _writing(self, step: int) -> Path:
+        return self.directory / f"{_WRITING}{_name(step)}"
+
+    @contextmanager
+    def _writable(self, kind: type[HotseatError]) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise kind(
+                f"{self.directory} cannot be written: {error.strerror}; set checkpoint.path to another place"
+            ) from None
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """A write that failed for want of room says so, whoever it was that wrote; its remains make room again."""
+        try:
+            yield
+        except BaseException as error:
+            # A process of a group, or torch, whose own error is no `Exception`, tells of it in words only.
+            is_full = any(os.strerror(number) in str(error) for number in _FULL)
+            if not (is_full or isinstance(error, OSError)):
+                raise
+            writing = self._writing(step)
+            if not is_full:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} could not be written to {writing}: {error.strerror or error};"
+                    f" {_INTACT}"
+                ) from error
+            free = shutil.disk_usage(self.directory).free
+            written = sum(path.stat().st_size for path in _files(writing))
+            shutil.rmtree(writing, ignore_errors=True)
+            raise CheckpointError(
+                f"no room for the checkpoint of step {step} in {self.directory}: the disk was full after"
+                f" {written:,} bytes, {free:,} are free; {_INTACT}. {_MAKE_ROOM}"
+            ) from error
 
     def clean(self) -> list[str]:
         """Remove what earlier runs left unfinished; their names."""
@@ -180,8 +227,9 @@ class CheckpointStore:
 
 
 def _metric(path: Path) -> Any:
-    """The value of the metric that says which is best; None if it was not measured."""
-    return json.loads((path / STATE).read_text()).get("best_metric")
+    """The value of the metric that says which is best; None if it was not measured, or is no number to compare."""
+    value = json.loads((path / STATE).read_text()).get("best_metric")
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _name(step: int) -> str:

@@ -35,6 +35,7 @@ class HostSettings:
     reward: str | None
     reward_timeout_s: float
     reward_retries: int
+    reward_max_bytes: int | None
     trust_remote_code: bool = False
 
 
@@ -101,7 +102,10 @@ class RolloutHost:
         self._reward = None
         if settings.reward is not None:
             self._reward = RewardFunction(
-                settings.reward, timeout_s=settings.reward_timeout_s, retries=settings.reward_retries
+                settings.reward,
+                timeout_s=settings.reward_timeout_s,
+                retries=settings.reward_retries,
+                max_memory_bytes=settings.reward_max_bytes,
             )
         self._tokenizer = tokenizer
         self._groups: dict[GroupKey, Group] = {}

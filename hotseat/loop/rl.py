@@ -10,7 +10,7 @@ between the groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,9 @@ from hotseat.cluster import Cluster, Group, Ref
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_reference
-from hotseat.data import PromptOrder
+from hotseat.data import PromptOrder, digest_of
 from hotseat.loop import settings
+from hotseat.loop.alarms import Alarms
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
 from hotseat.loop.experience import assign
@@ -81,7 +82,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, found: Checkpoint | Non
             final = run.evaluate()
             metrics |= final
         journal.step(step, metrics)
-        run.tell(step, collected)
+        run.tell(step, collected, metrics)
         saver.after_step(step, run.parts(final), final if run.is_evaluated(step) else {}, journal)
     return final
 
@@ -156,7 +157,7 @@ class RlRun:
         self._seats = Seats(plan, groups, timeout_s=self._timeout_s, is_gone=cluster.is_gone, timeline=journal.timeline)
         stack.callback(self._seats.close)
 
-        self._order = PromptOrder(len(prompts), config.seed)
+        self._order = PromptOrder(len(prompts), config.seed, digest_of(prompts))
         self._collector = Collector(self._hosts, prompts, self._timeout_s)
         self._evaluator = Collector(self._hosts, eval_prompts, self._timeout_s) if eval_prompts else None
         self._keep = _keep(config)
@@ -178,6 +179,7 @@ class RlRun:
         )
         self._sample_again: Callable[[], Collected] | None = None
         self._hosts_at_collect = 0  # restarts of hosts until then
+        self._alarms = Alarms(journal.say, config.train.spike_factor, config.train.on_spike)
         self._told: list[tuple[Chosen, SampleRecord]] = []  # of the step under way
 
     # --- the phases, in order -----------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ class RlRun:
 
         def sample() -> Collected:
             # Whatever is sampled again comes out the same: a request's seed is made from its key.
-            self._order = PromptOrder.from_state(before, num_prompts=order.num_prompts, seed=order.seed)
+            self._order = order.at(before)
             with self._sampling():
                 return self._collector.collect(
                     self._order,
@@ -304,9 +306,10 @@ class RlRun:
 
         return evaluation_metrics(self._revive.during(sample), num_samples)
 
-    def tell(self, step: int, collected: Collected) -> None:
+    def tell(self, step: int, collected: Collected, metrics: Mapping[str, float]) -> None:
         """What became of the samples of a step: of all to the ledger, of some to be read. The last push came later."""
         self._ledger.record(step, self._version - 2, collected)
+        self._alarms.look(step, metrics, collected)
         groups = collected.groups
         spread: dict[str, list[float]] = {
             "reward": [reward for facts in groups for reward in facts.rewards],
@@ -347,8 +350,8 @@ class RlRun:
 
     def go_on(self, found: Checkpoint) -> None:
         """From where a checkpoint was made."""
-        state, order = found.state, self._order
-        self._order = PromptOrder.from_state(state["order"], num_prompts=order.num_prompts, seed=order.seed)
+        state = found.state
+        self._order = self._order.at(state["order"])
         self._kl = replace(self._kl, coefficient=float(state["kl_coefficient"]))
         self._policy = self._policy_settings()
         self._version = int(state["version"])
@@ -451,5 +454,6 @@ def _host_settings(config: Config) -> HostSettings:
         reward=config.reward.function,
         reward_timeout_s=config.reward.timeout_s,
         reward_retries=config.reward.retries,
+        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
         trust_remote_code=config.trust_remote_code,
     )

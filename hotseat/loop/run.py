@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
+from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
@@ -38,7 +39,7 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
 def refuse_what_cannot_start(config: Config) -> None:
     """Everything that stands in the way, in one error."""
     text = ""
-    absent = missing(config) + _files_not_there(config)
+    absent = missing(config) + _files_not_there(config) + _packages_not_there(config)
     if absent:
         text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
     unbuilt = not_built(config)
@@ -58,6 +59,14 @@ def _files_not_there(config: Config) -> list[tuple[str, str]]:
     return found
 
 
+def _packages_not_there(config: Config) -> list[tuple[str, str]]:
+    from hotseat.observe import wandb_sink
+
+    if config.log.wandb.enabled and not wandb_sink.is_installed():
+        return [("log.wandb.enabled", wandb_sink.HINT)]
+    return []
+
+
 # --- reinforcement ----------------------------------------------------------------------------------------------------
 
 
@@ -72,7 +81,7 @@ def _start_rl(config: Config) -> dict[str, float]:
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     with ExitStack() as stack:
-        run_dir, saver, found = _open_run(config, stack, notes)
+        run_dir, saver, found = _open_run(config, stack, notes, prompts)
         if found is not None and _is_finished(found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
@@ -108,7 +117,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     num_ranks = num_data_parallel(config, dry)
     algebra = batch_algebra(config, num_ranks, len(examples))
     with ExitStack() as stack:
-        run_dir, saver, found = _open_run(config, stack, notes)
+        run_dir, saver, found = _open_run(config, stack, notes, examples)
         if found is not None and _is_finished(found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
@@ -251,7 +260,9 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
 # --- what both share --------------------------------------------------------------------------------------------------
 
 
-def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path, Saver, Checkpoint | None]:
+def _open_run(
+    config: Config, stack: ExitStack, notes: list[str], rows: Sequence[Any]
+) -> tuple[Path, Saver, Checkpoint | None]:
     """The run's directory, for this process alone, and the checkpoint it goes on from."""
     savers = stack.enter_context(_stoppable())
     run_dir = make_run_dir(config)
@@ -260,6 +271,8 @@ def _open_run(config: Config, stack: ExitStack, notes: list[str]) -> tuple[Path,
     savers.append(saver)
     stack.enter_context(_advice(saver, run_dir))
     found = saver.find(stack, notes.append)
+    if found is not None:
+        PromptOrder(len(rows), config.seed, digest_of(rows)).at(found.state["order"])  # raises for other data
     if found is None:
         if (run_dir / "model").exists():
             raise UserError(f"{run_dir} holds a run that was finished without checkpoints: choose another name")
@@ -338,6 +351,9 @@ def _journal(
         tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
         last_step=None if found is None else found.step,
     )
+    wandb = _wandb(config, run_dir, journal.say, is_resumed=found is not None)
+    if wandb is not None:
+        journal.add(wandb)
     for note in notes:
         journal.say(note)
     return journal
@@ -352,6 +368,28 @@ def _report(run_dir: Path, journal: Any) -> None:
         journal.say(f"report: {write_report([run_dir], run_dir / 'report.html')}")
     except (OSError, UserError, ValueError) as error:
         journal.say(f"the report could not be written: {error}", kind="warning")
+
+
+def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> Any:
+    """Reports to Weights & Biases, if the config or a key in the environment asks for it."""
+    from hotseat.observe import wandb_sink
+
+    section = config.log.wandb
+    if not wandb_sink.is_wanted(section.enabled, os.environ):
+        return None
+    if not wandb_sink.is_installed():
+        say(f"{wandb_sink.KEY} is set, but {wandb_sink.HINT}")
+        return None
+    return wandb_sink.WandbSink(
+        run_dir,
+        config.model_dump(mode="json"),
+        say,
+        is_resumed=is_resumed,
+        entity=section.org,
+        project=section.project,
+        group=section.group,
+        name=section.run_name or run_dir.name,
+    )
 
 
 def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, journal: Any) -> None:

@@ -31,6 +31,7 @@ FREE = (
     "reward.timeout_s",
     "reward.retries",
     "reward.max_failed_fraction",
+    "reward.max_memory_gib",
     "rollout.num_slots",
     "rollout.micro_batch_size",
     "rollout.max_tokens_per_device",
@@ -66,8 +67,8 @@ class Saver:
         """The checkpoint to go on from, if the run is to go on and there is one. Nobody else may write here then."""
         if not (self.can_save or self._config.checkpoint.resume):
             return None
+        self._store.prepare()
         if self._config.checkpoint.path is not None:
-            self._store.directory.mkdir(parents=True, exist_ok=True)
             stack.enter_context(sole_owner(self._store.directory))
         for name in self._store.clean():
             say(f"{name} was not finished, and is removed")
@@ -118,11 +119,11 @@ class Saver:
         section = self._config.checkpoint
         has_model = section.export_each or not section.save_state
         faults.reach("save.before")
-        path = self._store.begin(step, parts.num_bytes() if section.save_state else 0)
-        if section.save_state:
-            parts.write(path)
-        if has_model:
-            parts.export(path / MODEL)
+        with self._store.writing(step, parts.num_bytes() if section.save_state else 0) as path:
+            if section.save_state:
+                parts.write(path)
+            if has_model:
+                parts.export(path / MODEL)
         state = {
             "step": step,
             "task": self._config.task,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hotseat.algorithms import StepTotals, loss_weights, step_totals
-from hotseat.data import Example, PromptOrder
+from hotseat.data import Example, PromptOrder, digest_of
 from hotseat.loop.losses import SupervisedObjective
 from hotseat.loop.workers import BatchSettings, device_of_process
 from hotseat.train.backend import TrainOptions, UpdateReport
@@ -68,7 +68,7 @@ class SupervisedWorker:
         self._held_out = held_out
         self._batch_size = batch_size
         self._cut = cut
-        self._order = PromptOrder(len(examples), seed)
+        self._order = PromptOrder(len(examples), seed, digest_of(examples))
         self._rank = rank
         self._num_ranks = num_ranks
 
@@ -105,8 +105,7 @@ class SupervisedWorker:
 
     def go_on(self, directory: str, state: Mapping[str, Any]) -> None:
         """Together. From what `save` and `state` gave."""
-        order = self._order
-        self._order = PromptOrder.from_state(state["order"], num_prompts=order.num_prompts, seed=order.seed)
+        self._order = self._order.at(state["order"])
         self._backend.load(directory)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from hotseat.observe.live import LiveView
 from hotseat.observe.metrics import JsonLines, TensorBoard
@@ -25,6 +25,14 @@ RECORDS = (METRICS, DISTRIBUTIONS, SAMPLES, EVENTS, TIMELINE)
 MAX_VALUES = 64  # different ones in a distribution; above that they are binned
 
 Kind = Literal["note", "warning", "fault"]
+
+
+class Sink(Protocol):
+    """Takes the numbers of each step."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Journal:
@@ -58,6 +66,12 @@ class Journal:
             stack.callback(self.timeline.close)
             stack.enter_context(view)
             self._stack = stack.pop_all()
+        self._sinks: list[Sink] = []
+
+    def add(self, sink: Sink) -> None:
+        """Somebody else who gets the numbers, and is closed before everything here."""
+        self._sinks.append(sink)
+        self._stack.callback(sink.close)
 
     def phase(self, name: str) -> None:
         """What is going on from now on."""
@@ -78,6 +92,8 @@ class Journal:
         self._step = step
         self._metrics.write({"step": step} | dict(metrics))
         self._board.write(step, metrics)
+        for sink in self._sinks:
+            sink.write(step, metrics)
         self.timeline.flush()
         if metrics and (step % self._log_every == 0 or step == self._num_steps):
             self._view.step(step, metrics)

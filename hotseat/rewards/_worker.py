@@ -34,7 +34,8 @@ def main(task: dict[str, Any]) -> None:
     if task["max_memory"] is not None:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (task["max_memory"], task["max_memory"]))
+        # Of what is written to: libraries reserve far more address space than they ever use, those for GPUs above all.
+        resource.setrlimit(resource.RLIMIT_DATA, (task["max_memory"], task["max_memory"]))
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
     try:

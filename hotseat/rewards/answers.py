@@ -11,6 +11,7 @@ from typing import Any
 from hotseat.types import Failed
 
 _KEYS = ("rewards", "scores", "extra_logs")
+_MAX = (2 - 2**-23) * 2.0**127  # the largest number of 32 bits
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def _as_float(value: float) -> float:
 
 
 def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+    """As a number of 32 bits, in which advantages are computed."""
+    return value is not None and abs(value) <= _MAX
 
 
 def _name(value: Any) -> str:
@@ -104,4 +106,6 @@ def _name(value: Any) -> str:
         return "None"
     if isinstance(value, dict):
         return f"a {value.get('__type__', 'dict')}"
+    if isinstance(value, float) and math.isfinite(value) and not _is_finite(value):
+        return f"{value}, too large for 32 bits"
     return "a list" if isinstance(value, list) else repr(value) if len(repr(value)) < 40 else f"{repr(value)[:36]}..."

@@ -234,7 +234,10 @@ class _Worker:
             self.end()
             raise
         if "error" in answer:
-            raise BadAnswer(f"raised {answer['error']}")
+            limit = self._task.max_memory_bytes
+            is_full = limit is not None and answer["error"].startswith(("MemoryError", "_ArrayMemoryError"))
+            hint = f" (it may take {limit / 2**30:g} GiB: reward.max_memory_gib)" if is_full and limit else ""
+            raise BadAnswer(f"raised {answer['error']}{hint}")
         return read_answer(answer["result"], len(message["queries"]))
 
     def end(self) -> None:

@@ -179,6 +179,8 @@ def test_an_agent_may_not_change_the_distribution(change):
 
 
 def test_aborted_and_empty_completions_fail():
+    """Scenario 37."""
+
     def says(text, finish):
         def ask(request):
             future = Future()

@@ -437,6 +437,7 @@ def test_the_first_token_sees_the_sum_of_turn_and_episode_rewards(estimator, epi
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_an_episode_without_sampled_tokens_is_in_no_baseline(estimator):
+    """Scenario 37."""
     layout = make_layout([*TWO, [[0, 0]], [[]]])
     with_empty = compute_advantages(
         estimator, layout, torch.tensor([1.0, 3.0, 100.0, NAN]), groups=torch.tensor([0, 0, 0, 1])

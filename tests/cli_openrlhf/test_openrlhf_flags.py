@@ -114,6 +114,10 @@ WITHOUT_A_FLAG = {
     "reward.timeout_s",  # set beside --remote_rm_url http://...
     "reward.retries",  # likewise
     "reward.max_failed_fraction",
+    "reward.max_memory_gib",
+    "cluster.silence_timeout_s",
+    "log.samples_every",
+    "log.samples_per_step",
     "rollout.top_k",
     "rollout.num_slots",
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS

@@ -152,6 +152,7 @@ def test_rl_starts_its_own_processes():
 
 
 def test_a_key_is_put_into_the_environment_only_when_a_run_begins(capsys):
+    """Scenario 46."""
     env, starter = {}, Starter()
     argv = [*COMPLETE["train_sft"].split(), "--use_wandb", "s3cret"]
     main("train_sft", [*argv, "--print_config"], env)
@@ -175,6 +176,7 @@ def test_arguments_are_forgotten_where_they_are_secret():
 
 
 def test_the_process_forgets_its_secrets_before_anything_else_runs():
+    """Scenario 46."""
     code = (
         "import sys; sys.argv = ['x', '--use_wandb', 's3cret', '--print_config']\n"
         "from hotseat.cli.openrlhf.run import entry\n"

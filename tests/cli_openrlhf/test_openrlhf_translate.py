@@ -590,7 +590,7 @@ def test_a_group_of_one_prints_but_does_not_start():
 
 
 def test_what_is_not_built_is_named_by_flag_and_default():
-    found = split("--advantage_estimator gae --lora_rank 8 --use_wandb k --actor.freeze_visual_encoder --async_train")
+    found = split("--advantage_estimator gae --lora_rank 8 --actor.freeze_visual_encoder --async_train")
     assert dict(found.not_built) == {
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--async_train": "rollout beside training",
@@ -598,6 +598,5 @@ def test_what_is_not_built_is_named_by_flag_and_default():
         "--engine (vllm by default)": "the vLLM engine",
         "--advantage_estimator": "the critic",
         "--lora_rank": "LoRA",
-        "--use_wandb": "Weights & Biases",
     }
     assert dict(translate("train_rm", ["--backend", "fsdp"], {}).not_built) == {"train_rm": "training reward models"}

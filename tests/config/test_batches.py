@@ -48,6 +48,7 @@ def test_supervised_training_takes_one_optimizer_step_per_batch():
 
 
 def test_all_sizes_that_do_not_divide_are_named_with_the_nearest_that_do():
+    """Scenario 39."""
     text = "rollout: {batch_size: 100, samples_per_prompt: 3}\ntrain: {batch_size: 128, micro_batch_size: 5}"
     with pytest.raises(BatchError) as caught:
         batch_algebra(loads(text), 8)

@@ -55,6 +55,7 @@ WITHOUT_EFFECT = {
     "checkpoint.keep_last": ("checkpoint: {keep_last: 2}", "no checkpoint is made"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
+    "reward.max_memory_gib": ("reward: {url: u, max_memory_gib: 2}", "rewards do not come from reward.function"),
     "env.enable_offload": ("env: {enable_offload: true}", "places no env"),
     "inference.enable_offload": ("inference: {enable_offload: true}", "places no inference"),
     "rollout.temperature": ("task: sft\nrollout: {temperature: 1}", "this is for rl"),

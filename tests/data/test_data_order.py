@@ -1,12 +1,15 @@
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotseat.data import PromptOrder
+from hotseat.data import Example, PromptOrder, digest_of
 from hotseat.errors import DataError
+from hotseat.types import Prompt
 
 
 def test_each_pass_is_a_permutation_and_the_tail_goes_before_the_next():
@@ -64,6 +67,29 @@ def test_other_data_or_another_seed_is_refused():
         PromptOrder.from_state(state, num_prompts=6, seed=3)
     with pytest.raises(DataError, match="saved with seed 3, and now it is 4"):
         PromptOrder.from_state(state, num_prompts=5, seed=4)
+
+
+def test_other_contents_are_refused_though_their_number_is_the_same():
+    """Scenario 24."""
+    prompts = [Prompt(number, "q", (1, number), label=str(number)) for number in range(5)]
+    state = json.loads(json.dumps(PromptOrder(5, 3, digest_of(prompts)).state()))
+    same = PromptOrder.from_state(state, num_prompts=5, seed=3, digest=digest_of(list(prompts)))
+    assert same.state() == state
+    for changed in ({"token_ids": (1, 9)}, {"token_ids": (1,)}, {"label": "9"}, {"label": None}):
+        other = [*prompts[:4], replace(prompts[4], **changed)]
+        with pytest.raises(DataError, match="5 prompts are not those .* contents have changed"):
+            PromptOrder.from_state(state, num_prompts=5, seed=3, digest=digest_of(other))
+    assert digest_of(prompts[::-1]) != digest_of(prompts)
+    del state["digest"]  # of an earlier version
+    assert PromptOrder.from_state(state, num_prompts=5, seed=3, digest="x").next(1) == PromptOrder(5, 3).next(1)
+
+
+def test_examples_differ_by_tokens_and_by_what_is_learned():
+    def examples(*mask: bool) -> list[Example]:
+        return [Example(torch.tensor([1, 2, 3]), torch.tensor(mask), "file:1")]
+
+    assert digest_of(examples(False, True, True)) == digest_of(examples(False, True, True))
+    assert digest_of(examples(False, True, True)) != digest_of(examples(False, False, True))
 
 
 def test_no_prompts():

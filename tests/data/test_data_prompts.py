@@ -45,6 +45,7 @@ def test_another_chat_template_than_the_tokenizers():
 
 
 def test_prompts_over_the_limit_are_dropped_and_counted_and_those_at_it_are_kept():
+    """Scenario 36."""
     prompts, report = make_prompts(
         as_rows([{"input": "abcd"}, {"input": "abcde"}, {"input": "abc"}]), char_tokenizer(), prompt_max_length=4
     )
@@ -59,11 +60,13 @@ def test_nothing_left_is_an_error():
 
 
 def test_no_chat_template():
+    """Scenario 35."""
     message = fails([{"input": "x"}], apply_chat_template=True)
     assert "the tokenizer of tiny-model has no chat template: set data.chat_template" in message
 
 
 def test_every_bad_row_is_named_with_line_and_key():
+    """Scenario 34."""
     message = fails(
         [{"question": "x"}, {"input": None}, {"input": 3}, {"input": ""}, {"input": [user("x")]}, {}], label_key="label"
     )
@@ -117,6 +120,7 @@ def test_nulls_that_a_columnar_file_filled_in_are_not_shown_to_the_template():
 
 
 def test_a_prompt_without_tokens_is_an_error():
+    """Scenario 36."""
     assert "data.jsonl:1: input: the prompt '' has no tokens" in fails(
         [{"input": "x"}], char_tokenizer("{{ '' }}"), apply_chat_template=True
     )

@@ -191,6 +191,7 @@ def test_probabilities_that_cannot_be(tmp_path):
 
 
 def test_bad_json_lines_are_named_and_counted(tmp_path):
+    """Scenario 34."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n"\xff"\n{"a" 1}\nnull\n{\n{\n')
     message = fails(path)

@@ -80,6 +80,7 @@ def test_a_checkpoint_is_never_overwritten(store):
     ],
 )
 def test_damage_is_named_and_never_skipped(store, damage, message):
+    """Scenarios 20 and 21."""
     write(store, 1)
     damage(write(store, 2))
     with pytest.raises(
@@ -89,6 +90,7 @@ def test_damage_is_named_and_never_skipped(store, damage, message):
 
 
 def test_a_name_cannot_leave_the_directory(store, tmp_path):
+    """Scenario 47."""
     (tmp_path / "outside").write_text("weights of 1")
     path = write(store, 1)
     manifest = json.loads((path / "manifest.json").read_text())

@@ -77,9 +77,9 @@ def stop_after(monkeypatch, num_checkpoints: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
 def test_resumed_equals_uninterrupted(task, monkeypatch, kind, every):
-    """Invariant 5: mid-pass and at the boundary of a pass (a pass is two steps)."""
+    """Scenario 22 and invariant 5: mid-pass, at the boundary of a pass (two steps), and after the last step."""
     whole = run(task, kind, "whole", f"checkpoint.every={every}")
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
@@ -126,6 +126,7 @@ def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(task,
 
 
 def test_after_the_last_step_there_is_nothing_to_do(task, capsys):
+    """Scenario 22."""
     run(task, "rl", "done", "checkpoint.every=4")
     before = (task / "runs" / "done" / "metrics.jsonl").read_bytes()
     capsys.readouterr()
@@ -158,6 +159,7 @@ def test_a_checkpoint_without_state_is_a_model_and_no_more(task):
 
 
 def test_a_broken_checkpoint_is_named_and_never_skipped(task, capsys):
+    """Scenario 20."""
     run(task, "rl", "run", "checkpoint.every=2")
     checkpoints = task / "runs" / "run" / "checkpoints"
     shard = next((checkpoints / "step-000004" / "actor").glob("*.distcp"))
@@ -172,6 +174,7 @@ def test_a_broken_checkpoint_is_named_and_never_skipped(task, capsys):
 
 
 def test_a_changed_config_is_reported_and_what_cannot_change_is_refused(task, capsys):
+    """Scenario 24."""
     run(task, "rl", "run", "checkpoint.every=2")
     directory = str(task / "runs" / "run")
     assert main(["resume", directory, "seed=9", "actor.optimizer.learning_rate=0.5"]) == 2
@@ -195,12 +198,14 @@ def test_what_holds_no_run_or_no_checkpoint_is_said(task, tmp_path, capsys):
 
 
 def test_a_directory_in_use_is_refused(task):
+    """Scenario 23."""
     run(task, "sft", "run", "checkpoint.every=2")
     with sole_owner(task / "runs" / "run"), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
         run(task, "sft", "run", "checkpoint.every=2", "checkpoint.resume=true")
 
 
 def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(task, monkeypatch, capsys):
+    """Scenario 21: said, not silent."""
     from hotseat.loop.rl import RlRun
 
     whole = run(task, "rl", "whole")
@@ -230,6 +235,7 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(task):
 
 
 def test_two_runs_do_not_write_into_the_same_checkpoints(task):
+    """Scenario 23."""
     shared = task / "elsewhere"
     shared.mkdir()
     with sole_owner(shared), pytest.raises(UserError, match="elsewhere is in use by process"):

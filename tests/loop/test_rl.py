@@ -137,6 +137,7 @@ def test_rewards_that_leave_nothing_to_learn_end_the_run_with_a_reason(task):
 
 
 def test_a_reward_that_fails_is_never_a_zero(task):
+    """Scenario 30."""
     (task / "reward.py").write_text(
         "def reward_func(queries, prompts, labels):\n"
         "    return [float('nan') if i == 0 else float(len(q) % 3) for i, q in enumerate(queries)]\n"
@@ -222,6 +223,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(task):
 
 @pytest.mark.parametrize("name", ["../out", "a/b", "/abs"])
 def test_a_name_cannot_leave_the_run_directory(task, name):
+    """Scenario 47."""
     with pytest.raises(UserError, match="give one plain word"):
         run(task, f"name={name}")
 

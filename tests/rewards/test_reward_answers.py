@@ -53,6 +53,7 @@ def test_scores_and_logs_per_sample_or_for_all():
 
 
 def test_a_sample_without_a_finite_reward_or_score_fails_alone():
+    """Scenario 30."""
     samples = read_answer([1.0, NAN, None, math.inf, 10**400], 5)
     assert samples == [
         Score(1.0, 1.0),
@@ -62,9 +63,11 @@ def test_a_sample_without_a_finite_reward_or_score_fails_alone():
         Failed("the reward is inf"),
     ]
     assert read_answer({"rewards": [1, 1], "scores": [1, NAN]}, 2)[1] == Failed("the score is nan")
+    assert read_answer([-3.4e38, -3.5e38], 2)[1] == Failed("the reward is -3.5e+38, too large for 32 bits")
 
 
 def test_answers_that_are_none():
+    """Scenario 29."""
     assert bad(None) == "returned None"
     assert bad(object()) == "returned a object, neither numbers nor a dict with 'rewards'"
     assert bad([1.0]) == "returned 1 rewards for 2 samples"
@@ -104,6 +107,7 @@ def test_number_match():
 
 
 def test_model_output_is_not_evaluated(tmp_path):
+    """Scenario 44."""
     trace = tmp_path / "ran"
     attack = f"q __import__('pathlib').Path({str(trace)!r}).touch()"
     assert exact_match([attack], ["q"], ["2"]) == [0]

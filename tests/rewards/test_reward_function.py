@@ -184,6 +184,7 @@ def test_a_file_that_does_not_load_in_time(make):
     ],
 )
 def test_what_a_function_can_do_wrong(make, source, reason):
+    """Scenario 31."""
     function = make(source, retries=1)
     samples = score(function)
     assert samples[0] == samples[1]
@@ -194,6 +195,7 @@ def test_what_a_function_can_do_wrong(make, source, reason):
 
 @pytest.mark.slow
 def test_a_function_that_hangs_is_ended_with_all_that_it_started(make, tmp_path):
+    """Scenarios 28 and 31."""
     function = make(
         "import os, subprocess\n"
         + body(
@@ -216,6 +218,7 @@ def test_a_worker_that_is_stopped_counts_as_hanging(make):
 
 
 def test_a_function_that_asks_for_too_much_memory(make):
+    """Scenario 31."""
     function = make(body("return [float(len(bytearray(10 << 30)))] * 2"), max_memory_bytes=1 << 30)
     assert "raised MemoryError" in score(function)[0].reason
 
@@ -286,6 +289,7 @@ def killer(tmp_path, num_kills: int) -> None:
 
 
 def test_a_kill_from_outside_does_not_use_up_a_retry(make, tmp_path):
+    """Scenario 31."""
     pids = str(tmp_path / "pids")
     wait_on_first_two = f"    while len(open({pids!r}).readlines()) < 3: time.sleep(0.01)\n    return [1.0] * 2\n"
     function = make(NOTE_PID.format(pids) + wait_on_first_two, retries=0)
@@ -313,6 +317,7 @@ def test_a_worker_that_dies_between_groups_is_replaced(make):
 
 @pytest.mark.slow
 def test_one_misbehaving_group_does_not_hold_up_the_others(make):
+    """Scenario 28."""
     function = make(
         "import time\n" + body("if prompts[0] == 'slow': time.sleep(100)", "return [1.0] * 2"),
         num_workers=2,

@@ -428,6 +428,7 @@ def the_digest_changes_if_and_only_if_a_weight_does(make: Make, directory: Path)
 
 
 def an_update_that_is_not_finite_changes_nothing(make: Make, directory: Path) -> None:
+    """Scenario 32."""
     good = some_segments()
     bad_field = dict(good.fields)
     bad_field["advantages"] = good.fields["advantages"].clone()
@@ -458,6 +459,8 @@ def an_update_that_is_not_finite_changes_nothing(make: Make, directory: Path) ->
 
 
 def a_gradient_that_is_not_finite_is_skipped_too(make: Make, directory: Path) -> None:
+    """Scenario 32."""
+
     class InfiniteSlope:
         """√(x − x) has value 0 and an infinite slope."""
 

@@ -1,0 +1,63 @@
+"""What a user should look at while a run goes on: steps that teach nothing, and updates far out of the ordinary."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from hotseat.errors import RunError
+from hotseat.loop.collect import Collected
+
+NUM_REMEMBERED = 20  # steps that an update is compared with
+NUM_NEEDED = 5
+NUM_NAMED = 8
+
+
+class Alarms:
+    """Looks at the numbers of each step. `spike_factor`: times the usual gradient norm that is out of the ordinary."""
+
+    def __init__(self, say: Callable[..., object], spike_factor: float, on_spike: Literal["warn", "stop"]):
+        self._say = say
+        self._spike_factor = spike_factor
+        self._on_spike = on_spike
+        self._norms: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._was_alike = False
+
+    def look(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
+        is_alike = metrics["groups_alike"] == 1.0
+        if is_alike and not self._was_alike:
+            self._say(
+                f"step {step}: in every group all rewards are equal, so nothing is learned; if that stays so, look at"
+                " the reward function and at the difficulty of the prompts",
+                kind="warning",
+            )
+        self._was_alike = is_alike
+        self._look_for_spike(step, metrics, collected)
+
+    def _look_for_spike(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
+        norm = metrics["grad_norm"]
+        usual = statistics.median(self._norms) if len(self._norms) >= NUM_NEEDED else None
+        if usual is not None and usual > 0 and norm > self._spike_factor * usual:
+            text = (
+                f"step {step}: the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}, and"
+                f" the loss {metrics['loss']:.3g}; the rewards furthest from their siblings' are of samples"
+                f" {', '.join(_outliers(collected))}"
+            )
+            if self._on_spike == "stop":
+                raise RunError(f"{text}. The update was made; train.on_spike=warn goes on")
+            self._say(text, kind="warning")
+            return  # it is no measure for those to come
+        if norm > 0:
+            self._norms.append(norm)
+
+
+def _outliers(collected: Collected) -> list[str]:
+    """Samples by their distance from the mean reward of their group, the furthest first."""
+    distances = [
+        (-abs(reward - statistics.fmean(facts.rewards)), f"{facts.epoch}/{facts.prompt}/{sample}")
+        for facts in collected.groups
+        for sample, reward in zip(facts.samples, facts.rewards, strict=True)
+    ]
+    return [name for _, name in sorted(distances)[:NUM_NAMED]]

@@ -1,0 +1,124 @@
+"""The process in which all of W&B happens. Run as a program; needs only the standard library and `wandb`.
+
+It reads JSON lines: first what to start, then one record per step, until the pipe closes. It tells two things at
+most, as JSON lines on standard output: that it started, and the one thing that went wrong. Once the pipe is closed,
+by `close` or by the death of the run, it has so many seconds to finish, and then ends itself and all that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+KEY = "WANDB_API_KEY"
+PROJECT = "hotseat"
+# Numbers and config only: no console, no code, nothing about machine or repository.
+SETTINGS = {
+    "silent": True,
+    "console": "off",
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+}
+
+
+def main() -> None:
+    out = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # what wandb and its own processes print
+    os.dup2(nowhere, 2)
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_when_alone, args=(task["grace_s"],), daemon=True).start()
+    try:
+        run = _start(task)
+        _tell(out, {"started": str(getattr(run, "url", None) or getattr(run, "dir", ""))})
+        for line in sys.stdin:
+            record = json.loads(line)
+            run.log(record["values"], step=record["step"])
+        run.finish()
+        _tear_down()
+    except BaseException as error:
+        _tell(out, {"failed": _without_key(f"{type(error).__name__}: {error}")})
+    end_with_children(os.getpid(), 0)
+
+
+def _start(task: dict[str, Any]) -> Any:
+    import wandb
+
+    known = getattr(wandb.Settings, "model_fields", SETTINGS)
+    wanted = {**SETTINGS, "init_timeout": task["start_s"]}
+    return wandb.init(
+        id=task["id"],
+        resume="allow",
+        entity=task["entity"],
+        project=task["project"] or os.environ.get("WANDB_PROJECT") or PROJECT,
+        group=task["group"],
+        name=task["name"],
+        dir=task["dir"],
+        config=task["config"],
+        settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in known}),
+    )
+
+
+def _tear_down() -> None:
+    """Wait for W&B's service to end: it may still hold what it has not written to the disk."""
+    import wandb
+
+    if hasattr(wandb, "teardown"):
+        wandb.teardown()
+
+
+def _end_when_alone(grace_s: float) -> None:
+    """Waits until nobody can write to us any more, whether or not all was read; then for the end, but not for ever."""
+    poll = select.poll()
+    poll.register(0, 0)  # of a pipe that is asked for nothing, its closing is still told
+    while not poll.poll():
+        pass
+    time.sleep(grace_s)
+    end_with_children(os.getpid(), 1)
+
+
+def end_with_children(pid: int, code: int | None = None) -> None:
+    """End a process and all that it started. `code`: this process is meant, and ends with it."""
+    for child in reversed(_descendants(pid)):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    if code is not None:
+        os._exit(code)
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Parents first. W&B's service has a session of its own, so its group does not tell."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                for child in map(int, file.read().split()):
+                    found += [child, *_descendants(child)]
+    return found
+
+
+def _tell(out: int, message: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(out, json.dumps(message).encode() + b"\n")
+
+
+def _without_key(text: str) -> str:
+    key = os.environ.get(KEY)
+    return " ".join((text.replace(key, "***") if key else text).split())[:300]
+
+
+if __name__ == "__main__":
+    main()

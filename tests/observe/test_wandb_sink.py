@@ -1,0 +1,216 @@
+"""Weights & Biases in every state it can be in. The package here is a stand-in that does what each test says."""
+
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hotseat.observe.wandb_sink import WandbSink, is_installed, is_wanted, without_secrets
+
+STAND_IN = """
+import json, os, time
+
+def note(**what):
+    with open(os.environ["NOTES"], "a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+class Settings:
+    model_fields = {"silent": None, "init_timeout": None}
+    def __init__(self, **given):
+        note(settings=given)
+
+class Run:
+    url = "https://there/run"
+    def log(self, values, step):
+        note(step=step, values=values)
+        LOG
+    def finish(self):
+        note(finished=True)
+        FINISH
+
+def teardown():
+    note(torn_down=True)
+
+def init(settings, **given):
+    note(init=given)
+    INIT
+    return Run()
+"""
+
+
+class Case:
+    """A sink on a stand-in package, what was said, and what the package saw."""
+
+    def __init__(self, directory: Path, monkeypatch, *, init="pass", log="pass", finish="pass", text=None, **options):
+        package = directory / "packages" / "wandb.py"
+        package.parent.mkdir(exist_ok=True)
+        stand_in = STAND_IN.replace("INIT", init).replace("LOG", log).replace("FINISH", finish)
+        package.write_text(stand_in if text is None else text)
+        self._notes = directory / "notes"
+        monkeypatch.setenv("PYTHONPATH", str(package.parent))
+        monkeypatch.setenv("NOTES", str(self._notes))
+        monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+        self.said: list[str] = []
+        self.sink = WandbSink(directory, {"seed": 3}, lambda text, *_: self.said.append(text), name="run", **options)
+
+    @property
+    def notes(self) -> list[dict]:
+        return [json.loads(line) for line in self._notes.read_text().splitlines()] if self._notes.exists() else []
+
+    def wait_for(self, condition) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, (self.said, self.notes)
+            time.sleep(0.01)
+
+    def close(self) -> float:
+        """Seconds that it took."""
+        pid = self.sink._process.pid
+        began = time.monotonic()
+        self.sink.close()
+        assert not os.path.exists(f"/proc/{pid}")
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    return lambda **options: Case(tmp_path, monkeypatch, **options)
+
+
+def test_every_step_arrives_and_the_run_keeps_its_id(case, tmp_path):
+    first = case(entity="org", project="p", group="g")
+    for step in range(3):
+        first.sink.write(step, {"reward": step / 2, "bad": float("nan"), "text": "x", "none": None})
+    first.close()
+    seen = first.notes
+    assert seen[0]["settings"] == {"silent": True, "init_timeout": 60.0}
+    given = seen[1]["init"]
+    assert [given[name] for name in ("entity", "project", "group", "name")] == ["org", "p", "g", "run"]
+    assert given["config"] == {"seed": 3}
+    assert [(note["step"], note["values"]["reward"]) for note in seen[2:5]] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert set(seen[2]["values"]) == {"reward", "bad"}
+    assert seen[5:] == [{"finished": True}, {"torn_down": True}]
+    assert first.said == ["Weights & Biases: https://there/run"]
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": given["id"]}
+    again = case(is_resumed=True)
+    again.close()
+    assert again.notes[-3]["init"]["id"] == given["id"]
+    assert again.notes[-3]["init"]["resume"] == "allow"
+    anew = case()
+    anew.close()
+    assert anew.notes[-3]["init"]["id"] != given["id"]
+
+
+def test_the_key_is_in_the_environment_of_one_process_and_nowhere_else(case, tmp_path):
+    found = case(init="raise ValueError('bad key ' + os.environ['WANDB_API_KEY'])")
+    assert "s3cret" not in Path(f"/proc/{found.sink._process.pid}/cmdline").read_text()
+    found.wait_for(lambda: found.said)
+    found.close()
+    assert found.said == [
+        "warning: Weights & Biases failed: ValueError: bad key ***; the run is not affected, and metrics.jsonl has"
+        " every number"
+    ]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("broken", "what"),
+    [
+        ({"log": "raise ConnectionError('gone')"}, "failed: ConnectionError: gone"),
+        ({"finish": "raise OSError('no more')"}, "failed: OSError: no more"),
+        ({"init": "raise SystemExit(1)"}, "failed: SystemExit: 1"),
+        ({"init": "os._exit(3)"}, "ended unexpectedly"),
+        ({"text": "1 / 0"}, "failed: ZeroDivisionError: division by zero"),
+        ({"text": "def ("}, "failed: SyntaxError"),
+    ],
+)
+def test_what_breaks_is_said_once_and_raises_nowhere(case, broken, what):
+    found = case(**broken)
+    for step in range(50):
+        found.sink.write(step, {"reward": 1.0})
+    if "finish" not in broken:
+        found.wait_for(lambda: any("warning" in line for line in found.said))
+    found.sink.write(50, {"reward": 1.0})
+    assert found.close() < 4
+    warnings = [line for line in found.said if line.startswith("warning: Weights & Biases ")]
+    assert len(warnings) == 1
+    assert what in warnings[0]
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_what_hangs_for_ever_holds_up_nobody(case, where):
+    """It also starts a process with a session of its own, as W&B does, which must not stay either."""
+    sleep = "subprocess.Popen(['sleep', '300'], start_new_session=True)"
+    found = case(**{where: f"import subprocess; note(pid={sleep}.pid); time.sleep(1000)"}, close_s=0.5)
+    began = time.monotonic()
+    for step in range(3):
+        found.sink.write(step, {"reward": 1.0})
+    assert time.monotonic() - began < 0.2
+    if where == "finish":  # which nobody calls before `close`
+        found.wait_for(lambda: found.notes and found.notes[-1].get("step") == 2)
+    else:
+        found.wait_for(lambda: found.notes and "pid" in found.notes[-1])
+    assert found.close() < 3
+    found.wait_for(lambda: state(found.notes[-1]["pid"]) == "Z")  # a kill takes a moment
+    assert sum("did not finish in time" in line for line in found.said) == 1
+
+
+def state(pid: int) -> str:
+    """Z: it is gone, but for being collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_slow_one_loses_the_oldest_records_and_the_count_is_said_once(case):
+    found = case(init="time.sleep(1)", max_waiting=10)
+    values = {f"metric {number}": float(number) for number in range(200)}  # more than a pipe holds, soon
+    for step in range(100):
+        found.sink.write(step, values)
+        time.sleep(0.001)
+    found.close()
+    steps = [note["step"] for note in found.notes if "step" in note]
+    assert steps[-10:] == list(range(90, 100))
+    assert steps == sorted(steps)
+    [warning] = [line for line in found.said if "warning" in line]
+    assert f"was too slow: {100 - len(steps)} records were not sent" in warning
+
+
+def test_when_the_run_is_killed_it_finishes_and_ends_itself(case):
+    found = case(finish="time.sleep(1000)", close_s=0.3)
+    found.wait_for(lambda: found.said)
+    found.sink._process.stdin.close()  # as the kernel does
+    found.sink._process.wait(10)
+    assert found.notes[-1] == {"finished": True}
+
+
+def test_when_it_is_wanted():
+    assert not is_wanted(False, {})
+    assert is_wanted(True, {})
+    assert is_wanted(False, {"WANDB_API_KEY": "k"})
+    assert not is_wanted(False, {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"})
+    assert not is_wanted(False, {"WANDB_API_KEY": ""})
+
+
+def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert importlib.util.find_spec("wandb") is not None
+    assert not is_installed()
+
+
+def test_a_config_is_sent_without_what_is_nobodys_business():
+    config = {
+        "cluster": {"node_groups": [{"env_configs": [{"env_vars": [{"HF_TOKEN": "s3cret"}]}]}]},
+        "reward": {"url": ["http://me:s3cret@host/score", "http://host/@x"]},
+        "seed": 3,
+    }
+    assert without_secrets(config) == {
+        "cluster": {"node_groups": [{"env_configs": [{"env_vars": [{"HF_TOKEN": "***"}]}]}]},
+        "reward": {"url": ["http://***@host/score", "http://host/@x"]},
+        "seed": 3,
+    }

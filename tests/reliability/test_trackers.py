@@ -1,0 +1,108 @@
+"""Weights & Biases that cannot be reached, is offline or is broken: the run ends as if it had never been asked for."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loop_cases import make_task, rl_yaml
+from safetensors.torch import load_file
+
+from hotseat.cluster._guard import marked
+from hotseat.config import loads
+from hotseat.errors import UserError
+from hotseat.loop.run import start
+from hotseat.observe import read_lines
+
+pytestmark = pytest.mark.slow
+
+KEY = "0123456789" * 4
+MARK = "TEST_TRACKERS"  # in the environment of everything that a run of these tests starts
+NOBODY = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+TOO_LATE_S = 12.0  # close waits for five seconds, twice at most
+
+
+def run_command(task: Path, name: str, *overrides: str, **env: str) -> tuple[str, float]:
+    """`hotseat run` in a process of its own: what it printed, and how long it took. Nothing of it may be left."""
+    (task / f"{name}.yaml").write_text(rl_yaml(task, name=name))
+    mark = f"{os.getpid()}-{name}"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**clean, **env, MARK: mark})
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not marked(MARK, [mark])
+    assert KEY not in done.stdout + done.stderr
+    return done.stdout + done.stderr, seconds
+
+
+def outcome(task: Path, name: str) -> tuple[list[dict], dict]:
+    timing = ("time/", "memory/", "step_s", "tokens_per_s")
+    records = read_lines(task / "runs" / name / "metrics.jsonl")
+    weights = load_file(task / "runs" / name / "model" / "model.safetensors")
+    return (
+        [{key: value for key, value in record.items() if not key.startswith(timing)} for record in records],
+        {key: value.numpy().tobytes() for key, value in weights.items()},
+    )
+
+
+def warnings(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "Weights & Biases" in line and "warning" in line]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, float]:
+    """A task, the run `plain` on it without Weights & Biases, and how long that took."""
+    task = make_task(tmp_path_factory.mktemp("task"))
+    return task, run_command(task, "plain", "checkpoint.every=1")[1]
+
+
+def test_a_server_that_cannot_be_reached_changes_nothing(plain):
+    """Scenario 40: and scenario 46: the key is in no file of the run."""
+    task, plain_s = plain
+    said, seconds = run_command(task, "alone", "checkpoint.every=1", **NOBODY)
+    assert outcome(task, "alone") == outcome(task, "plain")
+    assert len(warnings(said)) == 1
+    assert seconds < plain_s + TOO_LATE_S
+    for path in (task / "runs" / "alone").rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
+
+
+def test_offline_a_run_is_kept_for_later(plain):
+    """Scenario 40."""
+    task, _ = plain
+    said, _ = run_command(task, "offline", "log.wandb.enabled=true", WANDB_MODE="offline")
+    assert warnings(said) == []
+    [kept] = (task / "runs" / "offline" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert kept.stat().st_size > 1000
+    assert b"group_reward_std" in kept.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "init"),
+    [("raises", "raise RuntimeError('no')"), ("hangs", "time.sleep(10000)"), ("dies", "os.kill(os.getpid(), 9)")],
+)
+def test_a_broken_package_changes_nothing(plain, tmp_path, name, init):
+    """Scenario 40."""
+    task, _ = plain
+    (tmp_path / "wandb.py").write_text(
+        f"import os, time\nclass Settings:\n    def __init__(self, **given): pass\ndef init(**given): {init}\n"
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    said, _ = run_command(task, name, "checkpoint.every=1", PYTHONPATH=path, **NOBODY)
+    assert outcome(task, name) == outcome(task, "plain")
+    assert len(warnings(said)) == 1
+
+
+def test_a_package_that_is_not_there_is_refused_or_noted(tmp_path, monkeypatch, capsys):
+    task = make_task(tmp_path)
+    monkeypatch.setattr("hotseat.observe.wandb_sink.is_installed", lambda: False)
+    with pytest.raises(UserError, match=r"log.wandb.enabled: the wandb package .* pip install 'hotseat\[wandb\]'"):
+        start(loads(rl_yaml(task), ["log.wandb.enabled=true"]))
+    assert not (task / "runs").exists()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    start(loads(rl_yaml(task)))
+    assert capsys.readouterr().out.count("WANDB_API_KEY is set, but the wandb package is not installed") == 1
