@@ -268,6 +268,8 @@ class Agent(Section):
     """Turns of an episode at most; unset leaves it to the agent."""
     max_concurrent: Positive | None = None
     """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
+    timeout_s: Seconds = 1200.0
+    """Longest that an episode may take; then it has failed, and is counted."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -450,7 +450,7 @@ def _host_settings(config: Config) -> HostSettings:
         agent=config.agent.path,
         max_turns=config.agent.max_steps,
         max_concurrent=config.agent.max_concurrent or settings.episodes_per_engine(config),
-        episode_timeout_s=config.cluster.call_timeout_s,
+        episode_timeout_s=config.agent.timeout_s,
         reward=config.reward.function,
         reward_timeout_s=config.reward.timeout_s,
         reward_retries=config.reward.retries,

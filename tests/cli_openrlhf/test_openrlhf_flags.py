@@ -124,6 +124,9 @@ WITHOUT_A_FLAG = {
     "algorithm.aggregation",
     "train.fp32_master",
     "train.max_skipped_steps",
+    "train.spike_factor",
+    "train.on_spike",
+    "agent.timeout_s",
     "eval.max_samples",
 }
 

@@ -1,0 +1,164 @@
+"""The hang doctor: who is blamed, and the watch that ends what is silent and spares what is slow."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from cluster_workers import Plain
+
+from hotseat.cluster.activity import Activity, Doing, read_activity
+from hotseat.cluster.doctor import Patient, Watch, _blame, awaited_in, examine, is_hang
+from hotseat.errors import DeadlineError, WorkerError
+
+COLLECTIVE = "all_reduce (torch/distributed/distributed_c10d.py:3)"
+
+
+def patient(name: str, state: str = "running", whom: tuple[str, ...] = (), stack: str = "") -> Patient:
+    doing = (Doing("'update'", whom, time.time() - 5),)
+    return Patient(name, 7, state, doing, stack)
+
+
+def test_one_that_is_gone_or_stopped_is_to_blame():
+    healthy = [patient("actor rank 0"), patient("rollout rank 0")]
+    assert _blame([*healthy, patient("actor rank 1", "stopped")], ["actor rank 0"]).startswith("actor rank 1 (pid 7)")
+    blamed = _blame([*healthy, patient("actor rank 1", "stopped"), patient("rollout rank 1", "gone")], [])
+    assert blamed == "rollout rank 1 (pid 7), which is gone"
+
+
+def test_blame_follows_the_waits_to_their_end():
+    patients = [
+        patient("agents rank 0", whom=("rollout rank 1",)),
+        patient("rollout rank 0"),
+        patient("rollout rank 1"),
+    ]
+    assert _blame(patients, ["agents rank 0"]).startswith(
+        "rollout rank 1 (pid 7), which waits for nobody ('update', for"
+    )
+
+
+def test_the_rank_that_is_not_in_the_collective_holds_up_the_others():
+    patients = [
+        patient("actor rank 0", stack=COLLECTIVE),
+        patient("actor rank 1", stack="sleep (user.py:4)"),
+        patient("actor rank 2", stack=COLLECTIVE),
+    ]
+    assert _blame(patients, ["actor rank 0", "actor rank 2"]).startswith("actor rank 1")
+
+
+def test_a_circle_is_named_whole():
+    patients = [patient("a rank 0", whom=("b rank 0",)), patient("b rank 0", whom=("a rank 0",))]
+    assert _blame(patients, ["a rank 0"]) == "a rank 0 and b rank 0, which wait for each other"
+
+
+def test_where_nobody_says_anything_nobody_is_accused():
+    assert _blame([patient("a rank 0")], []).startswith("nobody in particular")
+
+
+def test_the_innermost_wait_counts():
+    inner = DeadlineError("rollout rank 3: no answer to 'fetch'")
+    inner.group, inner.missing = "rollout", [3]
+    outer = WorkerError("agents rank 0: 'collect' raised DeadlineError")
+    outer.__cause__ = inner
+    assert is_hang(outer)
+    assert awaited_in(outer) == ["rollout rank 3"]
+    assert not is_hang(WorkerError("actor rank 0: it raised ValueError"))
+
+
+def test_activity_can_be_read_while_the_process_is_in_it(tmp_path):
+    mine = Activity()
+    mine.keep_in(str(tmp_path), "actor-0")
+    with mine.doing("'update'"), mine.doing("waits for rollout rank 0 to answer 'health'", ["rollout rank 0"]):
+        told = read_activity(str(tmp_path), "actor-0")
+        assert [doing.what for doing in told] == ["'update'", "waits for rollout rank 0 to answer 'health'"]
+        assert told[1].whom == ("rollout rank 0",)
+    assert read_activity(str(tmp_path), "actor-0") == []
+    assert read_activity(str(tmp_path), "nobody") == []
+
+
+# --- with processes ---------------------------------------------------------------------------------------------------
+
+
+class Slow(Plain):
+    """Takes its time to start, and answers pings."""
+
+    max_concurrency = 4
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        time.sleep(seconds)
+
+    def health(self) -> str:
+        return "fine"
+
+
+@pytest.fixture
+def slow(ray_cluster):
+    group = ray_cluster.launch("slow", Slow, args=(4.0,), wait=False)
+    yield group
+    group.close(grace_s=0)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_slow_start_is_not_silence_and_a_stop_is(slow):
+    """Scenarios 3 and 7: twice the limit to start is spared; stopped for longer than it is ended, with its reason."""
+    told = []
+    watch = Watch(
+        {"slow": slow}, pinged=["slow"], limit_s=2.0, on_silence=lambda group, rank, why: told.append((rank, why))
+    )
+    try:
+        slow.ready()
+        assert slow.call("add", 1) == [1]
+        time.sleep(3)
+        assert told == []
+        waiting = slow.start("sleep", 60)
+        [pid] = slow.pids()
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match=rf"\(pid {pid}\) was ended during 'sleep': it was stopped for 2 s"):
+            waiting.result(30)
+        assert time.monotonic() - started < 10
+        assert told == [(0, "it was stopped for 2 s")]
+        slow.restart(0)
+        assert slow.call("add", 2) == [2]
+    finally:
+        watch.close()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_one_that_leaves_pings_unanswered_is_ended(ray_cluster):
+    class Deaf(Slow):
+        def health(self) -> str:
+            time.sleep(60)
+            return "too late"
+
+    group = ray_cluster.launch("deaf", Deaf, args=(0.0,))
+    ended = threading.Event()
+    watch = Watch({"deaf": group}, pinged=["deaf"], limit_s=2.0, on_silence=lambda *_: ended.set())
+    try:
+        assert ended.wait(10)
+        with pytest.raises(WorkerError, match="it did not answer for 2 s"):
+            group.start("add", 1).result(10)
+    finally:
+        watch.close()
+        group.close(grace_s=0)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_examine_shows_what_everybody_is_doing_and_where(ray_cluster):
+    group = ray_cluster.launch("sleepers", Plain, processes=2)
+    try:
+        pending = group.start("rank_sleeps", 1, 30.0)
+        with pytest.raises(DeadlineError) as caught:
+            pending.result(2.0)
+        found = examine([group], caught.value)
+        assert found.culprit.startswith("sleepers rank 1 (pid ")
+        assert "'rank_sleeps', for" in found.summary()
+        assert "rank_sleeps" in next(each for each in found.patients if each.name == "sleepers rank 1").stack
+        assert "driver" in found.text()
+    finally:
+        group.close(grace_s=0)

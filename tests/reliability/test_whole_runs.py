@@ -1,0 +1,156 @@
+"""Runs of the whole loop that meet with something: a disk, data, a reward function, a straggler, a spike."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from loop_cases import REWARD, make_task, rl_yaml, sft_yaml
+
+from hotseat.cli.main import main
+from hotseat.config import loads
+from hotseat.errors import RewardError, RunError, UserError
+from hotseat.loop.ledger import read_ledger
+from hotseat.loop.run import start
+from hotseat.loop.saving import Saver
+from hotseat.observe import read_lines
+
+pytestmark = pytest.mark.slow
+
+HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"]).returncode
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_task(tmp_path)
+
+
+class Stop(Exception):
+    pass
+
+
+def warnings_of(task) -> list[dict]:
+    events = read_lines(task / "runs" / "run" / "events.jsonl")
+    return [event for event in events if event["kind"] == "warning"]
+
+
+@pytest.mark.parametrize("place", ["prompts.jsonl", "prompts.jsonl/below", "/proc/nowhere"])
+def test_a_place_for_checkpoints_that_cannot_be_written_is_refused_before_a_model_loads(task, place):
+    """Scenario 19."""
+    (task / "model" / "model.safetensors").write_bytes(b"none")
+    config = loads(rl_yaml(task), ["checkpoint.every=1", f"checkpoint.path={task / place}"])
+    with pytest.raises(UserError, match="cannot be written: .*; set checkpoint.path to another place"):
+        start(config)
+
+
+@pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_disk_that_fills_up_under_the_trainers_hands_is_named(task, runtime):
+    """Scenario 16: the check before the save passed, the write did not."""
+    (task / "disk").mkdir()
+    (task / "run.yaml").write_text(rl_yaml(task, cluster=f"{{runtime: {runtime}}}"))
+    code = (
+        "import sys; from hotseat.loop import checkpoints; checkpoints._SPARE_BYTES = -(1 << 40);"
+        "from hotseat.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    run = f"{sys.executable} -c '{code}' run {task}/run.yaml checkpoint.every=1 checkpoint.path={task}/disk"
+    script = f"mount -t tmpfs -o size=128k none {task}/disk; exec {run}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"hotseat: no room for the checkpoint of step 1 in {task}/disk: the disk was full after" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_changed_contents_of_the_data_are_refused(task, monkeypatch, capsys, kind):
+    """Scenario 24: the same path, the same number of rows. Nothing that was recorded is touched."""
+    with monkeypatch.context() as patch:
+        save = Saver.save
+
+        def saving(self, *args):
+            save(self, *args)
+            raise Stop
+
+        patch.setattr(Saver, "save", saving)
+        with pytest.raises(Stop):
+            start(loads((rl_yaml if kind == "rl" else sft_yaml)(task, name="run"), ["checkpoint.every=1"]))
+    metrics = (task / "runs" / "run" / "metrics.jsonl").read_bytes()
+    file = task / ("prompts.jsonl" if kind == "rl" else "examples.jsonl")
+    file.write_text(file.read_text().replace("1+2", "2+2"))
+    assert main(["resume", str(task / "runs" / "run")]) == 2
+    assert "their number is the same, their contents have changed" in capsys.readouterr().err
+    assert (task / "runs" / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_reward_function_that_wants_ten_gib_is_bounded_in_a_run(task):
+    """Scenario 31: on its first call; the second attempt answers."""
+    wants = f"    import os\n    if not os.path.exists('{task}/seen'):\n        open('{task}/seen', 'w')\n"
+    wants += "        held = bytearray(10 << 30)\n    return"
+    (task / "reward.py").write_text(REWARD.replace("    return", wants))
+    start(loads(rl_yaml(task, name="once")))
+    (task / "reward.py").write_text(REWARD.replace("    return", "    held = bytearray(10 << 30)\n    return"))
+    with pytest.raises(RewardError, match=r"MemoryError.*it may take 8 GiB: reward.max_memory_gib"):
+        start(loads(rl_yaml(task, name="always"), ["reward.retries=0"]))
+
+
+def test_a_step_that_teaches_nothing_is_warned_of_once(task):
+    """Scenario 38."""
+    (task / "reward.py").write_text("def reward_func(q, p, l):\n    return [1.0] * len(q)\n")
+    start(loads(rl_yaml(task), ["train.num_episodes=2"]))
+    [warning] = warnings_of(task)
+    assert "step 1: in every group all rewards are equal, so nothing is learned" in warning["text"]
+
+
+SPIKE = """
+import os
+def reward_func(queries, prompts, labels):
+    with open("{task}/calls", "a") as file:
+        file.write("x")
+    rewards = [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
+    if os.path.getsize("{task}/calls") == 41:  # the first group of step 11
+        rewards[2] += 1e4
+    return rewards
+"""
+SPIKED = ("reward.clip=null", "algorithm.estimator=dr_grpo", "train.num_episodes=8")
+
+
+def test_an_update_out_of_the_ordinary_is_flagged_with_its_samples(task):
+    """Scenario 33: the reward of one sample, and with it the loss, is ten thousand times what it should be."""
+    (task / "reward.py").write_text(SPIKE.format(task=task))
+    start(loads(rl_yaml(task), SPIKED))
+    [warning] = warnings_of(task)
+    assert "step 11: the gradient's norm is" in warning["text"]
+    [entry, *_] = [entry for entry in read_ledger(task / "runs" / "run") if entry.step == 11]
+    assert f"are of samples {entry.epoch}/{entry.prompt}/2," in warning["text"]
+
+
+def test_an_update_out_of_the_ordinary_ends_the_run_if_that_is_wanted(task):
+    """Scenario 33: the other policy."""
+    (task / "reward.py").write_text(SPIKE.format(task=task))
+    with pytest.raises(RunError, match=r"step 11: the gradient's norm is .* train.on_spike=warn goes on"):
+        start(loads(rl_yaml(task), [*SPIKED, "train.on_spike=stop"]))
+
+
+STRAGGLER = """
+import asyncio
+from hotseat.agents import Environment, Step
+
+class Slow(Environment):
+    async def reset(self, prompt, label):
+        self.is_slow = prompt.startswith("3+4")
+    async def step(self, action):
+        await asyncio.sleep(1000 if self.is_slow else 0)
+        return Step(reward=float(len(action) % 2), done=True)
+"""
+
+
+def test_an_episode_that_takes_for_ever_fails_alone_and_is_counted(task):
+    """Scenario 42: the step is bounded, the sample is reported, nothing is dropped in silence."""
+    (task / "agent.py").write_text(STRAGGLER)
+    options = [f"agent.path={task}/agent.py", "agent.timeout_s=2", "reward.max_failed_fraction=0.5"]
+    start(loads(rl_yaml(task, reward="", data=f"{{path: {task}/prompts.jsonl, max_length: 24}}"), options))
+    failed = [entry for entry in read_ledger(task / "runs" / "run") if entry.state == "failed"]
+    assert [entry.prompt for entry in failed] == [2] * 4  # all four samples of 3+4
+    assert all("the agent took longer than 2 s" in entry.reason for entry in failed)
+    records = read_lines(task / "runs" / "run" / "metrics.jsonl")
+    assert sum(record.get("samples_failed", 0) for record in records) == 4
