@@ -22,6 +22,8 @@ EVENTS = "events.jsonl"
 TIMELINE = "timeline.json"
 RECORDS = (METRICS, DISTRIBUTIONS, SAMPLES, EVENTS, TIMELINE)
 
+AFTERWARDS = ("save", "export")  # phases that come when the numbers of their step are known
+
 MAX_VALUES = 64  # different ones in a distribution; above that they are binned
 
 Kind = Literal["note", "warning", "fault"]
@@ -122,7 +124,8 @@ class Journal:
     def _end_phase(self) -> None:
         if self._phase is not None:
             name, started_s = self._phase
-            self.timeline.span("phases", "phases", name, started_s, time.time(), step=self._step + 1)
+            step = self._step if name in AFTERWARDS else self._step + 1
+            self.timeline.span("phases", "phases", name, started_s, time.time(), step=step)
             self._phase = None
 
 
