@@ -5,11 +5,14 @@ The driver gets facts. Groups stay here until the actor's ranks fetch their shar
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
+
+import numpy as np
 
 from hotseat import faults
 from hotseat.agents import AgentHost, load_agent
@@ -106,6 +109,7 @@ class RolloutHost:
                 timeout_s=settings.reward_timeout_s,
                 retries=settings.reward_retries,
                 max_memory_bytes=settings.reward_max_bytes,
+                seed=settings.run_seed,
             )
         self._tokenizer = tokenizer
         self._groups: dict[GroupKey, Group] = {}
@@ -126,6 +130,7 @@ class RolloutHost:
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated."""
         assert self._agents is not None, "not connected to the engines"
+        self._seed_agents(jobs)
         # Episodes and scores as they are done. Every one ends: agents and rewards have deadlines of their own.
         done: SimpleQueue[tuple[_Pending, int | None, Future[Any]]] = SimpleQueue()
 
@@ -177,6 +182,12 @@ class RolloutHost:
             self._agents.close()
         if self._reward is not None:
             self._reward.close()
+
+    def _seed_agents(self, jobs: Sequence[Job]) -> None:
+        """Agents that draw from the usual generators draw the same in a run that goes on, as far as their order is."""
+        seed = SampleKey(*jobs[0].key, 0).seed(self._settings.run_seed, -1)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # not torch's: in one process with the trainer it is the trainer's
 
     def _score(self, pending: _Pending) -> Future[Any]:
         """One call of the reward function for the episodes that have no reward of their agent's own."""

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import json
 import os
+import random
 import signal
 import struct
 import sys
@@ -45,6 +46,8 @@ def main(task: dict[str, Any]) -> None:
         return
     send(outbox, {"ready": True})
     while (call := receive(inbox)) is not None:
+        if call.get("seed") is not None:
+            seed_everything(call["seed"])
         try:
             result = function(call["queries"], call["prompts"], call["labels"])
             if inspect.isawaitable(result):
@@ -53,6 +56,15 @@ def main(task: dict[str, Any]) -> None:
         except BaseException as error:  # whatever the user's code raises, SystemExit too, is its answer
             answer = {"error": describe(error, task["file"])}
         send(outbox, answer)
+
+
+def seed_everything(seed: int) -> None:
+    """So that what is random in a call depends on what is scored, not on what this process did before."""
+    random.seed(seed)
+    for name, limit in (("numpy", 2**32), ("torch", 2**63)):
+        module = sys.modules.get(name)  # if the user's code has not imported it, it has no part in this
+        if module is not None:
+            (module.random.seed if name == "numpy" else module.manual_seed)(seed % limit)
 
 
 async def _wait(awaitable: Any) -> Any:

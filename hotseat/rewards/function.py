@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import queue
 import re
 import threading
@@ -25,7 +26,7 @@ _IDS_SHOWN = 8
 
 @dataclass(frozen=True)
 class _Job:
-    message: dict[str, list[Any]]
+    message: dict[str, Any]
     ids: tuple[str, ...]
     future: Future[list[Score | Failed]]
 
@@ -43,6 +44,9 @@ class RewardFunction:
     trusted. Then the samples without a reward are `Failed`, with file, function and sample named. A worker that
     somebody killed is no failure of the function: the group is sent again, up to `max_kills` times.
 
+    With a `seed`, Python's, numpy's and torch's generators are seeded before each call, from it and the samples' ids: a
+    group that is scored again, in whatever process, meets the same chance.
+
     The owner threads take jobs in the order of `submit`, each gives one list to its future, and waits for its worker
     at most `timeout_s`, for a starting one `start_timeout_s`; `close` wakes them within a tenth of a second.
     """
@@ -58,12 +62,14 @@ class RewardFunction:
         start_timeout_s: float = 120.0,
         max_memory_bytes: int | None = None,
         log_path: str | Path | None = None,
+        seed: int | None = None,
     ):
         file, function = _locate(str(path))
         self.name = f"{file}: {function}"
         self.timeout_s = timeout_s
         self.retries = retries
         self.max_kills = max_kills
+        self._seed = seed
         self._start_timeout_s = start_timeout_s
         log = None if log_path is None else Path(log_path)
         if log is not None:
@@ -95,7 +101,10 @@ class RewardFunction:
         """Score one group, all samples in one call; `ids` name the samples in messages."""
         sizes = {len(queries), len(prompts), len(labels), len(ids)}
         assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
-        message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
+        message: dict[str, Any] = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels)}
+        if self._seed is not None:
+            text = f"{self._seed}/{'/'.join(map(str, ids))}"
+            message["seed"] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         job = _Job(message, tuple(map(str, ids)), Future())
         with self._lock:
             if self._is_closed:
@@ -224,7 +233,7 @@ class _Worker:
         self._note(self._process.pid)
         return self._process
 
-    def score(self, message: dict[str, list[Any]], timeout_s: float) -> list[Score | Failed]:
+    def score(self, message: dict[str, Any], timeout_s: float) -> list[Score | Failed]:
         if self._process is not None and not self._process.is_alive():
             self.end()  # between two jobs, so none of them is to blame
         process = self._process or self.start()

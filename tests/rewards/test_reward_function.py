@@ -379,3 +379,19 @@ def test_nothing_outlives_its_parent(tmp_path, end):
             parent.kill()
         assert parent.wait(WAIT_S) == (-signal.SIGKILL if end == "kill" else 0)
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_chance_belongs_to_the_samples_and_not_to_the_process(tmp_path):
+    """Scored again, by another process and in another order, a group meets the same chance; another group another."""
+    file = tmp_path / "reward.py"
+    file.write_text("import random\ndef reward_func(q, p, l):\n    return [random.random() for _ in q]\n")
+
+    def scores(ids: list[str], seed: int | None = 1) -> list[list[float]]:
+        with RewardFunction(file, seed=seed) as function:
+            futures = [function.submit(["a", "b"], ["", ""], [None, None], [f"{name}/0", f"{name}/1"]) for name in ids]
+            return [[score.reward for score in future.result(30)] for future in futures]
+
+    first, second = scores(["x", "y"]), scores(["y", "x"])
+    assert first == second[::-1]
+    assert first[0] != first[1]
+    assert scores(["x"], seed=2) != [first[0]]
