@@ -21,7 +21,7 @@ from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevic
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
 from hotseat.loop.rundir import forget_records, make_run_dir, save_plan, write_config
-from hotseat.loop.saving import BACKEND, Parts, Saver, sole_owner
+from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
 
 MAX_LOGICAL_DEVICES = 64
@@ -98,7 +98,8 @@ def _start_rl(config: Config) -> dict[str, float]:
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         eos = eos_token_ids(config, tokenizer)
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), journal, stack)
-        final = train_rl(run, journal, saver, found)
+        with saver.settled(journal):
+            final = train_rl(run, journal, saver, found)
         _export(config, run_dir, run.export, tokenizer, journal)
     return final
 
@@ -142,24 +143,30 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         if found is not None:
             actor.call("go_on", str(found.path / BACKEND), dict(found.state))
 
+        def snapshot(path: Path) -> Callable[[], bool]:
+            actor.call("snapshot", str(path / BACKEND))
+            return lambda: all(actor.call(IS_WRITTEN))
+
         def parts(evaluation: dict[str, float]) -> Parts:
             return Parts(
                 num_bytes=lambda: sum(actor.call("saved_bytes")),
                 write=lambda path: actor.call("save", str(path / BACKEND)),
+                snapshot=snapshot,
                 export=lambda path: actor.call("export", str(path)),
                 state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": num_ranks},
             )
 
-        final = _train_supervised(
-            config,
-            algebra,
-            lambda: actor.call("step")[0],
-            (lambda: actor.call("evaluate")[0]) if held_out else None,
-            journal,
-            saver,
-            parts,
-            found,
-        )
+        with saver.settled(journal):
+            final = _train_supervised(
+                config,
+                algebra,
+                lambda: actor.call("step")[0],
+                (lambda: actor.call("evaluate")[0]) if held_out else None,
+                journal,
+                saver,
+                parts,
+                found,
+            )
         _export(config, run_dir, lambda path: actor.call("export", str(path)), tokenizer, journal)
     return final
 
@@ -213,6 +220,7 @@ def _train_supervised(
             "skipped_updates": float(report.num_skipped),
             "tokens_per_s": report.num_tokens / seconds,
             "step_s": seconds,
+            **({} if saver is None else saver.metrics()),
         }
         every = config.eval.every
         is_evaluated = evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0))
