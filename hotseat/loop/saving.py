@@ -180,7 +180,7 @@ class Saver:
         return self._config.checkpoint.every is not None
 
     def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
-        """Save if it is time to, or if the run is asked to stop; then stop. Raises what went wrong with the last save."""
+        """Save if it is time to, or if the run is asked to stop; then stop. Raises if the save before went wrong."""
         if self._flight is not None and self._flight.done.done():
             self.wait()
         every = self._config.checkpoint.every
