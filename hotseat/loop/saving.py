@@ -179,12 +179,16 @@ class Saver:
         """Whether the config asks for checkpoints."""
         return self._config.checkpoint.every is not None
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be made after a step."""
+        every = self._config.checkpoint.every
+        return every is not None and (step % every == 0 or self.is_stopping)
+
     def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
         """Save if it is time to, or if the run is asked to stop; then stop. Raises if the save before went wrong."""
         if self._flight is not None and self._flight.done.done():
             self.wait()
-        every = self._config.checkpoint.every
-        if every is not None and (step % every == 0 or self.is_stopping):
+        if self.is_due(step):
             journal.phase("save")
             started_s = time.monotonic()
             path = self.save(step, parts, evaluation)

@@ -107,6 +107,10 @@ class SupervisedWorker:
     def saved_bytes(self) -> int:
         return self._backend.saved_bytes()
 
+    def share(self, fact: Any, what: str) -> list[Any]:
+        """Together. Every rank's small fact, in rank order; `what` for is said if a rank is missing."""
+        return self._backend.gather_facts(fact, what)
+
     def state(self) -> dict[str, Any]:
         """Where the order of examples stands; the same on every rank."""
         return {"order": self._order.state()}
