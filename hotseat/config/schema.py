@@ -527,6 +527,8 @@ class Checkpoint(Section):
     """Evaluation metric whose best checkpoint is kept; unset is the first one, `none` keeps no best."""
     save_state: bool = True
     """Save what resuming needs, not the model alone."""
+    background: bool | None = None
+    """Write checkpoints while training goes on, from a copy in host memory; unset: where there is room for one."""
     export_each: bool = False
     """Export a Hugging Face model with each checkpoint."""
     export_path: str | None = None

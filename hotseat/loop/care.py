@@ -9,6 +9,7 @@ from pathlib import Path
 from hotseat.cluster import Cluster, Group
 from hotseat.cluster.doctor import Diagnosis, Watch, examine, is_hang
 from hotseat.errors import DeadlineError, RunError
+from hotseat.loop.saving import IS_WRITTEN
 from hotseat.observe import Journal
 
 HANGS = "hangs.txt"  # in the run directory: what the doctor found, with stacks
@@ -21,6 +22,8 @@ def looked_after(
     """While the groups of a run work. `pinged`: those that answer while they are busy, and are asked to."""
 
     def draw(group: str, rank: int, method: str, started_s: float, ended_s: float) -> None:
+        if method == IS_WRITTEN:
+            return  # asked again and again beside the rank's work, over which it would be drawn
         journal.timeline.span(group, f"{group} {rank}", method, started_s, ended_s)
 
     def found_silent(group: Group, rank: int, why: str) -> None:

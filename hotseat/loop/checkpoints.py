@@ -91,16 +91,20 @@ class CheckpointStore:
     def writing(self, step: int, num_bytes: int) -> Iterator[Path]:
         """`begin`, and what fails until the end of the block explained: others may fill the disk meanwhile."""
         path = self.begin(step, num_bytes)
-        with self._explained(step):
+        with self.explained(step):
             yield path
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is once it is complete."""
+        return self.directory / _name(step)
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
         """Make what was written since `begin` the current checkpoint, then let go of old ones."""
         writing = self._writing(step)
-        target = self.directory / _name(step)
+        target = self.path(step)
         if target.exists():
             raise CheckpointError(f"{target} is there already: a checkpoint is never overwritten")
-        with self._explained(step):
+        with self.explained(step):
             (writing / STATE).write_text(json.dumps(state, indent=1) + "\n")
             files = {str(path.relative_to(writing)): _facts(path) for path in _files(writing)}
             manifest = {"format": FORMAT, "step": step, "files": files}
@@ -127,7 +131,7 @@ class CheckpointStore:
             ) from None
 
     @contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
+    def explained(self, step: int) -> Iterator[None]:
         """A write that failed for want of room says so, whoever it was that wrote; its remains make room again."""
         try:
             yield

@@ -35,7 +35,7 @@ from hotseat.loop.memory import held_gib
 from hotseat.loop.push import Canary, PushReport, push_weights
 from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
 from hotseat.loop.revival import Revival, start_up
-from hotseat.loop.saving import BACKEND, Parts, Saver
+from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver
 from hotseat.loop.seats import Seats
 from hotseat.loop.workers import ActorWorker, EngineWorker, ModelWorker
 from hotseat.observe import Journal
@@ -76,7 +76,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, found: Checkpoint | Non
         reports = run.update()
         journal.phase("sync")
         pushed = run.push()
-        metrics = run.metrics(collected, reports, pushed, *started)
+        metrics = run.metrics(collected, reports, pushed, *started) | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
             final = run.evaluate()
@@ -330,14 +330,20 @@ class RlRun:
     def parts(self, evaluation: dict[str, float]) -> Parts:
         """What a checkpoint is made of."""
 
-        def write(path: Path) -> None:
-            with self._turn("update", "actor"):
-                self._actor.call("save", str(path / BACKEND))
+        def write(path: Path, method: str = "save") -> None:
+            # Before the ranks, which may go on writing when this returns.
             self._ledger.copy_to(path)
+            with self._seats.turn("update", "actor"):
+                self._actor.call(method, str(path / BACKEND))
+
+        def snapshot(path: Path) -> Callable[[], bool]:
+            write(path, "snapshot")
+            return lambda: all(self._actor.call(IS_WRITTEN))
 
         return Parts(
             num_bytes=lambda: sum(self._actor.call("saved_bytes")),
             write=write,
+            snapshot=snapshot,
             export=self.export,
             state=lambda: {
                 "order": self._order.state(),
@@ -364,7 +370,7 @@ class RlRun:
         return step == self.num_steps or (every is not None and step % every == 0)
 
     def export(self, path: Path) -> None:
-        with self._turn("update", "actor"):
+        with self._seats.turn("update", "actor"):
             self._actor.call("export", str(path))
 
     def metrics(

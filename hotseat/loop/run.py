@@ -19,9 +19,10 @@ from hotseat.config.checks import missing
 from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.checkpoints import Checkpoint
+from hotseat.loop.launched import Ensemble, LedSaver
 from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
 from hotseat.loop.rundir import forget_records, make_run_dir, save_plan, write_config
-from hotseat.loop.saving import BACKEND, Parts, Saver, sole_owner
+from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
 
 MAX_LOGICAL_DEVICES = 64
@@ -98,7 +99,8 @@ def _start_rl(config: Config) -> dict[str, float]:
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         eos = eos_token_ids(config, tokenizer)
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), journal, stack)
-        final = train_rl(run, journal, saver, found)
+        with saver.settled(journal):
+            final = train_rl(run, journal, saver, found)
         _export(config, run_dir, run.export, tokenizer, journal)
     return final
 
@@ -142,24 +144,30 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         if found is not None:
             actor.call("go_on", str(found.path / BACKEND), dict(found.state))
 
+        def snapshot(path: Path) -> Callable[[], bool]:
+            actor.call("snapshot", str(path / BACKEND))
+            return lambda: all(actor.call(IS_WRITTEN))
+
         def parts(evaluation: dict[str, float]) -> Parts:
             return Parts(
                 num_bytes=lambda: sum(actor.call("saved_bytes")),
                 write=lambda path: actor.call("save", str(path / BACKEND)),
+                snapshot=snapshot,
                 export=lambda path: actor.call("export", str(path)),
                 state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": num_ranks},
             )
 
-        final = _train_supervised(
-            config,
-            algebra,
-            lambda: actor.call("step")[0],
-            (lambda: actor.call("evaluate")[0]) if held_out else None,
-            journal,
-            saver,
-            parts,
-            found,
-        )
+        with saver.settled(journal):
+            final = _train_supervised(
+                config,
+                algebra,
+                lambda: actor.call("step")[0],
+                (lambda: actor.call("evaluate")[0]) if held_out else None,
+                journal,
+                saver,
+                parts,
+                found,
+            )
         _export(config, run_dir, lambda path: actor.call("export", str(path)), tokenizer, journal)
     return final
 
@@ -195,9 +203,9 @@ def _train_supervised(
     step_once: Any,
     evaluate: Any,
     journal: Any,
-    saver: Saver | None = None,
-    parts: Any = None,
-    found: Checkpoint | None = None,
+    saver: Saver | LedSaver,
+    parts: Callable[[dict[str, float]], Parts],
+    found: Checkpoint | None,
 ) -> dict[str, float]:
     final: dict[str, float] = {} if found is None else dict(found.state["evaluation"])
     assert algebra.num_steps is not None
@@ -213,6 +221,7 @@ def _train_supervised(
             "skipped_updates": float(report.num_skipped),
             "tokens_per_s": report.num_tokens / seconds,
             "step_s": seconds,
+            **saver.metrics(),
         }
         every = config.eval.every
         is_evaluated = evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0))
@@ -221,36 +230,56 @@ def _train_supervised(
             final = {"eval/loss": evaluate().nll}
             metrics |= final
         journal.step(step, metrics)
-        if saver is not None:
-            saver.after_step(step, parts(final), final if is_evaluated else {}, journal)
+        saver.after_step(step, parts(final), final if is_evaluated else {}, journal)
     return final
 
 
-def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, notes: Sequence[str]) -> Any:
+def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, notes: list[str]) -> Any:
     """This process is one rank: no cluster, no driver. The first rank writes and prints."""
     from hotseat.loop.supervised import SupervisedWorker
+    from hotseat.observe import Silence
 
-    if config.checkpoint.every is not None or config.checkpoint.resume:
-        raise NotBuiltError(
-            "checkpoints of a run whose ranks a launcher started are not part of this version: use `hotseat run`, which"
-            " starts the ranks itself"
+    if config.checkpoint.background:
+        raise UserError(
+            "checkpoint.background is true, but ranks that a launcher started wait while they save: leave it unset, or"
+            " use `hotseat run`, which starts the ranks itself"
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     algebra = batch_algebra(config, num_ranks, len(examples))
     worker = SupervisedWorker(*_supervised_args(config, algebra, examples, held_out), rank=rank, num_ranks=num_ranks)
+    ensemble = Ensemble(worker, rank)
+    run_dir, saver, journal = Path(config.run_dir), Saver(config, Path(config.run_dir)), Silence()
     try:
         with ExitStack() as stack:
-            if rank == 0:
-                run_dir = make_run_dir(config)
-                stack.enter_context(sole_owner(run_dir))
-                write_config(run_dir, config)
-                journal: Any = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes))
-                stack.callback(_report, run_dir, journal)
-            else:
-                from hotseat.observe import Silence
 
-                run_dir, journal = Path(config.run_dir), Silence()  # only the first rank writes
-            final = _train_supervised(config, algebra, worker.step, worker.evaluate if held_out else None, journal)
+            def begin() -> tuple[Checkpoint | None, bool]:
+                nonlocal run_dir, saver, journal
+                again = "go on after step {step}: start it again with checkpoint.resume=true"
+                run_dir, saver, found = _open_run(config, stack, notes, examples, again)
+                if found is not None and _is_finished(found, algebra, run_dir):
+                    return found, True
+                journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
+                stack.callback(_report, run_dir, journal)
+                if found is not None:
+                    ensemble.call("go_on", str(found.path / BACKEND), dict(found.state))
+                return found, False
+
+            def parts(evaluation: dict[str, float]) -> Parts:
+                return Parts(
+                    num_bytes=lambda: sum(ensemble.call("saved_bytes")),
+                    write=lambda path: ensemble.call("save", str(path / BACKEND)),
+                    export=lambda path: ensemble.call("export", str(path)),
+                    state=lambda: {**worker.state(), "evaluation": evaluation, "num_ranks": num_ranks},
+                )
+
+            if rank > 0:
+                stack.enter_context(_stoppable()).append(saver)
+            found, is_finished = ensemble.led(begin)
+            if found is not None and is_finished:
+                return dict(found.state["evaluation"])
+            evaluate = worker.evaluate if held_out else None
+            led = LedSaver(saver, ensemble)
+            final = _train_supervised(config, algebra, worker.step, evaluate, journal, led, parts, found)
             _export(config, run_dir, lambda path: worker.export(str(path)), tokenizer if rank == 0 else None, journal)
         return final
     finally:
@@ -261,7 +290,11 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
 
 
 def _open_run(
-    config: Config, stack: ExitStack, notes: list[str], rows: Sequence[Any]
+    config: Config,
+    stack: ExitStack,
+    notes: list[str],
+    rows: Sequence[Any],
+    advice: str = "go on after step {step}: hotseat resume {run_dir}",
 ) -> tuple[Path, Saver, Checkpoint | None]:
     """The run's directory, for this process alone, and the checkpoint it goes on from."""
     savers = stack.enter_context(_stoppable())
@@ -269,7 +302,7 @@ def _open_run(
     stack.enter_context(sole_owner(run_dir))
     saver = Saver(config, run_dir)
     savers.append(saver)
-    stack.enter_context(_advice(saver, run_dir))
+    stack.enter_context(_advice(saver, run_dir, advice))
     found = saver.find(stack, notes.append)
     if found is not None:
         PromptOrder(len(rows), config.seed, digest_of(rows)).at(found.state["order"])  # raises for other data
@@ -282,14 +315,14 @@ def _open_run(
 
 
 @contextmanager
-def _advice(saver: Saver, run_dir: Path) -> Iterator[None]:
+def _advice(saver: Saver, run_dir: Path, advice: str) -> Iterator[None]:
     """A run that fails says how it goes on."""
     try:
         yield
     except RunError as error:
         step = saver.last_step()
         if step is not None and not isinstance(error, CheckpointError):
-            error.add_note(f"go on after step {step}: hotseat resume {run_dir}")
+            error.add_note(advice.format(step=step, run_dir=run_dir))
         raise
 
 

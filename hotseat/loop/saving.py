@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import copy
 import fcntl
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from hotseat import faults
 from hotseat.config import Config, loads, to_yaml
-from hotseat.errors import CheckpointError, UserError
+from hotseat.errors import CheckpointError, DeadlineError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
+from hotseat.loop.memory import available_bytes
 from hotseat.observe import Journal
 
 BACKEND = "actor"  # folder of a checkpoint that holds what the training backend saved
 MODEL = "model"  # folder of a checkpoint that holds a Hugging Face model
+IS_WRITTEN = "is_written"  # what the ranks are asked until they have written a snapshot
+
+# Host memory that must be there for a copy of the state, in times its size: the rest of the run wants some too.
+_ROOM_FOR_A_COPY = 2
+# For a save that is under way when a run fails. Long enough to be worth it, and an error is not kept back for long.
+_LAST_WAIT_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 # What may be another when a run goes on: it changes where, how fast or how loud, and nothing that is learned.
 FREE = (
@@ -51,14 +64,74 @@ class Parts:
     write: Callable[[Path], object]  # into the checkpoint's folder; the backend's into `BACKEND` there
     export: Callable[[Path], object]
     state: Callable[[], Mapping[str, Any]]  # facts of the loop, as JSON
+    # As `write`, but only until it is copied; what it gives says whether all of it is written, or raises why not.
+    snapshot: Callable[[Path], Callable[[], bool]] | None = None
+
+
+class _Flight:
+    """A checkpoint that a thread completes while the run goes on.
+
+    Takes what says whether the ranks have written their shares, and asks until they have; then commits. Ends with the
+    error of either, or when it is given up: then nothing is committed, unless that had begun.
+    """
+
+    def __init__(self, step: int, is_written: Callable[[], bool], commit: Callable[[], object], timeout_s: float):
+        self.step = step
+        self.done: Future[None] = Future()
+        self._is_written = is_written
+        self._commit = commit
+        self._timeout_s = timeout_s
+        self._is_given_up = threading.Event()
+        threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is there. Raises why it is not."""
+        concurrent.futures.wait([self.done], timeout=timeout_s)
+        if not self.done.done():
+            raise self._late(timeout_s)
+        self.done.result()
+
+    def give_up(self) -> None:
+        self._is_given_up.set()
+
+    def _run(self) -> None:
+        try:
+            if self._wait_for_ranks():
+                self._commit()
+        except BaseException as error:  # what torch raises is no `Exception`; whoever waits gets it
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+
+    def _wait_for_ranks(self) -> bool:
+        until, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while not self._is_written():
+            if time.monotonic() > until:
+                raise self._late(self._timeout_s)
+            if self._is_given_up.wait(pause_s):
+                break
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
+        return not self._is_given_up.is_set()
+
+    def _late(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError(
+            f"the checkpoint of step {self.step} was not written in {timeout_s:.1f} s: set cluster.call_timeout_s"
+            " higher if the disk takes that long"
+        )
 
 
 class Saver:
-    """Writes checkpoints as the config asks, and finds the one to go on from."""
+    """Writes checkpoints as the config asks, and finds the one to go on from.
+
+    At most one is being written: whoever wants another, a model or the end of the run waits for it first.
+    """
 
     def __init__(self, config: Config, run_dir: Path):
         section = config.checkpoint
         self._config = config
+        self._timeout_s = config.cluster.call_timeout_s
+        self._flight: _Flight | None = None
+        self._stood_still_s: float | None = None  # since `metrics` was asked
         self.is_stopping = False  # after the step that is under way
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
@@ -106,35 +179,101 @@ class Saver:
         """Whether the config asks for checkpoints."""
         return self._config.checkpoint.every is not None
 
-    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
-        """Save if it is time to, or if the run is asked to stop; then stop."""
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is to be made after a step."""
         every = self._config.checkpoint.every
-        if every is not None and (step % every == 0 or self.is_stopping):
+        return every is not None and (step % every == 0 or self.is_stopping)
+
+    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
+        """Save if it is time to, or if the run is asked to stop; then stop. Raises if the save before went wrong."""
+        if self._flight is not None and self._flight.done.done():
+            self.wait()
+        if self.is_due(step):
             journal.phase("save")
+            started_s = time.monotonic()
             path = self.save(step, parts, evaluation)
+            self._stood_still_s = (self._stood_still_s or 0.0) + time.monotonic() - started_s
             if self.is_stopping:
                 journal.say(f"saved {path}")
         if self.is_stopping:
             raise KeyboardInterrupt
 
+    def metrics(self) -> dict[str, float]:
+        """The seconds that steps waited for saves since this was last asked, if there was one."""
+        seconds, self._stood_still_s = self._stood_still_s, None
+        return {} if seconds is None else {"time/save": seconds}
+
     def save(self, step: int, parts: Parts, evaluation: Mapping[str, float]) -> Path:
-        """Everything that going on after `step` needs, in one checkpoint."""
+        """Everything that going on after `step` needs, in one checkpoint: where it is, or soon will be."""
+        self.wait()
         section = self._config.checkpoint
-        has_model = section.export_each or not section.save_state
         faults.reach("save.before")
-        with self._store.writing(step, parts.num_bytes() if section.save_state else 0) as path:
-            if section.save_state:
-                parts.write(path)
-            if has_model:
-                parts.export(path / MODEL)
+        num_bytes = parts.num_bytes() if section.save_state else 0
+        snapshot = parts.snapshot if self._is_safe_behind(num_bytes) else None
         state = {
             "step": step,
             "task": self._config.task,
             "config": to_yaml(self._config),
             "best_metric": _best(section.best_metric, evaluation),
-            **parts.state(),
+            **copy.deepcopy(dict(parts.state())),  # of now, whatever the run does until it is written
         }
-        return self._store.commit(step, state)
+        is_written: Callable[[], bool] | None = None
+        with self._store.writing(step, num_bytes) as path:
+            if section.export_each or not section.save_state:
+                parts.export(path / MODEL)
+            if section.save_state and snapshot is not None:
+                is_written = snapshot(path)
+            elif section.save_state:
+                parts.write(path)
+        if is_written is None:
+            return self._store.commit(step, state)
+
+        def ask() -> bool:
+            with self._store.explained(step):
+                return is_written()
+
+        self._flight = _Flight(step, ask, lambda: self._store.commit(step, state), self._timeout_s)
+        return self._store.path(step)
+
+    def _is_safe_behind(self, num_bytes: int) -> bool:
+        """Whether the run may go on while a checkpoint is written."""
+        if self.is_stopping:
+            return False
+        wanted = self._config.checkpoint.background
+        return _ROOM_FOR_A_COPY * num_bytes <= available_bytes() if wanted is None else wanted
+
+    def wait(self) -> None:
+        """Until no checkpoint is being written. Raises what went wrong with it."""
+        if self._flight is None:
+            return
+        try:
+            self._flight.wait(self._timeout_s)
+        except KeyboardInterrupt:
+            raise  # `settled` gives it up
+        except BaseException:
+            self._flight = None
+            raise
+        self._flight = None
+
+    @contextmanager
+    def settled(self, journal: Journal) -> Iterator[None]:
+        """Around the steps of a run: however they end, no checkpoint is left halfway that could be completed."""
+        try:
+            yield
+            if self._flight is not None:
+                journal.phase("save")
+            self.wait()
+        except KeyboardInterrupt:
+            if self._flight is not None:
+                self._flight.give_up()  # the next run removes its remains
+            raise
+        except BaseException:
+            flight, self._flight = self._flight, None
+            if flight is not None:
+                with suppress(BaseException):  # why the run failed is what is told
+                    flight.wait(min(self._timeout_s, _LAST_WAIT_S))
+                flight.give_up()
+            raise
 
 
 def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:

@@ -96,8 +96,20 @@ class SupervisedWorker:
         """Together."""
         self._backend.save(directory)
 
+    def snapshot(self, directory: str) -> None:
+        """Together. Copy what `save` would write; it is written while other calls are answered."""
+        self._backend.snapshot(directory)
+
+    def is_written(self) -> bool:
+        """Whether this rank's share of the last snapshot is."""
+        return self._backend.is_written()
+
     def saved_bytes(self) -> int:
         return self._backend.saved_bytes()
+
+    def share(self, fact: Any, what: str) -> list[Any]:
+        """Together. Every rank's small fact, in rank order; `what` for is said if a rank is missing."""
+        return self._backend.gather_facts(fact, what)
 
     def state(self) -> dict[str, Any]:
         """Where the order of examples stands; the same on every rank."""

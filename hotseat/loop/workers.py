@@ -98,6 +98,14 @@ class ModelWorker:
         """Together."""
         self._backend.save(directory)
 
+    def snapshot(self, directory: str) -> None:
+        """Together. Copy what `save` would write; it is written while other calls are answered."""
+        self._backend.snapshot(directory)
+
+    def is_written(self) -> bool:
+        """Whether this rank's share of the last snapshot is."""
+        return self._backend.is_written()
+
     def saved_bytes(self) -> int:
         return self._backend.saved_bytes()
 

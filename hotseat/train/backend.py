@@ -155,8 +155,18 @@ class Backend(Protocol):
         hashed nor made current.
         """
 
+    def snapshot(self, directory: str | Path) -> None:
+        """Together. As `save`, but only until everything is copied to host memory: a thread writes while work goes on.
+
+        What is written is what was there when this was called. Until `is_written` says so, another `save` or `snapshot`
+        raises `RunError`.
+        """
+
+    def is_written(self) -> bool:
+        """Whether this rank's share of the last `snapshot` is on disk. Raises why it is not, once."""
+
     def saved_bytes(self) -> int:
-        """About how much this rank's share of `save` takes on disk."""
+        """About how much this rank's share of `save` takes on disk, or that of `snapshot` in host memory."""
 
     def load(self, directory: str | Path) -> None:
         """Together. What `save` wrote, also by another number of ranks. The caller has checked the manifest."""

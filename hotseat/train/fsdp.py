@@ -7,12 +7,13 @@ one rank is wrapped, for the conversion.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import math
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from hotseat.types import MicroBatch, Moved
 
 _KIND = {"backend": "fsdp", "format": 1}
 _MAX_NAMED = 16  # samples in an error message
+_LAST_WRITE_S = 5.0  # for a snapshot that is being written when the backend is closed
 
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -95,6 +97,7 @@ class FSDPBackend:
         self._shelves: dict[Part, Shelf] = {part: Shelf(self._device) for part in PARTS}
         self._aside: set[Part] = set()
         self._is_halfway = False  # an update failed while it summed gradients
+        self._writing: Future[None] | None = None  # of a snapshot
         self._is_closed = False
 
     @property
@@ -350,20 +353,56 @@ class FSDPBackend:
     # --- on disk ------------------------------------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> None:
-        self._need("save", "weights", "optimizer")
-        directory = Path(directory)
-        if self._ranks.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "backend.json").write_text(json.dumps(_KIND | {"num_ranks": self._ranks.size}) + "\n")
-        self._ranks.wait("create the folder of a checkpoint")
+        self._write(Path(directory), self._to_save("save"))
+
+    def snapshot(self, directory: str | Path) -> None:
+        state = self._to_save("snapshot")
+        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        writing: Future[None] = Future()
+
+        def write() -> None:
+            try:
+                self._write(Path(directory), copied)
+            except BaseException as error:  # torch's own is no `Exception`
+                writing.set_exception(error)
+            else:
+                writing.set_result(None)
+            finally:
+                copied.clear()  # who keeps the future must not keep the memory
+
+        self._writing = writing
+        # Not a pool: its threads would be waited for when the interpreter ends, and a disk may hang.
+        threading.Thread(target=write, name="checkpoint", daemon=True).start()
+
+    def is_written(self) -> bool:
+        if self._writing is None:
+            return True
+        if not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def _to_save(self, what: str) -> dict[str, Tensor]:
+        """All that `save` writes: the live tensors, counters and random states."""
+        self._need(what, "weights", "optimizer")
+        if self._writing is not None:
+            raise RunError(f"{what} while the snapshot before is being written: wait until `is_written` says it is")
         counters = {"version": self._version, "num_skipped": self._num_skipped}
         state = self._stored() | {f"counter.{name}": torch.tensor(value) for name, value in counters.items()}
         state[f"random.cpu.{self._ranks.rank}"] = torch.get_rng_state()
         if self._device.type == "cuda":
             state[f"random.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def _write(self, directory: Path, state: dict[str, Tensor]) -> None:
+        if self._ranks.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "backend.json").write_text(json.dumps(_KIND | {"num_ranks": self._ranks.size}) + "\n")
+        self._ranks.wait_to_save("create the folder of a checkpoint")
         faults.reach("save.during")
-        with _alone_is_fine():
-            dcp.save(state, checkpoint_id=directory, process_group=self._ranks.facts, no_dist=self._ranks.size == 1)
+        _alone_is_fine()
+        dcp.save(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
 
     def saved_bytes(self) -> int:
         return sum(_local(tensor).nbytes for tensor in self._stored().values())
@@ -381,12 +420,12 @@ class FSDPBackend:
             if self._device.type == "cuda":
                 random["cuda"] = torch.cuda.get_rng_state(self._device)
             state |= {f"random.{kind}.{self._ranks.rank}": value for kind, value in random.items()}
-        with _alone_is_fine():
-            try:
-                dcp.load(state, checkpoint_id=directory, process_group=self._ranks.facts, no_dist=self._ranks.size == 1)
-            except CheckpointException as error:
-                reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
-                raise RunError(f"{directory} does not fit this model and optimizer: {reasons}") from error
+        _alone_is_fine()
+        try:
+            dcp.load(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
+            raise RunError(f"{directory} does not fit this model and optimizer: {reasons}") from error
         self._version, self._num_skipped = int(counters["version"]), int(counters["num_skipped"])
         self._skipped_samples = []
         if "cpu" in random:
@@ -421,6 +460,8 @@ class FSDPBackend:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._writing is not None:
+            wait([self._writing], timeout=_LAST_WRITE_S)  # its folder may be removed next
         del self._policy, self._model, self._optimizer, self._weights, self._trained, self._shelves
         self._ranks.close()
 
@@ -537,12 +578,12 @@ def _first_samples(micro_batches: Sequence[MicroBatch]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sample for batch in micro_batches for sample in batch.sample_ids))
 
 
-@contextlib.contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """torch warns that one rank saves alone, which it was told."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _alone_is_fine() -> None:
+    """torch warns that one rank saves alone, which it was told.
+
+    For good: `catch_warnings` changes what every thread sees, and a checkpoint may be written by one of several.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _read_kind(directory: Path) -> dict[str, Any]:

@@ -28,6 +28,8 @@ class Ranks:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
         self.facts: Any = None  # the process group for facts; None: the default one, which then has gloo
+        # Likewise for checkpoints alone: one is written by a thread, whose messages must not mix with the training's.
+        self.saving: Any = None
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._is_user = False
         if self.size == 1 and not always_group:
@@ -48,6 +50,8 @@ class Ranks:
             )
         if self.size > 1 and "gloo" not in dist.get_backend_config():
             self.facts = dist.new_group(backend="gloo", timeout=self._timeout)
+        if self.size > 1:
+            self.saving = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def max(self, value: int, what: str) -> int:
         if self.size == 1:
@@ -67,8 +71,16 @@ class Ranks:
     def wait(self, what: str) -> None:
         self.max(0, what)
 
+    def wait_to_save(self, what: str) -> None:
+        """`wait`, among those that write a checkpoint."""
+        if self.size > 1:
+            self._together(what, dist.all_reduce, torch.tensor(0), group=self.saving)
+
     def close(self) -> None:
         global _group_users
+        if self.saving is not None and dist.is_initialized():
+            dist.destroy_process_group(self.saving)
+            self.saving = None
         if not self._is_user:
             return
         self._is_user = False

@@ -116,6 +116,7 @@ WITHOUT_A_FLAG = {
     "reward.max_failed_fraction",
     "reward.max_memory_gib",
     "cluster.silence_timeout_s",
+    "checkpoint.background",
     "log.samples_every",
     "log.samples_per_step",
     "rollout.top_k",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from hotseat.cli.main import main
 from hotseat.config import loads
-from hotseat.errors import CheckpointError, NotBuiltError, UserError
+from hotseat.errors import CheckpointError, UserError
 from hotseat.loop.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.saving import compare, sole_owner
@@ -247,11 +247,6 @@ def test_another_runs_checkpoints_are_not_taken_for_ones_own(task):
     run(task, "sft", "a", "checkpoint.every=2", shared)
     with pytest.raises(UserError, match="holds checkpoints of another run"):
         run(task, "sft", "b", "checkpoint.every=2", shared)
-
-
-def test_with_a_launcher_checkpoints_are_refused_rather_than_ignored(task):
-    with pytest.raises(NotBuiltError, match="a launcher started"):
-        start(loads(sft_yaml(task), ["checkpoint.every=2"]), launched=True)
 
 
 SLOW_REWARD = """

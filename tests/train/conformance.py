@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from hotseat import faults
 from hotseat.errors import BatchError, NonFiniteError, RunError, UserError
+from hotseat.faults import Fault
 from hotseat.train import PARTS, AdamW, Backend, Outputs, Schedule, TrainOptions, split_by_count, split_by_tokens, take
 from hotseat.types import MicroBatch
 
@@ -359,6 +363,42 @@ def saved_and_loaded_continues_bit_identically(make: Make, directory: Path) -> N
     resumed.close()
 
 
+@contextmanager
+def armed(directory: Path, fault: Fault) -> Iterator[None]:
+    """This process will meet with a fault."""
+    directory.mkdir()
+    fault.arm(directory, "fault")
+    before, faults._directory = faults._directory, directory
+    try:
+        yield
+        assert not list(directory.glob("*.fault"))
+    finally:
+        faults._directory = before
+
+
+def wait_until_written(backend: Backend) -> None:
+    until = time.monotonic() + 30
+    while not backend.is_written():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def a_snapshot_that_cannot_be_written_says_why(make: Make, directory: Path) -> None:
+    backend = make(tiny_model(), OPTIONS)
+    assert backend.is_written()
+    with armed(directory / "faults", Fault("save.during", "raise")):
+        backend.snapshot(directory / "state")
+        with pytest.raises(RunError, match="snapshot while the snapshot before is being written"):
+            backend.snapshot(directory / "other")
+        with pytest.raises(RunError, match="save while the snapshot before is being written"):
+            backend.save(directory / "other")
+        with pytest.raises(RunError, match="a fault at save.during"):
+            wait_until_written(backend)
+    backend.snapshot(directory / "again")
+    wait_until_written(backend)
+    backend.close()
+
+
 def a_folder_without_state_is_refused(make: Make, directory: Path) -> None:
     backend = make(tiny_model(), OPTIONS)
     with pytest.raises(RunError, match="holds no state of a training backend"):
@@ -586,6 +626,7 @@ ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     parts_put_aside_come_back_bit_for_bit,
     a_part_that_is_aside_cannot_be_used,
     saved_and_loaded_continues_bit_identically,
+    a_snapshot_that_cannot_be_written_says_why,
     a_folder_without_state_is_refused,
     an_export_loads_in_transformers,
     weights_have_their_hugging_face_names,
@@ -704,6 +745,38 @@ def _saves_and_loads(make: Make, rank: int, num_ranks: int, directory: Path) -> 
     return {"weights": saved}
 
 
+def _snapshots(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """What is written while training goes on is, bit for bit, what `save` would have written."""
+    work = [some_segments(seed=rank)] if num_ranks > 1 else [some_segments(seed=0), some_segments(seed=1)]
+    backend = make(tiny_model(), OPTIONS)
+    backend.update(work, ClippedLoss(), 1.0)
+    backend.save(directory / f"saved-{num_ranks}")
+    with armed(directory / f"faults-{num_ranks}-{rank}", Fault("save.during", "0.5")):
+        backend.snapshot(directory / f"snapshot-{num_ranks}")
+        torch.manual_seed(rank)
+        backend.update(work, ClippedLoss(), 1.0)
+        assert not backend.is_written()
+        for _ in range(20):
+            backend.update(work, ClippedLoss(), 1.0)
+            time.sleep(0.05)  # until after the fault, so that both groups of ranks are at work
+        wait_until_written(backend)
+    backend.close()
+    found = []
+    for name in ("saved", "snapshot"):
+        resumed = make(tiny_model(seed=5), OPTIONS)
+        resumed.load(directory / f"{name}-{num_ranks}")
+        assert resumed.version == 1
+        weights, random = copy_weights(resumed), torch.get_rng_state()
+        resumed.update(work, ClippedLoss(), 1.0)  # the optimizer came back too
+        found.append((weights, copy_weights(resumed), random))
+        resumed.close()
+    (weights, later, random), (weights_behind, later_behind, random_behind) = found
+    assert_identical(weights_behind, weights)
+    assert_identical(later_behind, later)
+    assert torch.equal(random_behind, random)
+    return {"weights": weights_behind}
+
+
 def save_alone(make: Make, directory: Path) -> None:
     """What one rank saves, for a group to load."""
     backend = make(tiny_model(), OPTIONS)
@@ -732,6 +805,7 @@ SCENARIOS: dict[str, Scenario] = {
     "skips_alike": _skips_alike,
     "digests": _digests,
     "saves_and_loads": _saves_and_loads,
+    "snapshots": _snapshots,
     "loads_what_one_rank_saved": _loads_what_one_rank_saved,
 }
 

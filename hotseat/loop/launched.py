@@ -1,0 +1,113 @@
+"""Ranks that a launcher started. There is no driver, so the first rank leads, and the others do what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from hotseat.errors import HotseatError, RunError
+from hotseat.loop.saving import Parts, Saver
+from hotseat.observe import Journal
+
+Result = TypeVar("Result")
+
+
+class Worker(Protocol):
+    """One rank. Its other methods can be called by the first rank on all of them."""
+
+    def share(self, fact: Any, what: str) -> list[Any]:
+        """Together. Every rank's fact, in rank order."""
+
+
+class Ensemble:
+    """This rank among the others.
+
+    `led` is entered by all ranks. Inside it the first works alone and `call`s the others where it needs them; they wait
+    for its calls until it is done. What it raises they raise too, unless it was in a call: there each has an error of
+    its own, or finds its connection to the one that failed closed.
+    """
+
+    def __init__(self, worker: Worker, rank: int):
+        self._worker = worker
+        self._is_first = rank == 0
+        self._has_failed_together = False
+
+    def led(self, do: Callable[[], Result]) -> Result:
+        """What the first rank's `do` returns, on every rank; the others do not run theirs."""
+        if not self._is_first:
+            return self._follow()
+        try:
+            result = do()
+        except BaseException as error:
+            if not self._has_failed_together:
+                self._say("error", _sent(error))
+            raise
+        self._say("result", result)
+        return result
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """By the first rank, inside `led`. Each rank's result, in rank order."""
+        self._say("call", (method, args))
+        return self._run(method, args)
+
+    def any(self, fact: bool, what: str) -> bool:
+        """Together. Whether it is so on any rank."""
+        return any(self._share(fact, what))
+
+    def _follow(self) -> Any:
+        while True:
+            kind, told = self._share(None, "hear from the first rank")[0]
+            if kind == "error":
+                raise told
+            if kind == "result":
+                return told
+            self._run(*told)
+
+    def _run(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        with self._together():
+            result = getattr(self._worker, method)(*args)
+        return self._share(result, f"end {method!r}")
+
+    def _say(self, kind: str, what: Any) -> None:
+        self._share((kind, what), "tell the other ranks")
+
+    def _share(self, fact: Any, what: str) -> list[Any]:
+        with self._together():
+            return self._worker.share(fact, what)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What fails here leaves the others somewhere else than where they would listen."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed_together = True
+            raise
+
+
+def _sent(error: BaseException) -> BaseException:
+    """An error that can travel, and is dealt with as it is where it was raised."""
+    if isinstance(error, HotseatError | KeyboardInterrupt):
+        return type(error)(*error.args)
+    return RunError(f"the first rank failed: {type(error).__name__}: {error}")
+
+
+class LedSaver:
+    """A `Saver` among several ranks: the first one's writes, with the help of all."""
+
+    def __init__(self, saver: Saver, ensemble: Ensemble):
+        self._saver = saver
+        self._ensemble = ensemble
+
+    def metrics(self) -> dict[str, float]:
+        return self._saver.metrics()
+
+    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
+        """Together. As `Saver.after_step`; a rank that is asked to stop stops all of them."""
+        if not self._saver.can_save:
+            return
+        # They are not told at the same moment: without agreement some would save, and others go on.
+        self._saver.is_stopping = self._ensemble.any(self._saver.is_stopping, "agree on whether to stop")
+        if self._saver.is_due(step):
+            self._ensemble.led(lambda: self._saver.after_step(step, parts, evaluation, journal))

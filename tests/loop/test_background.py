@@ -1,0 +1,339 @@
+"""Checkpoints that are written while the run goes on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from loop_cases import make_task, rl_yaml, sft_yaml
+from safetensors.torch import load_file
+
+from hotseat import faults
+from hotseat.cli.main import main
+from hotseat.config import loads
+from hotseat.errors import CheckpointError, DeadlineError, RunError
+from hotseat.faults import VARIABLE, Fault
+from hotseat.loop.checkpoints import CheckpointStore
+from hotseat.loop.memory import available_bytes
+from hotseat.loop.run import start
+from hotseat.loop.saving import Parts, Saver
+from hotseat.observe import Silence, read_lines
+from hotseat.observe.timeline import read_timeline
+
+PASSES = "train.num_episodes=4"  # eight steps of rl
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_task(tmp_path)
+
+
+@contextmanager
+def armed(task: Path, *found: Fault):
+    """This process meets with faults: in the local runtime it is every process of a run."""
+    directory = task / "faults"
+    directory.mkdir(exist_ok=True)
+    for number, fault in enumerate(found):
+        fault.arm(directory, f"{number}-{fault.point}")
+    before, faults._directory = faults._directory, directory
+    faults._seen.clear()
+    try:
+        yield directory
+    finally:
+        faults._directory = before
+
+
+def run(task: Path, kind: str, name: str, *overrides: str) -> Path:
+    text = rl_yaml(task, name=name) if kind == "rl" else sft_yaml(task, name=name)
+    start(loads(text, [*([PASSES] if kind == "rl" else []), *overrides]))
+    return task / "runs" / name
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (one, other))
+    return all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Everything that the trainer saved."""
+    reader = dcp.FileSystemReader(checkpoint / "actor")
+    facts = reader.read_metadata().state_dict_metadata
+    state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in facts.items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def state_of(checkpoint: Path) -> dict:
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["config"]
+    return state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_steps_go_on_and_the_checkpoint_is_of_its_own_step(task, kind):
+    """The write of step 2 takes 2.5 s: the steps after it do not wait, and nothing of theirs is in it."""
+    at_once = run(task, kind, "at-once", "checkpoint.every=2", "checkpoint.keep_last=9", "checkpoint.background=false")
+    with armed(task, Fault("save.during", "2.5")) as directory:
+        behind = run(task, kind, "behind", "checkpoint.every=2", "checkpoint.keep_last=9", "checkpoint.background=true")
+        assert not list(directory.glob("*.fault"))
+    for step in (2, 4, 6, 8):
+        ours, theirs = (path / "checkpoints" / f"step-{step:06}" for path in (behind, at_once))
+        assert state_of(ours) == state_of(theirs)
+        assert kind == "sft" or (ours / "ledger.jsonl").read_bytes() == (theirs / "ledger.jsonl").read_bytes()
+        tensors, expected = stored(ours), stored(theirs)
+        assert tensors.keys() == expected.keys()
+        assert [name for name in tensors if not torch.equal(tensors[name], expected[name])] == []
+    assert same(behind, at_once)
+    # Step 3 was made while step 2 was being written; the save after step 4 waited for that.
+    spent = {line["step"]: line["time/save"] for line in read_lines(behind / "metrics.jsonl") if "time/save" in line}
+    assert sorted(spent) == [3, 5, 7]
+    assert spent[3] < 1.0
+    assert not [event for event in read_timeline(behind / "timeline.json") if event["name"] == "is_written"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_an_error_in_the_background_ends_the_run(task, kind):
+    with (
+        armed(task, Fault("save.during", "raise", skip=1)),
+        pytest.raises(RunError, match="a fault at save.during") as caught,
+    ):
+        run(task, kind, "run", "checkpoint.every=2", "checkpoint.background=true")
+    steps = [line["step"] for line in read_lines(task / "runs" / "run" / "metrics.jsonl")]
+    assert steps[-1] in (4, 5)  # at the next step's end at the latest
+    assert f"go on after step 2: hotseat resume {task}/runs/run" in caught.value.__notes__
+    whole = run(task, kind, "whole")
+    assert main(["resume", str(task / "runs" / "run")]) == 0
+    assert same(task / "runs" / "run", whole)
+
+
+@pytest.mark.slow
+def test_an_error_in_the_last_save_is_not_lost(task):
+    with armed(task, Fault("save.during", "raise", skip=3)), pytest.raises(RunError, match="a fault at save.during"):
+        run(task, "sft", "run", "checkpoint.every=2", "checkpoint.background=true")
+    assert not (task / "runs" / "run" / "model").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(task):
+    """An update of step 5 fails while step 4 is being written."""
+    with (
+        armed(task, Fault("save.during", "1", skip=1), Fault("update.before", "raise", skip=4)),
+        pytest.raises(RunError, match="a fault at update.before") as caught,
+    ):
+        run(task, "rl", "run", "checkpoint.every=2", "checkpoint.background=true")
+    assert f"go on after step 4: hotseat resume {task}/runs/run" in caught.value.__notes__
+    assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == 4
+
+
+COMMAND = [sys.executable, "-m", "hotseat.cli.main"]
+
+
+def start_with(task: Path, *found: Fault) -> subprocess.Popen:
+    """`hotseat run` in process, with faults."""
+    directory = task / "faults"
+    directory.mkdir()
+    for number, fault in enumerate(found):
+        fault.arm(directory, f"{number}-{fault.point}")
+    (task / "run.yaml").write_text(rl_yaml(task))
+    return subprocess.Popen(
+        [*COMMAND, "run", str(task / "run.yaml"), PASSES, "checkpoint.every=2", "checkpoint.background=true"],
+        env={**os.environ, VARIABLE: str(directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "newest"),
+    [
+        (Fault("update.before", "kill", skip=4), 2),  # of step 5, while step 4 is being written
+        (Fault("save.commit", "kill", skip=1), 2),
+        (Fault("save.after", "kill", skip=1), 4),
+    ],
+)
+def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest):
+    """Scenarios 10 and 11, in the background: and the resumed run ends with the same bits."""
+    slow = [Fault("save.during", "3", skip=1)] if newest == 2 and fault.point == "update.before" else []
+    driver = start_with(task, *slow, fault)
+    driver.communicate(timeout=60)
+    assert driver.returncode == -signal.SIGKILL
+    assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == newest
+    assert [path.name for path in (task / "runs" / "run" / "checkpoints").glob(".writing-*")] == (
+        [".writing-step-000004"] if newest == 2 else []
+    )
+    assert main(["resume", str(task / "runs" / "run")]) == 0
+    whole = run(task, "rl", "whole")
+    assert same(task / "runs" / "run", whole)
+    assert (task / "runs" / "run" / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_sigterm_waits_for_the_one_under_way_and_saves_another(task):
+    driver = start_with(task, Fault("save.during", "2", skip=1), Fault("update.before", "0.5", skip=4))
+    while len(list((task / "faults").glob("*.happened"))) < 2:
+        assert driver.poll() is None
+        time.sleep(0.01)
+    driver.send_signal(signal.SIGTERM)  # step 5 is under way, step 4 is being written
+    out, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 130
+    assert "saved " in out
+    assert CheckpointStore(task / "runs" / "run" / "checkpoints").steps() == [2, 4, 5]
+
+
+# --- the saver alone --------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """What a task has to save, without one."""
+
+    def __init__(self):
+        self.is_written = False
+        self.error: BaseException | None = None
+        self.written: list[str] = []
+        self.step = 0
+
+    def parts(self) -> Parts:
+        def write(path: Path) -> None:
+            (path / "shard").write_text(f"weights of {self.step}")
+            self.written.append("at once")
+
+        def snapshot(path: Path):
+            text = f"weights of {self.step}"
+            self.written.append("behind")
+
+            def is_written() -> bool:
+                if self.error is not None:
+                    raise self.error
+                if self.is_written:
+                    (path / "shard").write_text(text)
+                return self.is_written
+
+            return is_written
+
+        return Parts(
+            num_bytes=lambda: 100,
+            write=write,
+            export=lambda path: self.written.append("model"),
+            state=lambda: {"at": [self.step]},
+            snapshot=snapshot,
+        )
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def saver_of(tmp_path: Path, *overrides: str) -> Saver:
+    return Saver(loads("", ["checkpoint.every=1", "checkpoint.background=true", *overrides]), tmp_path)
+
+
+def save(saver: Saver, ranks: Ranks, step: int) -> None:
+    ranks.step = step
+    saver.after_step(step, ranks.parts(), {}, Silence())
+
+
+def test_it_is_there_when_the_ranks_have_written_and_not_before(tmp_path, ranks):
+    saver = saver_of(tmp_path)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    with saver.settled(Silence()):
+        save(saver, ranks, 1)
+        ranks.step = 7  # the run goes on
+        time.sleep(0.2)
+        assert store.steps() == []
+        ranks.is_written = True
+    found = store.newest()
+    assert (found.step, found.state["at"], (found.path / "shard").read_text()) == (1, [1], "weights of 1")
+
+
+def test_no_second_one_begins_before_the_first_is_there(tmp_path, ranks):
+    saver = saver_of(tmp_path, "cluster.call_timeout_s=0.3")
+    save(saver, ranks, 1)
+    with pytest.raises(DeadlineError, match=r"checkpoint of step 1 was not written in 0.3 s: set cluster.call_timeout"):
+        save(saver, ranks, 2)
+    assert ranks.written == ["behind"]
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, BaseException])
+def test_a_disk_that_fills_up_in_the_background_is_told_as_ever(tmp_path, ranks, kind):
+    saver = saver_of(tmp_path)
+    save(saver, ranks, 1)
+    ranks.error = kind("rank 0: OSError: [Errno 28] No space left on device")
+    time.sleep(0.2)
+    with pytest.raises(
+        CheckpointError, match=r"no room for the checkpoint of step 1 in .*earlier checkpoints are intact"
+    ):
+        save(saver, ranks, 2)
+    assert ranks.written == ["behind"]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_stop_saves_at_once_after_what_is_under_way(tmp_path, ranks):
+    saver = saver_of(tmp_path)
+    ranks.is_written = True
+    save(saver, ranks, 1)
+    saver.is_stopping = True
+    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+        save(saver, ranks, 2)
+    assert ranks.written == ["behind", "at once"]
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 2]
+
+
+def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
+    saver = saver_of(tmp_path)
+    started_s = time.monotonic()
+    save(saver, ranks, 1)
+    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+        raise KeyboardInterrupt
+    assert time.monotonic() - started_s < 1
+    ranks.is_written = True
+    time.sleep(1)
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == []
+
+
+def test_the_error_of_the_run_is_told_not_that_of_its_last_save(tmp_path, ranks):
+    saver = saver_of(tmp_path)
+    save(saver, ranks, 1)
+    ranks.error = RuntimeError("the ranks are gone")
+    with pytest.raises(ZeroDivisionError), saver.settled(Silence()):
+        raise ZeroDivisionError
+
+
+def test_unset_it_is_in_the_background_where_memory_has_room(tmp_path, ranks, monkeypatch):
+    for room, way in ((199, "at once"), (200, "behind")):
+        monkeypatch.setattr("hotseat.loop.saving.available_bytes", lambda room=room: room)
+        saver = Saver(loads("", ["checkpoint.every=1"]), tmp_path / way)
+        ranks.is_written, ranks.written = True, []
+        with saver.settled(Silence()):
+            save(saver, ranks, 1)
+        assert ranks.written == [way]
+
+
+def test_memory_that_is_available(tmp_path):
+    assert available_bytes(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 16 kB\nMemFree: 2 kB\nMemAvailable: 8 kB\n")
+    assert available_bytes(tmp_path) == 8192
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("5000\n")
+    (group / "memory.stat").write_text("anon 4000\ninactive_file 700\n")
+    (group / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 8192
+    (group / "memory.max").write_text("6000\n")
+    assert available_bytes(tmp_path) == 1700
+    shutil.rmtree(tmp_path / "proc")
+    assert available_bytes(tmp_path) == 0

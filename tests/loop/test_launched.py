@@ -1,0 +1,201 @@
+"""Checkpoints of ranks that a launcher started: they save and go on together, and none is left waiting."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loop_cases import make_task, sft_yaml
+from safetensors.torch import load_file
+
+from hotseat.config import loads
+from hotseat.errors import RunError, UserError
+from hotseat.faults import VARIABLE, Fault
+from hotseat.loop.checkpoints import CheckpointStore
+from hotseat.loop.launched import Ensemble
+from hotseat.loop.run import start
+from hotseat.observe import read_lines
+
+RANK = """
+import sys
+from hotseat.config import load
+from hotseat.errors import HotseatError
+from hotseat.loop.run import start
+
+try:
+    start(load(sys.argv[1], sys.argv[2:]), launched=True)
+except HotseatError as error:
+    print(type(error).__name__, error, *getattr(error, "__notes__", ()), file=sys.stderr)
+    sys.exit(1)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.fixture
+def task(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    return make_task(tmp_path)
+
+
+def start_ranks(task: Path, name: str, *overrides: str, faults: dict[int, Fault] | None = None) -> list:
+    """Two ranks, as a launcher starts them. Each has faults of its own."""
+    (task / f"{name}.yaml").write_text(sft_yaml(task, name=name))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        directory = task / f"faults-{time.monotonic_ns()}"
+        directory.mkdir()
+        if faults and rank in faults:
+            faults[rank].arm(directory, "fault")
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            VARIABLE: str(directory),
+        }
+        command = [sys.executable, str(task / "rank.py"), str(task / f"{name}.yaml"), *overrides]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    return processes
+
+
+def finish(processes: list, timeout_s: float = 90) -> list[tuple[int, str, str]]:
+    """(exit code, what it printed, what it complained of) of each rank."""
+    try:
+        told = [process.communicate(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, told, strict=True)]
+
+
+def launch(task: Path, name: str, *overrides: str, faults: dict[int, Fault] | None = None):
+    return finish(start_ranks(task, name, *overrides, faults=faults))
+
+
+def weights(task: Path, name: str) -> dict:
+    return load_file(task / "runs" / name / "model" / "model.safetensors")
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+def losses(task: Path, name: str) -> list:
+    return [(line["step"], line["loss"]) for line in read_lines(task / "runs" / name / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
+    """Invariant 5 with two ranks, one of which is killed; then there is nothing left to do."""
+    assert [code for code, *_ in launch(task, "whole")] == [0, 0]
+    saving = ("checkpoint.every=2", "checkpoint.export_each=true")
+    (first, _, error), (second, *_) = launch(
+        task, "broken", *saving, faults={1: Fault("update.middle", "kill", skip=4)}
+    )
+    assert (first, second) == (1, -signal.SIGKILL)
+    assert "go on after step 4: start it again with checkpoint.resume=true" in error
+    newest = CheckpointStore(task / "runs" / "broken" / "checkpoints").newest()
+    assert (newest.step, newest.state["num_ranks"]) == (4, 2)
+    assert (newest.path / "model" / "model.safetensors").is_file()
+    (code, out, error), (second, silent, _) = launch(task, "broken", *saving, "checkpoint.resume=true")
+    assert (code, second, silent) == (0, 0, ""), error
+    assert f"going on from {newest.path}, after step 4" in out
+    assert same(weights(task, "whole"), weights(task, "broken"))
+    assert losses(task, "whole") == losses(task, "broken")
+    (code, out, _), (second, *_) = launch(task, "broken", *saving, "checkpoint.resume=true")
+    assert (code, second) == (0, 0)
+    assert "nothing to do: all 8 steps are done" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["save.before", "save.commit"])
+def test_what_the_first_rank_cannot_do_all_are_told(task, point):
+    started_s = time.monotonic()
+    found = launch(task, "run", "checkpoint.every=2", faults={0: Fault(point, "raise", skip=1)})
+    assert time.monotonic() - started_s < 60
+    for code, _, error in found:
+        assert code == 1
+        assert f"RunError a fault at {point}" in error
+    assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_ends_all(task, rank):
+    started_s = time.monotonic()
+    found = launch(task, "run", "checkpoint.every=2", faults={rank: Fault("save.during", "raise", skip=1)})
+    assert time.monotonic() - started_s < 60
+    assert all(code not in (0, -signal.SIGKILL) for code, *_ in found)
+    assert "RunError a fault at save.during" in found[rank][2]
+    assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == 2
+
+
+@pytest.mark.slow
+def test_a_directory_that_is_taken_is_refused_by_all(task):
+    (task / "runs" / "run").mkdir(parents=True)
+    (task / "runs" / "run" / "config.yaml").touch()
+    for code, _, error in launch(task, "run", "checkpoint.every=2"):
+        assert code == 1
+        assert f"UserError {task}/runs/run holds a run already" in error
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_rank_saves_and_ends_all(task):
+    processes = start_ranks(task, "run", "checkpoint.every=1000", "train.max_epochs=1000")
+    metrics = task / "runs" / "run" / "metrics.jsonl"
+    until = time.monotonic() + 60
+    while not (metrics.exists() and len(read_lines(metrics)) > 2) and time.monotonic() < until:
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGTERM)
+    (first, out, _), (second, *_) = finish(processes, 30)
+    assert (first, second) == (130, 130)
+    assert "saved " in out
+    last = read_lines(metrics)[-1]["step"]
+    assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == last
+
+
+@pytest.mark.slow
+def test_one_rank_alone_saves_too(task, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    start(loads(sft_yaml(task, name="run"), ["checkpoint.every=4"]), launched=True)
+    assert CheckpointStore(task / "runs" / "run" / "checkpoints").steps() == [4, 8]
+
+
+@pytest.mark.slow
+def test_writing_in_the_background_is_refused_rather_than_ignored(task):
+    with pytest.raises(UserError, match="checkpoint.background is true, but ranks that a launcher started wait"):
+        start(loads(sft_yaml(task), ["checkpoint.every=2", "checkpoint.background=true"]), launched=True)
+
+
+def test_an_error_that_is_nobodys_mistake_travels_as_text():
+    told = []
+
+    class Alone:
+        def share(self, fact, what):
+            told.append(fact)
+            return [fact]
+
+    def divide() -> float:
+        return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        Ensemble(Alone(), 0).led(divide)
+    [(kind, error)] = told
+    assert (kind, type(error), str(error)) == (
+        "error",
+        RunError,
+        "the first rank failed: ZeroDivisionError: division by zero",
+    )
