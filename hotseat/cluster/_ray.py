@@ -162,9 +162,16 @@ class RayGroup(Group):
         self._starting = self._make(self, [rank], within_s), within_s
         self.ready()
 
-    def end(self, rank: int, reason: str) -> None:
-        self._slots[rank].ended_because = reason
-        self._owner("end").end_workers([self._slots[rank]])
+    def ping(self, rank: int) -> Future:
+        return self._slots[rank].actor.invoke.remote("health", (), {}, self.timeout_s).future()
+
+    def end(self, rank: int, reason: str, *, pid: int | None = None) -> None:
+        slot = replace(self._slots[rank])  # it may be restarted meanwhile, and the new one is not meant
+        if pid is not None and (slot.facts is None or slot.facts.pid != pid):
+            return
+        if slot.incarnation == self._slots[rank].incarnation:
+            self._slots[rank].ended_because = reason
+        self._owner("end").end_workers([slot])
 
     def states(self) -> list[str]:
         return [self._state(rank) for rank in self.ranks]
@@ -569,14 +576,17 @@ class RayRuntime:
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": {**self._session_env(), **env}},
+            "runtime_env": {"env_vars": {**self._session_env(), **self._activity_env(node), **env}},
         }
+
+    def _activity_env(self, node: int) -> dict[str, str]:
+        """Only where the doctor can read it."""
+        return {activity.DIRECTORY: os.environ[activity.DIRECTORY]} if node == self.home else {}
 
     def _session_env(self) -> dict[str, str]:
         return {
             _guard.SESSION: self.session,
             _guard.SHM_PREFIX: self._shm_prefix,
-            activity.DIRECTORY: os.environ[activity.DIRECTORY],
             "PYTHONPATH": _python_path(),
         }
 
@@ -718,7 +728,7 @@ class RayRuntime:
             return _guard.process_state(pid, started)
         try:
             return self._ask_agent(node, "process_state", pid, started)
-        except WorkerError:
+        except RunError:
             return "gone" if node not in self._live_nodes() else "running"
 
     def _live_nodes(self) -> set[int]:

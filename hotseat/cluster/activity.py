@@ -40,8 +40,9 @@ class Activity:
 
     def keep_in(self, directory: str, name: str) -> None:
         """From now on also in a file."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        self._file = os.open(Path(directory) / name, os.O_CREAT | os.O_RDWR, 0o600)
+        with contextlib.suppress(OSError):  # a worker does its work without it
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._file = os.open(Path(directory) / name, os.O_CREAT | os.O_RDWR, 0o600)
 
     @contextlib.contextmanager
     def doing(self, what: str, whom: Sequence[str] = ()) -> Iterator[None]:

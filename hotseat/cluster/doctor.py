@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,14 +68,19 @@ class Diagnosis:
 def examine(groups: Iterable[Group], error: BaseException | None = None, waits: str = "") -> Diagnosis:
     """Look at everybody. `error`: what a wait that ran out was told; `waits`: in words, where there is no error."""
     awaited = awaited_in(error)
-    patients = [_look_at(group, rank) for group in groups for rank in group.ranks]
+    patients = [patient for group in groups for patient in _look_at(group)]
     patients.append(Patient("driver", os.getpid(), "running", tuple(activity.now()), _stack(os.getpid())))
     return Diagnosis(_blame(patients, awaited), waits or _first_line(error), tuple(patients))
 
 
 def is_hang(error: BaseException) -> bool:
-    """Whether somebody waited in vain, here or in a worker."""
-    return any(isinstance(each, DeadlineError) or "imed out" in str(each) for each in _chain(error))
+    """Whether somebody waited in vain, here, in a worker, or in a collective there."""
+    return any(isinstance(each, DeadlineError) or _is_late_collective(each) for each in _chain(error))
+
+
+def _is_late_collective(error: BaseException) -> bool:
+    trace = getattr(error, "remote_traceback", "")
+    return "imed out" in trace and any(mark in trace for mark in _COLLECTIVE)
 
 
 def awaited_in(error: BaseException | None) -> list[str]:
@@ -98,11 +103,11 @@ def _first_line(error: BaseException | None) -> str:
     return str(error).splitlines()[0] if error is not None else "somebody waits"
 
 
-def _look_at(group: Group, rank: int) -> Patient:
-    state, pid = group.states()[rank], group.known_pids()[rank]
-    doing = read_activity(os.environ.get(DIRECTORY, ""), f"{group.name}-{rank}")
-    is_here = pid is not None and state in ("running", "stopped")
-    return Patient(f"{group.name} rank {rank}", pid, state, tuple(doing), _stack(pid) if is_here else "")
+def _look_at(group: Group) -> Iterator[Patient]:
+    for rank, (state, pid) in enumerate(zip(group.states(), group.known_pids(), strict=True)):
+        doing = read_activity(os.environ.get(DIRECTORY, ""), f"{group.name}-{rank}")
+        is_here = pid is not None and state in ("running", "stopped")
+        yield Patient(f"{group.name} rank {rank}", pid, state, tuple(doing), _stack(pid) if is_here else "")
 
 
 def _blame(patients: Sequence[Patient], awaited: Sequence[str]) -> str:
@@ -186,6 +191,7 @@ class Watch:
         self._poll_s = min(1.0, limit_s / 4)
         self._since: dict[tuple[str, int, int | None], float] = {}  # stopped since
         self._pings: dict[tuple[str, int, int | None], tuple[float, Future]] = {}
+        self._troubled: set[str] = set()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -203,8 +209,11 @@ class Watch:
                 self._since.clear()
                 self._pings.clear()
             last = now
-            for group in self._groups.values():
-                self._look(group, now)
+            for group in list(self._groups.values()):
+                try:
+                    self._look(group, now)
+                except Exception as error:  # told, not hidden; one group's trouble must not leave the others alone
+                    self._tell_trouble(group, error)
             last = time.monotonic()  # telling of silence takes its time
 
     def _look(self, group: Group, now: float) -> None:
@@ -213,23 +222,31 @@ class Watch:
             if state != "stopped":
                 self._since.pop(key, None)
             elif now - self._since.setdefault(key, now) > self._limit_s:
-                self._end(group, rank, f"it was stopped for {self._limit_s:g} s")
+                self._end(group, rank, pid, f"it was stopped for {self._limit_s:g} s")
                 continue
-            if state == "running" and group.name in self._pinged and not self._answers(group, rank, key, now):
-                self._end(group, rank, f"it did not answer for {self._limit_s:g} s")
+            if state == "running" and group.name in self._pinged and not self._answers(group, rank, key):
+                self._end(group, rank, pid, f"it did not answer for {self._limit_s:g} s")
 
-    def _answers(self, group: Group, rank: int, key: tuple[str, int, int | None], now: float) -> bool:
+    def _answers(self, group: Group, rank: int, key: tuple[str, int, int | None]) -> bool:
         if key not in self._pings:
-            [future] = group.start("health", ranks=[rank])._futures.values()
-            self._pings[key] = now, future
+            self._pings[key] = time.monotonic(), group.ping(rank)
         asked, future = self._pings[key]
         if future.done():
             del self._pings[key]
             return True
-        return now - asked < self._limit_s
+        return time.monotonic() - asked < self._limit_s
 
-    def _end(self, group: Group, rank: int, why: str) -> None:
+    def _end(self, group: Group, rank: int, pid: int | None, why: str) -> None:
         if self._is_closing.is_set():
             return
-        self._on_silence(group, rank, why)
-        group.end(rank, why)
+        self._since.pop((group.name, rank, pid), None)
+        self._pings.pop((group.name, rank, pid), None)
+        try:
+            self._on_silence(group, rank, why)
+        finally:
+            group.end(rank, why, pid=pid)
+
+    def _tell_trouble(self, group: Group, error: Exception) -> None:
+        if group.name not in self._troubled and not self._is_closing.is_set():
+            self._troubled.add(group.name)
+            print(f"hotseat: {group.name} cannot be watched: {type(error).__name__}: {error}", file=sys.stderr)

@@ -224,8 +224,12 @@ class Group(ABC):
         """Of each rank's process: "starting", "running", "stopped" or "gone"."""
         return ["running" if is_alive else "gone" for is_alive in self.alive()]
 
-    def end(self, rank: int, reason: str) -> None:
-        """End the process of a rank and what it started, so that whoever waits for it hears why."""
+    def ping(self, rank: int) -> Future:
+        """Ask for `health`, without waiting for anything and without being observed."""
+        raise NotImplementedError(f"{self.name}: has no processes of its own to ping")
+
+    def end(self, rank: int, reason: str, *, pid: int | None = None) -> None:
+        """End a rank's process, if it is `pid`, and what it started: whoever waits for it hears why."""
         raise NotImplementedError(f"{self.name}: has no processes of its own to end")
 
     @abstractmethod

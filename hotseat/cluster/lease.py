@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hotseat.errors import DeadlineError, RunError
+
+MAX_LOG = 10_000  # hand-overs that are remembered
 
 __all__ = ["DeviceMemory", "HandOver", "Holder", "Lease", "LeaseError", "Leases"]
 
@@ -137,7 +140,7 @@ class Leases:
         self._slack_bytes = slack_bytes
         self._devices: dict[int, _Device] = {}
         self._queue: list[Lease] = []
-        self._log: list[HandOver] = []
+        self._log: deque[HandOver] = deque(maxlen=MAX_LOG)
         self._changed = threading.Condition()
 
     def acquire(
@@ -174,7 +177,7 @@ class Leases:
             return self._waited_for(device) if state and state.lease else ()
 
     def log(self) -> tuple[HandOver, ...]:
-        """Every hand-over so far, oldest first."""
+        """Hand-overs so far, oldest first; of very many, the newest."""
         with self._changed:
             return tuple(self._log)
 

@@ -16,17 +16,25 @@ NUM_NAMED = 8
 
 
 class Alarms:
-    """Looks at the numbers of each step. `spike_factor`: times the usual gradient norm that is out of the ordinary."""
+    """Looks at the numbers of each step.
 
-    def __init__(self, say: Callable[..., object], spike_factor: float, on_spike: Literal["warn", "stop"]):
+    has_groups: samples are compared with their siblings. spike_factor: times the usual gradient norm that is out of the
+    ordinary.
+    """
+
+    def __init__(
+        self, say: Callable[..., object], *, has_groups: bool, spike_factor: float, on_spike: Literal["warn", "stop"]
+    ):
         self._say = say
+        self._has_groups = has_groups
         self._spike_factor = spike_factor
         self._on_spike = on_spike
         self._norms: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._num_spikes = 0  # in a row
         self._was_alike = False
 
     def look(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
-        is_alike = metrics["groups_alike"] == 1.0
+        is_alike = self._has_groups and metrics["groups_alike"] == 1.0
         if is_alike and not self._was_alike:
             self._say(
                 f"step {step}: in every group all rewards are equal, so nothing is learned; if that stays so, look at"
@@ -48,7 +56,11 @@ class Alarms:
             if self._on_spike == "stop":
                 raise RunError(f"{text}. The update was made; train.on_spike=warn goes on")
             self._say(text, kind="warning")
-            return  # it is no measure for those to come
+            self._num_spikes += 1
+            if self._num_spikes < NUM_NEEDED:
+                return  # it is no measure for those to come
+            self._norms.clear()  # so many in a row are the new ordinary
+        self._num_spikes = 0
         if norm > 0:
             self._norms.append(norm)
 

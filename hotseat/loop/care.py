@@ -9,10 +9,9 @@ from pathlib import Path
 from hotseat.cluster import Cluster, Group
 from hotseat.cluster.doctor import Diagnosis, Watch, examine, is_hang
 from hotseat.errors import DeadlineError, RunError
+from hotseat.loop.rundir import HANGS
 from hotseat.loop.saving import IS_WRITTEN
 from hotseat.observe import Journal
-
-HANGS = "hangs.txt"  # in the run directory: what the doctor found, with stacks
 
 
 @contextmanager

@@ -86,11 +86,15 @@ class Collector:
             " algorithm.filtering.enabled off"
         )
 
-    def evaluate(self, num_samples: int, sampling: Sampling) -> list[GroupFacts]:
-        """Every prompt, with the same seeds each time."""
+    def evaluate(self, num_samples: int, sampling: Sampling, max_failed_fraction: float) -> list[GroupFacts]:
+        """Every prompt, with the same seeds each time. Raises if too many samples failed."""
         jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self._prompts]
         facts = self._run(jobs, sampling)
         self.forget(facts)
+        tally = RewardTally(max_failed_fraction)
+        for found in facts:
+            tally.add([*(Failed(why) for _, why in found.failures), *found.rewards])
+        tally.check()
         return facts
 
     def forget(self, facts: Sequence[GroupFacts]) -> None:
@@ -116,6 +120,9 @@ def evaluation_metrics(facts: Sequence[GroupFacts], num_samples: int) -> dict[st
         if num_samples > 1:
             best = [max(found.rewards) >= 1.0 for found in members if found.rewards]
             metrics[f"{label}pass@{num_samples}"] = statistics.fmean(best)
+        num_failed = sum(len(found.failures) for found in members)
+        if num_failed:
+            metrics[f"{label}failed"] = float(num_failed)  # in none of these numbers
         metrics[f"{label}length"] = statistics.fmean(n for found in members for n in found.num_sampled)
     return metrics
 

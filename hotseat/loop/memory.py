@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hotseat.errors import RunError
 
 if TYPE_CHECKING:
     from hotseat.cluster.group import Group
@@ -14,7 +17,9 @@ if TYPE_CHECKING:
 def held_gib(group: Group, *, is_working: bool) -> float | None:
     """On a GPU the most that it held since last asked, of a role that has just worked; else its resident memory."""
     if _has_gpu():
-        return sum(group.call("peak_bytes")) / 2**30 if is_working else None
+        with contextlib.suppress(RunError):  # whoever works with it next hears of it
+            return sum(group.call("peak_bytes")) / 2**30 if is_working else None
+        return None
     sizes = [_resident_bytes(pid) for pid in set(group.known_pids()) if pid is not None]
     return sum(sizes) / 2**30 if sizes else None
 

@@ -6,7 +6,7 @@ What an episode is, the host knows (`record_of`); what the trainer made of it, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hotseat.loop.collect import Collected
     from hotseat.loop.host import GroupFacts
 
-NO_GRADIENT = "no gradient"
+NO_GRADIENT, SKIPPED = "no gradient", "skipped"
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,12 @@ class Recorder:
 
     def watched(self, objective: PolicyObjective) -> Watched:
         return Watched(objective, self)
+
+    def take_back(self, batches: Sequence[MicroBatch]) -> None:
+        """The update that these were in was not finite, and not made."""
+        for name in {name for batch in batches for name in batch.sample_ids} & self.tokens.keys():
+            for segment in self.tokens[name]:
+                segment.fates = [SKIPPED] * len(segment.fates)
 
     def note(self, batch: MicroBatch, clipped: Tensor, corrected: Tensor) -> None:
         if not self.tokens.keys() & set(batch.sample_ids):
@@ -231,11 +237,14 @@ def _segment(segment: SegmentRecord, tokens: TokenRecord | None) -> dict[str, An
     }
 
 
-def gaps(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Between the engine's and the trainer's log-prob, of every token that has both."""
-    found = []
-    for line in lines:
-        for segment in line["segments"]:
-            pairs = zip(segment["engine_log_probs"], segment["trainer_log_probs"], strict=True)
-            found += [abs(mine - theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
-    return found
+def gaps(samples: Iterable[tuple[SampleRecord, Sequence[TokenRecord] | None]]) -> list[float]:
+    """Between the engine's and the trainer's log-prob, of every sampled token that has both."""
+    return [
+        abs(engine - trainer)
+        for record, tokens in samples
+        for segment, mine in zip(record.segments, tokens or (), strict=False)
+        for is_sampled, engine, trainer in zip(
+            segment.sampled, segment.engine_log_probs, mine.trainer_log_probs, strict=True
+        )
+        if is_sampled
+    ]

@@ -16,7 +16,7 @@ from hotseat.cluster.group import Group
 from hotseat.errors import RunError, WorkerError
 from hotseat.loop.seats import Seats
 
-MAX_DEATHS = 5  # between two rollouts that succeed
+MAX_DEATHS = 5  # between two rollouts that succeed; those that die at the same time count once
 DYING_S = 5.0
 
 T = TypeVar("T")
@@ -76,10 +76,10 @@ class Revival:
             dead_engines, dead_hosts = self._find_dead(error)
             if not dead_engines and not dead_hosts:
                 raise error
-            self._num_deaths += len(dead_engines) + len(dead_hosts)
+            self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
                 raise WorkerError(
-                    f"engines and agent hosts died {self._num_deaths} times and no rollout came to its end in between;"
+                    f"engines or agent hosts died {self._num_deaths} times and no rollout came to its end in between;"
                     f" the last: {error}"
                 ) from error
             owes_push = owes_push or bool(dead_engines)

@@ -52,6 +52,7 @@ COLUMNS = {
     "step_s": "{:.2f} s",
 }
 NUM_CANARIES = 4
+NUM_RECORDED = 200  # steps of which samples are recorded, before that becomes more seldom
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.1}
 
 
@@ -173,13 +174,18 @@ class RlRun:
             self._engines,
             self._hosts,
             self._seats,
-            reconnect=lambda: self._hosts.call("connect", self._engines),
+            reconnect=self._reconnect,
             push=lambda: self._push(self._version - 1),
             say=self._say_fault,
         )
         self._sample_again: Callable[[], Collected] | None = None
         self._hosts_at_collect = 0  # restarts of hosts until then
-        self._alarms = Alarms(journal.say, config.train.spike_factor, config.train.on_spike)
+        self._alarms = Alarms(
+            journal.say,
+            has_groups=config.algorithm.estimator in ESTIMATORS_WITH_GROUP,
+            spike_factor=config.train.spike_factor,
+            on_spike=config.train.on_spike,
+        )
         self._told: list[tuple[Chosen, SampleRecord]] = []  # of the step under way
 
     # --- the phases, in order -----------------------------------------------------------------------------------------
@@ -187,6 +193,7 @@ class RlRun:
     def collect(self) -> Collected:
         """rollout: sample and score the groups of a step."""
         faults.reach("generation.before")
+        self._phase_s.clear()  # an evaluation and a save since the last step are no part of this one
         before, order = self._order.state(), self._order
 
         def sample() -> Collected:
@@ -203,7 +210,6 @@ class RlRun:
 
         def collect() -> Collected:
             collected = self._revive.during(sample)
-            self._revive.start_counting()
             self._hosts_at_collect = self._revive.num_host_restarts
             return collected
 
@@ -217,20 +223,21 @@ class RlRun:
         """
         faults.reach("prepare.before")
 
-        def hand_out() -> tuple[Collected, int, list[list[Ref]]]:
-            found = collected
+        def hand_out() -> tuple[int, list[list[Ref]]]:
+            nonlocal collected
             if self._revive.num_host_restarts > self._hosts_at_collect:
                 assert self._sample_again is not None
-                found = self._sample_again()
+                collected = self._sample_again()
             if self._is_recorded(step):
-                chosen = choose(found, step, self._config.log.samples_per_step)
+                chosen = choose(collected, step, self._config.log.samples_per_step)
                 self._told = list(zip(chosen, self._hosts.call("tell", [c.key for c in chosen])[0], strict=True))
-            return found, *self._hand_out(found)
+            return self._hand_out(collected)
 
         self._told = []
-        collected, num_steps, shares = self._revive.during(hand_out)
+        num_steps, shares = self._revive.during(hand_out)
         self._prepare(num_steps, shares, [str(c.key) for c, _ in self._told if c.state == "trained"])
         self._revive.during(lambda: self._collector.forget([*collected.groups, *(f for f, _ in collected.dropped)]))
+        self._revive.start_counting()
         return collected
 
     def _hand_out(self, collected: Collected) -> tuple[int, list[list[Ref]]]:
@@ -295,6 +302,11 @@ class RlRun:
 
     # --- beside the phases --------------------------------------------------------------------------------------------
 
+    def _reconnect(self) -> None:
+        """Hosts and engines, after some were replaced. What engines still do for earlier connections is of no use."""
+        self._engines.call("drop_requests")
+        self._hosts.call("connect", self._engines)
+
     def evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
             return {}
@@ -302,7 +314,9 @@ class RlRun:
 
         def sample() -> list[GroupFacts]:
             with self._sampling():
-                return evaluator.evaluate(num_samples, settings.eval_sampling(self._config))
+                return evaluator.evaluate(
+                    num_samples, settings.eval_sampling(self._config), self._config.reward.max_failed_fraction
+                )
 
         return evaluation_metrics(self._revive.during(sample), num_samples)
 
@@ -320,12 +334,14 @@ class RlRun:
             lines = [written(step, chosen, record, tokens.get(str(chosen.key))) for chosen, record in self._told]
             lines += failures(collected, step, self._config.log.samples_per_step)
             self._journal.samples(lines)
-            spread["engine_gap"] = gaps(lines)
+            spread["engine_gap"] = gaps((record, tokens.get(str(chosen.key))) for chosen, record in self._told)
         self._journal.distributions(step, spread)
 
     def _is_recorded(self, step: int) -> bool:
         log = self._config.log
-        return log.samples_per_step > 0 and (step == 1 or step % log.samples_every == 0)
+        # Twice as seldom each time a run has become twice as long, so that the file does not grow as the run does.
+        every = log.samples_every << (step // (NUM_RECORDED * log.samples_every)).bit_length()
+        return log.samples_per_step > 0 and (step == 1 or step % every == 0)
 
     def parts(self, evaluation: dict[str, float]) -> Parts:
         """What a checkpoint is made of."""
@@ -407,7 +423,6 @@ class RlRun:
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
         metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory
-        self._phase_s.clear()
         return metrics
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -90,11 +91,11 @@ def _start_rl(config: Config) -> dict[str, float]:
         from hotseat.loop.ledger import Ledger
         from hotseat.loop.rl import COLUMNS, RlRun, train_rl
 
+        journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
+        stack.callback(_report, run_dir, journal)  # when the devices are free again
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
-        journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
-        stack.callback(_report, run_dir, journal)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         eos = eos_token_ids(config, tokenizer)
@@ -126,11 +127,11 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         from hotseat.loop.care import looked_after
         from hotseat.loop.supervised import SupervisedWorker
 
+        journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
+        stack.callback(_report, run_dir, journal)
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = make_plan(config, inventory_of(cluster))
         save_plan(run_dir, plan)
-        journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
-        stack.callback(_report, run_dir, journal)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s))
         actor = cluster.launch(
             "actor",
@@ -396,11 +397,13 @@ def _report(run_dir: Path, journal: Any) -> None:
     """The page to look at, however the run ended. A run does not fail because its page cannot be made."""
     from hotseat.observe.report import write_report
 
-    journal.timeline.flush()
     try:
+        journal.end_phase()
+        journal.timeline.flush()
         journal.say(f"report: {write_report([run_dir], run_dir / 'report.html')}")
-    except (OSError, UserError, ValueError) as error:
-        journal.say(f"the report could not be written: {error}", kind="warning")
+    except Exception as error:
+        # Said where nothing has to be written: a full disk may be why.
+        print(f"the report could not be written: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> Any:

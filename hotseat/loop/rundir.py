@@ -11,6 +11,7 @@ from hotseat.observe import RECORDS
 from hotseat.placement import Plan
 
 LEDGER = "ledger.jsonl"
+HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 
 def make_run_dir(config: Config) -> Path:
@@ -50,7 +51,7 @@ def _numbered(config: Config) -> Path:
 
 def forget_records(path: Path) -> None:
     """What an earlier run wrote here that never came to a checkpoint: this one starts anew."""
-    for name in (*RECORDS, LEDGER):
+    for name in (*RECORDS, LEDGER, HANGS):
         (path / name).unlink(missing_ok=True)
 
 

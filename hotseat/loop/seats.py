@@ -8,6 +8,7 @@ anything has to move is known only when the next turn is known.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Seats:
         }
         self._aside: dict[tuple[str, int], set[Part]] = {key: set() for key in self._processes}
         self._without_weights: set[str] = set()
-        self.moves: list[SeatMove] = []
+        self.moves: deque[SeatMove] = deque(maxlen=10_000)  # the newest; the timeline has them all
 
     @contextmanager
     def turn(self, phase: str, role: str) -> Iterator[None]:

@@ -195,6 +195,8 @@ class ActorWorker(ModelWorker):
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_new_tokens)
                     pieces = settings.train.cut(_with_gradient(whole, settings.objective))
                 reports.append(self._backend.update(pieces, loss, settings.temperature))
+                if self._recorder is not None and reports[-1].is_skipped:
+                    self._recorder.take_back(pieces)
         self._steps, self._totals = [], []
         return reports
 
@@ -331,6 +333,12 @@ class EngineWorker:
             if isinstance(completion, BaseException):
                 raise completion
         return [completion for completion in found if isinstance(completion, Completion)]
+
+    def drop_requests(self) -> None:
+        """Abort what everybody has asked for: whoever waited is gone, or asks again."""
+        self._engine.abort()
+        with self._changed:
+            self._finished.clear()
 
     def _finish(self, client: str, done: Any) -> None:
         error = done.exception()

@@ -41,10 +41,12 @@ def main() -> None:
     threading.Thread(target=_end_when_alone, args=(task["grace_s"],), daemon=True).start()
     try:
         run = _start(task)
+        # W&B's own count cannot go back: a run that goes on makes some steps again.
+        run.define_metric("*", step_metric="step")
         _tell(out, {"started": str(getattr(run, "url", None) or getattr(run, "dir", ""))})
         for line in sys.stdin:
             record = json.loads(line)
-            run.log(record["values"], step=record["step"])
+            run.log({**record["values"], "step": record["step"]})
         run.finish()
         _tear_down()
     except BaseException as error:

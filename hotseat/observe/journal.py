@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -53,8 +54,8 @@ class Journal:
         self._view = view
         self._num_steps = num_steps
         self._log_every = log_every
-        self._step = last_step or 0
-        self._phase: tuple[str, float] | None = None
+        self._step = -1 if last_step is None else last_step  # step 0 is the evaluation before training
+        self._phase: tuple[str, float, int] | None = None  # its name, beginning and step
         self._lock = threading.Lock()
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -77,15 +78,15 @@ class Journal:
 
     def phase(self, name: str) -> None:
         """What is going on from now on."""
-        self._end_phase()
-        self._phase = name, time.time()
+        self.end_phase()
+        self._phase = name, time.time(), self._step if name in AFTERWARDS else self._step + 1
         self._view.phase(name)
 
     def say(self, text: str, kind: Kind = "note") -> None:
         """A line that stays."""
         self._view.say(text)
         with self._lock:  # what looks after the processes has a thread of its own
-            self._events.write({"time": time.time(), "step": self._step, "kind": kind, "text": text})
+            self._events.write({"time": time.time(), "step": max(0, self._step), "kind": kind, "text": text})
         if kind == "fault":
             self.timeline.instant("phases", "phases", text.splitlines()[0][:200])
 
@@ -110,7 +111,7 @@ class Journal:
             self._samples.write(line)
 
     def close(self) -> None:
-        self._end_phase()
+        self.end_phase()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -121,10 +122,10 @@ class Journal:
     ) -> None:
         self.close()
 
-    def _end_phase(self) -> None:
+    def end_phase(self) -> None:
+        """Nothing is going on any more."""
         if self._phase is not None:
-            name, started_s = self._phase
-            step = self._step if name in AFTERWARDS else self._step + 1
+            name, started_s, step = self._phase
             self.timeline.span("phases", "phases", name, started_s, time.time(), step=step)
             self._phase = None
 
@@ -140,11 +141,12 @@ class Silence:
 
 
 def spread(values: Sequence[float]) -> list[list[float]]:
-    """(value, count) pairs; of more than `MAX_VALUES` different ones, (middle, count) of equal bins."""
+    """(value, count) pairs of what is finite; of more than `MAX_VALUES` different ones, (middle, count) of bins."""
+    values = [value for value in values if math.isfinite(value)]
     counts = Counter(values)
     if len(counts) > MAX_VALUES:
         low, high = min(counts), max(counts)
         width = (high - low) / MAX_VALUES
         bins = Counter(min(MAX_VALUES - 1, int((value - low) / width)) for value in values)
         counts = Counter({low + (index + 0.5) * width: count for index, count in bins.items()})
-    return [[round(value, 6), count] for value, count in sorted(counts.items())]
+    return [[float(f"{value:.6g}"), count] for value, count in sorted(counts.items())]

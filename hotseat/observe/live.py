@@ -49,11 +49,11 @@ class LiveView:
         width = len(str(self._num_steps))
         cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]
         cells += [shown.format(values[name]) for name, shown in self._columns.items() if values.get(name) is not None]
-        self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
+        self._console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:
         """Seconds to the end at the pace so far."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -11,19 +13,22 @@ from typing import Any, Self
 
 Value = float | int | str | None
 
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+_CHUNK = 1 << 16
+
 
 class JsonLines:
     """One object per line, appended and flushed at once, so that a run that dies has said all it knew."""
 
     def __init__(self, path: Path, last_step: int | None = None):
-        """`last_step`: what a file that is there says of later steps is forgotten, since they are made again."""
+        """`last_step`: what a file that is there says of later steps is forgotten, since they are made again.
+
+        Steps are written in order, and each record begins with its own.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         drop_cut_line(path)
-        if last_step is not None and path.exists():
-            kept = [record for record in read_lines(path) if record["step"] <= last_step]
-            shorter = path.with_name(f".{path.name}.shorter")
-            shorter.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            shorter.replace(path)
+        if last_step is not None:
+            _drop_later(path, last_step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -75,8 +80,29 @@ def drop_cut_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
+        end = start = file.seek(0, os.SEEK_END)
+        while start > 0:
+            start = max(0, start - _CHUNK)
+            file.seek(start)
+            found = file.read(min(_CHUNK, end - start)).rfind(b"\n")
+            if found >= 0:
+                file.truncate(start + found + 1)
+                return
+        file.truncate(0)
+
+
+def _drop_later(path: Path, last_step: int) -> None:
+    """Cut the file off before the first record of a later step."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        place = 0
+        for line in file:
+            step = _STEP.match(line)
+            if step is None or int(step[1]) > last_step:
+                break
+            place += len(line)
+        file.truncate(place)
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import secrets
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.observe._wandb_process import KEY, end_with_children
+from hotseat.observe.hiding import without_secrets
 from hotseat.observe.metrics import Value
 
 ID_FILE = "wandb.json"
@@ -28,7 +28,6 @@ HINT = "the wandb package is not installed: pip install 'hotseat[wandb]'"
 MAX_WAITING = 1000  # records
 START_S = 60.0  # for W&B to answer at all, while the run goes on
 CLOSE_S = 5.0  # at the end of a run: for W&B to have started, and again for what it still has to send
-_HIDDEN = "***"
 
 
 def is_installed() -> bool:
@@ -40,16 +39,6 @@ def is_installed() -> bool:
 def is_wanted(is_enabled: bool, environment: Mapping[str, str]) -> bool:
     """By the config, or by a key in the environment unless W&B is turned off there."""
     return is_enabled or bool(environment.get(KEY) and environment.get("WANDB_MODE") != "disabled")
-
-
-def without_secrets(values: Any, key: str = "") -> Any:
-    """A config as it may be shown to others: no values of environment variables, no passwords in addresses."""
-    if isinstance(values, Mapping):
-        is_hidden = key == "env_vars"
-        return {name: _HIDDEN if is_hidden else without_secrets(value, name) for name, value in values.items()}
-    if isinstance(values, list):
-        return [without_secrets(value, key) for value in values]
-    return re.sub(r"(\w+://)[^/@\s]+@", rf"\1{_HIDDEN}@", values) if isinstance(values, str) else values
 
 
 class WandbSink:

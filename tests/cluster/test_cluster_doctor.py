@@ -77,6 +77,39 @@ def test_activity_can_be_read_while_the_process_is_in_it(tmp_path):
     assert read_activity(str(tmp_path), "nobody") == []
 
 
+class FakeGroup:
+    """A group of one, with a state that the test sets."""
+
+    def __init__(self, name: str):
+        self.name, self.state, self.ended = name, "running", threading.Event()
+
+    def states(self):
+        if self.state == "broken":
+            raise RuntimeError("nobody knows")
+        return [self.state]
+
+    def known_pids(self):
+        return [7]
+
+    def end(self, rank, reason, *, pid):
+        assert pid == 7
+        self.ended.set()
+
+
+def test_trouble_with_one_group_does_not_leave_the_others_alone(capsys):
+    broken, stopped = FakeGroup("broken"), FakeGroup("stopped")
+    broken.state, stopped.state = "broken", "stopped"
+
+    def on_silence(*_):
+        raise OSError("the disk is full")
+
+    watch = Watch({"a": broken, "b": stopped}, limit_s=0.2, on_silence=on_silence)
+    assert stopped.ended.wait(5)  # although it could not be told
+    watch.close()
+    errors = capsys.readouterr().err
+    assert errors.count("broken cannot be watched: RuntimeError: nobody knows") == 1
+
+
 # --- with processes ---------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +156,8 @@ def test_a_slow_start_is_not_silence_and_a_stop_is(slow):
         assert told == [(0, "it was stopped for 2 s")]
         slow.restart(0)
         assert slow.call("add", 2) == [2]
+        slow.end(0, "too late", pid=pid)  # that one is gone already, and its successor is not meant
+        assert slow.call("add", 3) == [3]
     finally:
         watch.close()
 

@@ -99,3 +99,23 @@ def test_a_second_batch_of_requests_is_sent_at_once():
 
     asyncio.run(main())
     assert engines.submitted == {0: [["a"], ["b"]]}
+
+
+def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
+    """The id is free again, nothing is kept for the one who is gone, and parts can be put aside."""
+    from loop_cases import make_task
+
+    from hotseat.loop.workers import EngineSettings, EngineWorker
+
+    make_task(tmp_path)
+    engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 1, (1,), "float32", 1))
+    try:
+        long = [Request(name, (3, 4), Sampling(14, ignore_eos=True), seed) for seed, name in enumerate("abcd")]
+        engine.submit("lost", long)
+        engine.drop_requests()
+        assert engine.fetch("lost", 0.0) == []
+        engine.submit("new", long)
+        engine.drop_requests()
+        engine.put_aside(["kv_cache"])
+    finally:
+        engine.close()

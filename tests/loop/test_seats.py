@@ -72,7 +72,7 @@ def test_where_all_fits_nothing_moves():
         with seats.turn(phase, role):
             pass
     assert groups["actor"].calls == groups["rollout"].calls == []
-    assert seats.moves == []
+    assert not seats.moves
 
 
 def test_hand_overs_say_who_gave_up_how_much():

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 from loop_cases import make_task, rl_yaml
@@ -141,3 +143,50 @@ def test_texts_of_tokens_join_to_the_whole(run_dir):
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
     ids = tokenizer("12+34=46")["input_ids"]
     assert "".join(token_texts(ids, tokenizer)) == tokenizer.decode(ids)
+
+
+def test_phases_belong_to_their_steps(run_dir):
+    events = read_timeline(run_dir / "timeline.json")
+    [pid] = {event["pid"] for event in events if event.get("args") == {"name": "phases"}}
+    phases = [event for event in events if event["ph"] == "X" and event["pid"] == pid]
+    steps = [(event["name"], event["args"]["step"]) for event in phases]
+    assert steps[:2] == [("sync", 0), ("evaluate", 0)]
+    assert steps[2:6] == [("rollout", 1), ("prepare", 1), ("update", 1), ("sync", 1)]
+    last = max(step for _, step in steps)
+    assert steps[-1] == ("export", last)
+    assert last == read_lines(run_dir / "metrics.jsonl")[-1]["step"]
+
+
+def test_phases_of_a_step_are_no_longer_than_the_step(run_dir):
+    for record in read_lines(run_dir / "metrics.jsonl"):
+        if "step_s" in record:
+            phases = sum(record[f"time/{phase}"] for phase in ("rollout", "prepare", "update", "sync"))
+            assert phases <= 1.001 * record["step_s"]
+
+
+def test_a_config_in_a_report_has_no_secrets(run_dir, tmp_path):
+    from hotseat.observe.report import write_report
+
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    with (copy / "config.yaml").open("a") as file:
+        file.write("cluster:\n  node_groups:\n  - env_vars: {TOKEN: hush-hush}\n")
+    assert "hush-hush" not in write_report([copy], copy / "report.html").read_text()
+
+
+def test_samples_of_an_update_that_was_not_made_are_not_learned(tmp_path, monkeypatch):
+    """Scenario 32: what is recorded of it says so."""
+    from hotseat.loop import losses
+
+    terms = losses.PolicyObjective.terms
+
+    def broken(self, outputs, batch):
+        found = terms(self, outputs, batch)
+        return replace(found, loss=found.loss * float("nan"))
+
+    monkeypatch.setattr(losses.PolicyObjective, "terms", broken)
+    task = make_task(tmp_path)
+    start(loads(rl_yaml(task)))
+    lines = read_lines(task / "runs" / "run" / "samples.jsonl")
+    assert {token["fates"] for line in lines for token in tokens_of(line)} <= {"skipped", "no gradient"}
+    assert "skipped" in {token["fates"] for line in lines for token in tokens_of(line)}

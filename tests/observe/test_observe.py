@@ -3,9 +3,11 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from hotseat.observe import JsonLines, LiveView, TensorBoard, read_lines
+from hotseat.observe.journal import spread
 
 
 def test_each_step_is_one_line_on_disk_at_once(tmp_path):
@@ -61,3 +63,36 @@ def test_on_a_terminal_the_phase_and_the_time_to_go_are_shown():
         assert view.eta_s() is not None
     assert "update" in out.getvalue()
     assert "to go" in out.getvalue()
+
+
+def test_what_is_not_finite_is_in_no_distribution():
+    values = [float("nan"), float("inf"), 1.0, 1.0, *(index / 100 for index in range(200))]
+    pairs = spread(values)
+    assert sum(count for _, count in pairs) == 202
+    assert len(pairs) <= 64
+    assert spread([float("nan")] * 100) == []
+
+
+def test_a_file_is_cut_off_before_the_first_later_step(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with JsonLines(path) as lines:
+        for step in range(6):
+            lines.write({"step": step, "text": "x" * 50_000})
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(path.read_bytes() + b'{"step": 6, "cut')
+    JsonLines(path, last_step=3).close()
+    assert path.read_bytes() == b"".join(whole[:4])
+
+
+@pytest.mark.parametrize("text", ["", "no line at all" * 10_000])
+def test_a_file_without_a_whole_line_is_empty(tmp_path, text):
+    path = tmp_path / "m.jsonl"
+    path.write_text(text)
+    JsonLines(path).close()
+    assert path.read_text() == ""
+
+
+def test_brackets_in_what_is_said_are_only_brackets(capsys):
+    with LiveView("rl", 1, {}) as view:
+        view.say("[/INST] runs[lr=1e-4]")
+    assert "[/INST] runs[lr=1e-4]" in capsys.readouterr().out

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hotseat.observe.wandb_sink import WandbSink, is_installed, is_wanted, without_secrets
+from hotseat.observe.hiding import without_secrets
+from hotseat.observe.wandb_sink import WandbSink, is_installed, is_wanted
 
 STAND_IN = """
 import json, os, time

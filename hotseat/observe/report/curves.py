@@ -16,7 +16,7 @@ from hotseat.observe.report.reading import finite, json_lines, significant
 NOT_FINITE = ("nan", "inf", "-inf")
 
 # Work of the driver that goes on during the phases, so that it is no part of the sum.
-NO_PHASE = ("driver_cpu",)
+NO_PHASE = ("driver_cpu", "save")
 REST = "between phases"
 MAX_PHASE_COLUMNS = 240
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.errors import UserError
+from hotseat.observe.hiding import without_secrets
 
 MAX_CONFIG_CHARACTERS = 40_000
 MAX_TEXT_CHARACTERS = 2_000
@@ -81,7 +82,11 @@ def read_config(run_dir: Path) -> dict[str, Any] | None:
         values = yaml.safe_load(text)
     except yaml.YAMLError:
         values = None
-    keys = dict(_flat(values, "")) if isinstance(values, Mapping) else {}
+    keys = {}
+    if isinstance(values, Mapping):
+        values = without_secrets(values)
+        keys = dict(_flat(values, ""))
+        text = yaml.safe_dump(values, sort_keys=False, width=120)
     return {"text": shortened(text, MAX_CONFIG_CHARACTERS), "keys": keys}
 
 

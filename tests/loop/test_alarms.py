@@ -1,0 +1,62 @@
+"""Alarms: what is out of the ordinary, said once and not for ever."""
+
+from hotseat.loop.alarms import NUM_NEEDED, Alarms
+from hotseat.loop.collect import Collected
+from hotseat.loop.host import GroupFacts
+
+FACTS = GroupFacts(
+    epoch=0,
+    prompt=7,
+    source="",
+    samples=(0, 1, 2),
+    rewards=(0.0, 0.0, 9.0),
+    scores=(0.0, 0.0, 9.0),
+    num_sampled=(1, 1, 1),
+    num_tokens=(2, 2, 2),
+    truncated=(False,) * 3,
+    failures=(),
+)
+COLLECTED = Collected((FACTS,), 1, (), 0)
+
+
+def alarms(said: list[str], **options) -> Alarms:
+    return Alarms(
+        lambda text, kind: said.append(text),
+        **{"has_groups": True, "spike_factor": 100.0, "on_spike": "warn"} | options,
+    )
+
+
+def numbers(norm: float = 1.0, alike: float = 0.0) -> dict[str, float]:
+    return {"grad_norm": norm, "loss": 0.1, "groups_alike": alike}
+
+
+def test_steps_that_teach_nothing_are_said_at_their_beginning():
+    said: list[str] = []
+    mine = alarms(said)
+    for step, alike in enumerate([1.0, 1.0, 0.5, 1.0], 1):
+        mine.look(step, numbers(alike=alike), COLLECTED)
+    assert [text.split(":")[0] for text in said] == ["step 1", "step 4"]
+
+
+def test_where_samples_have_no_siblings_being_alike_means_nothing():
+    said: list[str] = []
+    alarms(said, has_groups=False).look(1, numbers(alike=1.0), COLLECTED)
+    assert said == []
+
+
+def test_a_spike_is_said_with_its_samples_and_is_no_measure():
+    said: list[str] = []
+    mine = alarms(said)
+    for step, norm in enumerate([1.0] * NUM_NEEDED + [500.0, 1.0, 500.0], 1):
+        mine.look(step, numbers(norm), COLLECTED)
+    assert len(said) == 2
+    assert "500 times the usual 1" in said[1]
+    assert "are of samples 0/7/2, 0/7/0, 0/7/1" in said[1]
+
+
+def test_a_new_level_is_said_a_few_times_and_then_is_the_usual():
+    said: list[str] = []
+    mine = alarms(said)
+    for step, norm in enumerate([1.0] * 50 + [500.0] * 1000, 1):
+        mine.look(step, numbers(norm), COLLECTED)
+    assert len(said) == NUM_NEEDED
