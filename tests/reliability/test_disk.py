@@ -165,6 +165,7 @@ def test_a_run_stops_at_a_full_disk_and_goes_on_when_there_is_room(tmp_path, kee
     disk = tmp_path / "disk"
     disk.mkdir()
     options = f"train.num_episodes=4 checkpoint.every=1 checkpoint.keep_last={keep_last} checkpoint.path={disk}"
+    options += " checkpoint.background=false"  # so that the disk is full at a certain step
     (task / "run.yaml").write_text(rl_yaml(task))
     hotseat = f"{sys.executable} -m hotseat.cli.main"
     # A checkpoint wants 16 MiB to spare. From step 3 on, somebody else has filled the disk up to less than that.
