@@ -59,6 +59,25 @@ def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("placement", "victim", "delay_s"),
+    [("{actor: 0, rollout: '@actor'}", "agents:0", "20"), ("{actor: 0, rollout: 0-1}", "rollout:1", "5")],
+)
+def test_what_a_survivor_was_asked_by_the_dead_or_beside_them_is_dropped(task, placement, victim, delay_s):
+    """Scenario 1: an engine that lives is still at work for somebody who is gone, and has to leave its device."""
+    undisturbed = run_undisturbed(task, num_passes=2)
+    with Faulty(task, num_passes=2, placement=placement) as run:
+        run.arm(
+            Fault("generation.during", "kill", by="rollout:0", to=victim, skip=6),
+            Fault("generation.during", delay_s, by="rollout:0", skip=6),
+        )
+        code, _, errors = run.go()
+        assert code == 0, errors[-3000:]
+        assert run.all_happened()
+        assert differences(undisturbed, run.run_dir) == []
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victim", ["rollout:0", "agents:0", "rewards"])
 def test_killed_at_every_point_of_a_step(task, victim):
