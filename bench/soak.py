@@ -37,6 +37,7 @@ VICTIMS = {
     "driver": ("driver",),
 }
 BATCH_SIZE, GROUP_SIZE = 16, 8
+MAX_STARTS = 60
 
 CONFIG = """
 task: rl
@@ -75,6 +76,8 @@ class Run:
         self.start()
 
     def start(self) -> None:
+        if self.num_starts > MAX_STARTS:
+            raise RuntimeError(f"{self.directory} does not come to its end:\n{self._tail()}")
         command = ["run", str(self._config), *(["checkpoint.resume=true"] if self.num_starts else [])]
         self.num_starts += 1
         self.process = subprocess.Popen(
@@ -83,6 +86,9 @@ class Run:
             stderr=self._log,
             env={**os.environ, VARIABLE: str(self._pids)},
         )
+
+    def _tail(self) -> str:
+        return "\n".join(Path(self._log.name).read_text(errors="replace").splitlines()[-20:])
 
     def step(self) -> int:
         return read_lines(self.metrics)[-1]["step"] if self.metrics.exists() and read_lines(self.metrics) else 0
@@ -94,6 +100,8 @@ class Run:
             if code == 0:
                 return False
             if code is not None:
+                if self.num_starts == 1 and not self.metrics.exists():
+                    raise RuntimeError(f"{self.directory} does not start:\n{self._tail()}")
                 self.start()
             time.sleep(0.02)
         return True
