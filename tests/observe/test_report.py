@@ -203,7 +203,7 @@ def test_a_long_run_with_long_samples_stays_below_the_limit(tmp_path):
     assert {1, 20_000} <= {shown_sample["step"] for shown_sample in shown}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_most_runs_and_very_many_metrics_stay_below_the_limit(tmp_path):
     path = make_run(tmp_path / "wide", num_steps=12, samples_every=2, num_tokens=300)
     write_lines(

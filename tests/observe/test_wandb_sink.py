@@ -94,7 +94,7 @@ def test_every_step_arrives_and_the_run_keeps_its_id(case, tmp_path):
     assert [given[name] for name in ("entity", "project", "group", "name")] == ["org", "p", "g", "run"]
     assert given["config"] == {"seed": 3}
     assert [(note["step"], note["values"]["reward"]) for note in seen[2:5]] == [(0, 0.0), (1, 0.5), (2, 1.0)]
-    assert set(seen[2]["values"]) == {"reward", "bad"}
+    assert set(seen[2]["values"]) == {"reward", "bad", "step"}
     assert seen[5:] == [{"finished": True}, {"torn_down": True}]
     assert first.said == ["Weights & Biases: https://there/run"]
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": given["id"]}

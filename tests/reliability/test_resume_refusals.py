@@ -160,6 +160,7 @@ def test_more_or_fewer_rows_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_another_number_of_ranks_keeps_the_order_and_nearly_every_bit(task, broken):
     """Scenario 24: two ranks go on with what one began. Sums over ranks differ in their last bits, hence 1e-5."""
