@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -202,6 +203,7 @@ def test_when_it_is_wanted():
 def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)  # other packages import it where it is installed
     assert importlib.util.find_spec("wandb") is not None
     assert not is_installed()
 
