@@ -12,6 +12,8 @@ import pytest
 from hotseat.observe.hiding import without_secrets
 from hotseat.observe.wandb_sink import WandbSink, is_installed, is_wanted
 
+pytestmark = pytest.mark.slow  # each starts a process, some wait for it to be given up
+
 STAND_IN = """
 import json, os, time
 
