@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 from hotseat.observe.live import LiveView
-from hotseat.observe.metrics import JsonLines, TensorBoard
+from hotseat.observe.metrics import Closing, JsonLines, TensorBoard
 from hotseat.observe.timeline import Timeline
 
 METRICS = "metrics.jsonl"
@@ -38,7 +37,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Journal:
+class Journal(Closing):
     """last_step: of the checkpoint that a run goes on from; what the files say of later steps is taken back."""
 
     def __init__(
@@ -113,14 +112,6 @@ class Journal:
     def close(self) -> None:
         self.end_phase()
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def end_phase(self) -> None:
         """Nothing is going on any more."""

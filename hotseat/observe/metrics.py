@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,22 @@ _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 _CHUNK = 1 << 16
 
 
-class JsonLines:
+class Closing(ABC):
+    """What is closed when the block that it was opened for ends."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonLines(Closing):
     """One object per line, appended and flushed at once, so that a run that dies has said all it knew."""
 
     def __init__(self, path: Path, last_step: int | None = None):
@@ -38,14 +54,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
