@@ -3,13 +3,60 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
+
+
+class WeightNames:
+    """Which weights a model has, under every name (tied ones have several), and which have come since `begin`."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], first_names: Mapping[str, str]):
+        self._shapes = shapes
+        self._first = first_names  # of each name: the first name of the same weight
+        self._loaded: set[str] = set()
+
+    @staticmethod
+    def of(model: nn.Module) -> WeightNames:
+        """Of a model on any device, "meta" too."""
+        tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        return WeightNames(
+            {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+            {name: first[id(tensor)] for name, tensor in tensors.items()},
+        )
+
+    @property
+    def first_names(self) -> Mapping[str, str]:
+        return self._first
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name)
+
+    def begin(self) -> None:
+        self._loaded = set()
+
+    def take(self, name: str, shape: Sequence[int]) -> None:
+        """It has come. Raises if it should not have."""
+        expected = self._shapes.get(name)
+        if expected is None:
+            near = difflib.get_close_matches(name, self._shapes, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise WeightError(f"the engine's model has no weight {name!r}{hint}")
+        if expected != tuple(shape):
+            raise WeightError(f"{name}: got shape {list(shape)}, the engine's is {list(expected)}")
+        if name in self._loaded:
+            raise WeightError(f"{name} came twice in one load")
+        self._loaded.add(name)
+
+    def missing(self) -> list[str]:
+        """Weights none of whose names has come, under their first."""
+        loaded = {self._first[name] for name in self._loaded}
+        return [name for name in dict.fromkeys(self._first.values()) if name not in loaded]
 
 
 class LiveWeights:
@@ -29,40 +76,28 @@ class LiveWeights:
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._is_cuda = any(tensor.is_cuda for tensor in self._tensors.values())
         self._saved: Tensor | None = None  # [bytes] uint8 on the host
-        self._loaded: set[str] = set()  # names, since `begin`
+        self._names = WeightNames.of(module)
 
     @property
     def num_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages)
 
     def begin(self) -> None:
-        self._loaded = set()
+        self._names.begin()
 
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         with torch.no_grad():
             for name, new in named_tensors:
-                live = self._tensors.get(name)
-                if live is None:
-                    near = difflib.get_close_matches(name, self._tensors, n=1)
-                    hint = f": did you mean {near[0]!r}?" if near else ""
-                    raise WeightError(f"the engine's model has no weight {name!r}{hint}")
-                if live.shape != new.shape:
-                    raise WeightError(f"{name}: got shape {list(new.shape)}, the engine's is {list(live.shape)}")
-                if name in self._loaded:
-                    raise WeightError(f"{name} came twice in one load")
-                live.copy_(new)
-                self._loaded.add(name)
+                self._names.take(name, new.shape)
+                self._tensors[name].copy_(new)
 
     def missing(self) -> list[str]:
-        """Weights none of whose names was loaded since `begin`, under their first."""
-        loaded = {id(self._tensors[name]) for name in self._loaded}
-        missing = {id(tensor): name for name, tensor in reversed(self._tensors.items()) if id(tensor) not in loaded}
-        return list(reversed(missing.values()))
+        return self._names.missing()
 
     def digest(self) -> dict[str, int]:
-        first_names = {id(tensor): name for name, tensor in reversed(self._tensors.items())}
-        digests = named_digests((name, self._tensors[name]) for name in first_names.values())
-        return {name: digests[first_names[id(tensor)]] for name, tensor in self._tensors.items()}
+        first_names = self._names.first_names
+        digests = named_digests((name, self._tensors[name]) for name in dict.fromkeys(first_names.values()))
+        return {name: digests[first] for name, first in first_names.items()}
 
     def put_aside(self, keep: bool) -> int:
         """Free the memory of every tensor; the tensors stay, as views of nothing. Returns the bytes copied."""

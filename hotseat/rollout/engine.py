@@ -48,6 +48,10 @@ class Engine(Protocol):
         """Which of its parts it can take off the device."""
 
     @property
+    def scores_with(self) -> frozenset[Part]:
+        """The parts that must be on the device for `score`."""
+
+    @property
     def version(self) -> int:
         """Of the weights it serves: of the last load that was complete."""
 

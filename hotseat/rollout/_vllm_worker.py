@@ -1,0 +1,101 @@
+"""What runs inside vLLM's workers: mixed into vLLM's own worker class, one per tensor-parallel rank.
+
+Methods are called through vLLM's `collective_rpc`, in the engine's process or in others. A mistake in the weights comes
+back as a message instead of an error: from another process vLLM would hand on neither its type nor its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms.digest import named_digests
+from hotseat.errors import WeightError
+from hotseat.rollout import _vllm_versions as versions
+from hotseat.rollout._fused import Piece, pieces
+from hotseat.rollout._live_weights import WeightNames
+
+
+class WorkerExtension:
+    """The names begin with `hotseat_`, so that none is vLLM's."""
+
+    model_runner: Any  # vLLM's
+    rank: int  # vLLM's
+
+    def hotseat_start(self, names: WeightNames) -> dict[str, int]:
+        """Get to know the weights; the bytes of each part on this rank's device."""
+        self.hotseat_names = names
+        self.hotseat_pieces: list[Piece] = [
+            piece for piece in pieces(self.model_runner.model, self.rank) if names.shape(piece.name) == piece.shape
+        ]
+        self.hotseat_buffers: dict[str, Tensor] = {}
+        if not hasattr(self, "hotseat_temperature"):
+            self.hotseat_temperature = 1.0
+            versions.let_prompts_be_scored_at(self.model_runner, lambda: self.hotseat_temperature)
+        return versions.part_bytes(self)
+
+    def hotseat_score_at(self, temperature: float) -> None:
+        self.hotseat_temperature = temperature
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def hotseat_begin_load(self) -> None:
+        self.hotseat_names.begin()
+        self.hotseat_given: set[str] = set()
+
+    def hotseat_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+        """Replace these weights; what is wrong with them."""
+
+        def checked() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named_tensors:
+                self.hotseat_names.take(name, tensor.shape)
+                first = self.hotseat_names.first_names[name]
+                if first not in self.hotseat_given:  # vLLM wants a tied weight once
+                    self.hotseat_given.add(first)
+                    yield first, tensor
+
+        try:
+            with torch.inference_mode():
+                self.model_runner.model.load_weights(checked())
+        except WeightError as error:
+            return str(error)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the sender may reuse its memory when this returns
+        return None
+
+    def hotseat_missing(self) -> list[str]:
+        return self.hotseat_names.missing()
+
+    def hotseat_digest(self) -> list[tuple[str, tuple[int, ...], int, bool]]:
+        """(name, offset, digest, whether it counts) of this rank's piece of each weight."""
+        with torch.inference_mode():
+            digests = named_digests(
+                [(str(index), piece.live) for index, piece in enumerate(self.hotseat_pieces)],
+                {str(index): piece.offset for index, piece in enumerate(self.hotseat_pieces)},
+            )
+        return [
+            (piece.name, piece.offset, digests[str(index)], piece.is_counted)
+            for index, piece in enumerate(self.hotseat_pieces)
+        ]
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def hotseat_put_aside(self, parts: list[str], keep_weights: bool) -> tuple[int, int]:
+        """(bytes that left, bytes that were copied)."""
+        torch.cuda.synchronize()
+        if "weights" in parts and not keep_weights:
+            # Buffers lie beside the weights, and no push brings them.
+            self.hotseat_buffers = {name: buffer.cpu() for name, buffer in self.model_runner.model.named_buffers()}
+        return versions.put_aside(parts, keep_weights)
+
+    def hotseat_bring_back(self, parts: list[str]) -> tuple[int, int]:
+        moved = versions.bring_back(self.model_runner, parts)
+        if "weights" in parts and self.hotseat_buffers:
+            for name, buffer in self.model_runner.model.named_buffers():
+                buffer.copy_(self.hotseat_buffers[name])
+            self.hotseat_buffers = {}
+        torch.cuda.synchronize()
+        return moved

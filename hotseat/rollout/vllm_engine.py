@@ -1,0 +1,224 @@
+"""vLLM as a rollout engine: its scheduler and model runner, stepped by the engine's own thread.
+
+vLLM schedules, caches prefixes and samples; who asked, what came back under which weights, and what may be asked when
+is kept here. What runs in vLLM's workers is in `_vllm_worker`, what differs between versions in `_vllm_versions`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotseat import faults
+from hotseat.algorithms.digest import combine_digests
+from hotseat.errors import DeadlineError, HotseatError, UserError, WeightError
+from hotseat.rollout._live_weights import WeightNames
+from hotseat.rollout._threaded import EngineSequence, ThreadedEngine
+from hotseat.rollout._vllm_versions import Core, CoreOptions, Sampled, check_installed
+from hotseat.rollout.engine import PARTS, Part
+from hotseat.types import Completion
+
+__all__ = ["Core", "CoreOptions", "VllmEngine", "check_installed", "log_to", "weight_names"]
+
+
+class VllmEngine(ThreadedEngine):
+    """See `Engine` for the contract. The same request gives the same tokens as far as the arithmetic of another batch
+    is the same: not bit for bit.
+
+    core: vLLM, started; the engine closes it. names: the weights of the model. max_length: at most the core's.
+    """
+
+    parts: frozenset[Part] = frozenset(PARTS)
+    scores_with: frozenset[Part] = frozenset(PARTS)
+
+    def __init__(
+        self,
+        core: Core,
+        names: WeightNames,
+        *,
+        max_length: int,
+        num_slots: int,
+        eos_token_ids: Iterable[int] = (),
+        num_threads: int | None = None,
+        version: int = 0,
+        call_timeout_s: float = 600.0,
+    ):
+        if num_slots < 1 or max_length < 2:
+            raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
+        self.can_put_aside: frozenset[Part] = frozenset() if core.is_cpu else frozenset(PARTS)
+        super().__init__(
+            max_length=max_length,
+            num_slots=num_slots,
+            vocab_size=core.vocab_size,
+            eos_token_ids=eos_token_ids,
+            device=torch.device("cpu" if core.is_cpu else "cuda"),
+            num_threads=num_threads,
+            version=version,
+            call_timeout_s=call_timeout_s,
+        )
+        self._core = core
+        self._part_bytes = _add_up(core.call("hotseat_start", names))
+        self._running: dict[str, EngineSequence] = {}  # what vLLM has; touched by the background thread alone
+        self._num_scores = 0
+        self._start()
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        for sequence in self._take_waiting(self._num_slots - len(self._running)):
+            request = sequence.request
+            self._running[request.id] = sequence
+            self._core.add(request, sequence.max_new_tokens, sorted(sequence.stop_ids))
+        faults.reach("generation.during")
+        self._take(self._core.step())
+
+    def _take(self, found: list[Sampled]) -> None:
+        done: list[tuple[EngineSequence, Completion | HotseatError]] = []
+        for sampled in found:
+            sequence = self._running.get(sampled.request_id)
+            if sequence is None:
+                continue  # aborted while it was in flight
+            for token_id, log_prob in zip(sampled.token_ids, sampled.log_probs, strict=True):
+                if not math.isfinite(log_prob):
+                    done.append((sequence, sequence.not_finite(self._version)))
+                    break
+                finish = sequence.append(token_id, log_prob, self._version)
+                self._num_sampled += 1
+                if finish is not None:
+                    done.append((sequence, sequence.completion(finish)))
+                    break
+            else:
+                assert not sampled.is_finished, f"vLLM ended request {sampled.request_id!r} and we did not"
+        self._last_step = time.monotonic()
+        for sequence, outcome in done:
+            del self._running[sequence.request.id]
+            if isinstance(outcome, HotseatError):
+                self._core.abort([sequence.request.id])
+        self._complete(done)
+
+    def _pause(self) -> None:
+        self._take(self._core.drain())
+
+    def _drop(self, sequences: list[EngineSequence]) -> None:
+        running = [s.request.id for s in sequences if self._running.pop(s.request.id, None) is not None]
+        self._core.abort(running)
+
+    def _end(self) -> None:
+        self._core.close()
+
+    # --- what is asked between steps ----------------------------------------------------------------------------------
+
+    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+        scores: list[list[float]] = [[0.0] for _ in sequences]
+        self._pause()
+        self._num_scores += 1
+        asked = {f"score {self._num_scores}/{i}": i for i, tokens in enumerate(sequences) if len(tokens) > 1}
+        self._core.call("hotseat_score_at", temperature)
+        deadline = time.monotonic() + self._call_timeout_s
+        with self._core.alone():
+            for name, index in asked.items():
+                self._core.add_to_score(name, sequences[index])
+            while asked:
+                for sampled in self._core.step():
+                    if sampled.prompt_log_probs is not None:
+                        scores[asked[sampled.request_id]] += sampled.prompt_log_probs
+                    if sampled.is_finished:
+                        del asked[sampled.request_id]
+                if time.monotonic() > deadline:
+                    self._core.abort(list(asked))
+                    raise DeadlineError(
+                        f"score: {len(asked)} of {len(sequences)} sequences had no answer in {self._call_timeout_s:g} s"
+                    )
+            self._core.drain()
+        return scores
+
+    def _move_aside(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
+        chosen = sorted(parts & self.can_put_aside)
+        if not chosen:
+            return 0, 0
+        self._pause()
+        self._core.forget_cache()
+        moved = self._core.call("hotseat_put_aside", chosen, keep_weights)
+        return sum(left for left, _ in moved), sum(copied for _, copied in moved)
+
+    def _move_back(self, parts: frozenset[Part]) -> tuple[int, int]:
+        chosen = sorted(parts & self.can_put_aside)
+        if not chosen:
+            return 0, 0
+        moved = self._core.call("hotseat_bring_back", chosen)
+        return sum(came for came, _ in moved), sum(copied for _, copied in moved)
+
+    def _resident_bytes(self) -> dict[Part, int]:
+        away = self._aside & self.can_put_aside
+        return {part: 0 if part in away else self._part_bytes[part] for part in PARTS}
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def _prepare_load(self) -> None:
+        self._pause()
+        if "kv_cache" not in self._aside:
+            self._core.forget_cache()
+        self._core.call("hotseat_begin_load")
+
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._core.tensor_parallel_size > 1 and isinstance(named_tensors, Iterator):
+            named_tensors = list(named_tensors)  # it goes to other processes
+        for problem in self._core.call("hotseat_load", named_tensors):
+            if problem is not None:
+                raise WeightError(problem)
+
+    def _missing(self) -> list[str]:
+        missing: list[str] = self._core.call("hotseat_missing")[0]
+        return missing
+
+    def _digest(self) -> dict[str, int]:
+        counted: dict[str, list[int]] = {}
+        copies: dict[tuple[str, tuple[int, ...]], int] = {}
+        for rank, found in enumerate(self._core.call("hotseat_digest")):
+            for name, offset, digest, is_counted in found:
+                if copies.setdefault((name, offset), digest) != digest:
+                    raise WeightError(f"tensor-parallel rank {rank} holds another {name} than a rank before it")
+                if is_counted:
+                    counted.setdefault(name, []).append(digest)
+        return {name: combine_digests(parts) for name, parts in counted.items()}
+
+
+def weight_names(model: str, trust_remote_code: bool) -> WeightNames:
+    """Of the Hugging Face model, from its config alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    empty.tie_weights()
+    return WeightNames.of(empty)
+
+
+def log_to(path: Path) -> dict[str, str]:
+    """Environment that sends vLLM's log, and that of its worker processes, to a file. Before vLLM is imported."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, Any] = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "plain"}},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
+    }
+    described = path.with_suffix(".logging.json")
+    described.write_text(json.dumps(settings))
+    return {"VLLM_LOGGING_CONFIG_PATH": str(described), "VLLM_CONFIGURE_LOGGING": "1"}
+
+
+def _add_up(ranks: Iterable[dict[Part, int]]) -> dict[Part, int]:
+    total: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    for rank in ranks:
+        for part, num_bytes in rank.items():
+            total[part] += num_bytes
+    return total

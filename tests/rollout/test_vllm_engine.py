@@ -1,0 +1,96 @@
+"""vLLM: the conformance suite on its CPU build, and what is its own.
+
+Starting vLLM takes seconds, so the checks share one core: each gets an engine of its own around it, with the weights of
+model 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
+
+from . import conformance
+from .conformance import PATIENCE_S, Subject, named_weights
+from .test_transformers_engine import random_model
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+SHAPE = {
+    "vocab_size": 67,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 704,
+    "initializer_range": 0.1,
+}
+MODEL = LlamaConfig(**SHAPE, tie_word_embeddings=True)
+MAX_LENGTH = 640
+
+
+class Shared:
+    """A core that outlives the engines around it."""
+
+    def __init__(self, directory: Path, config: Any, tensor_parallel_size: int = 1):
+        self.config = config
+        self.directory = str(directory)
+        random_model(config, 0).save_pretrained(directory)
+        self.core = Core(
+            CoreOptions(
+                model=self.directory,
+                dtype="float32",
+                max_length=MAX_LENGTH,
+                num_slots=256,
+                tensor_parallel_size=tensor_parallel_size,
+                kv_cache_bytes=64 << 20,
+            )
+        )
+        self.end = self.core.close
+        self.core.close = lambda: self.core.abort(list(self.core._core.scheduler.requests))  # type: ignore[method-assign]
+
+    @contextmanager
+    def engine(self, num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = ()) -> Iterator[VllmEngine]:
+        engine = VllmEngine(
+            self.core,
+            weight_names(self.directory, False),
+            num_slots=num_slots,
+            max_length=max_length,
+            eos_token_ids=eos_token_ids,
+            num_threads=1,
+            call_timeout_s=PATIENCE_S,
+        )
+        try:
+            engine.load_weights(named_weights(self.model(0)), 0)
+            yield engine
+        finally:
+            engine.close()
+
+    @functools.cache  # noqa: B019
+    def model(self, seed: int) -> PreTrainedModel:
+        return random_model(self.config, seed)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    with tempfile.TemporaryDirectory() as directory:
+        made = Shared(Path(directory), MODEL)
+        yield made
+        made.end()
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_conformance(shared: Shared, check: Any) -> None:
+    check(Subject(engine=shared.engine, model=lambda n: random_model(MODEL, n), is_bit_exact=False, tolerance=2e-4))
