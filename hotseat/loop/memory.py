@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def held_gib(group: Group, *, is_working: bool) -> float | None:
     """On a GPU the most that it held since last asked, of a role that has just worked; else its resident memory."""
-    if _has_gpu():
+    if has_gpu():
         with contextlib.suppress(RunError):  # whoever works with it next hears of it
             return sum(group.call("peak_bytes")) / 2**30 if is_working else None
         return None
@@ -42,7 +42,7 @@ def available_bytes(system: Path = Path("/")) -> int:
 
 
 @cache
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()

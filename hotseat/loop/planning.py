@@ -35,8 +35,8 @@ from hotseat.placement import (
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
 MAX_ASSUMED_NODES = 4096
-DEFAULT_ENGINE_SHARE = 0.9
-VLLM_SLOTS = 256
+DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
+VLLM_SLOTS = 256  # sequences that one vLLM engine decodes at a time
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})

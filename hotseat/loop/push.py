@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hotseat import faults
 from hotseat.cluster.group import Group
@@ -19,20 +20,24 @@ class Canary:
 
 
 @dataclass(frozen=True)
-class PushReport:
-    """What a push carried, and the largest difference in the canary's log-probs afterwards."""
+class Proof:
+    """What one side holds after a push, and what it makes of the canary; None: it cannot say yet."""
 
-    version: int
-    num_buckets: int
-    canary_gap: float
+    digests: dict[str, int]
+    log_probs: list[list[float]] | None
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What one side holds after a push, and what it makes of the canary."""
+class PushReport:
+    """What a push carried, and the largest difference in the canary's log-probs afterwards.
 
-    digests: dict[str, int]
-    log_probs: list[list[float]]
+    canary_gap: None while some engine owes its answer: it needs a cache to score, and gets that with its next turn.
+    """
+
+    version: int
+    num_buckets: int
+    expected: list[list[float]]  # the trainer's log-probs of the canary
+    canary_gap: float | None
 
 
 def push_weights(actor: Group, engines: Group, version: int, canary: Canary) -> PushReport:
@@ -53,10 +58,26 @@ def push_weights(actor: Group, engines: Group, version: int, canary: Canary) -> 
             faults.reach("push.during")
         num_buckets += 1
     sent: Proof = actor.call("finish_push", canary)[0]
+    assert sent.log_probs is not None
     proofs: list[Proof] = engines.call("finish_load", version, canary)
-    gaps = []
     for rank, found in enumerate(proofs):
-        name = f"engine {rank}"
-        check_digests(version, sent.digests, found.digests, name)
-        gaps.append(check_canary(version, sent.log_probs, found.log_probs, canary.tolerance, name))
-    return PushReport(version, num_buckets, max(gaps))
+        check_digests(version, sent.digests, found.digests, f"engine {rank}")
+    answers = [found.log_probs for found in proofs if found.log_probs is not None]
+    is_complete = len(answers) == len(proofs)
+    gap = largest_gap(version, sent.log_probs, answers, canary.tolerance) if is_complete else None
+    return PushReport(version, num_buckets, sent.log_probs, gap)
+
+
+def ask_canary(engines: Group, pushed: PushReport, canary: Canary) -> PushReport:
+    """The answers that engines owed after a push."""
+    answers = engines.call("score", canary)
+    return replace(pushed, canary_gap=largest_gap(pushed.version, pushed.expected, answers, canary.tolerance))
+
+
+def largest_gap(
+    version: int, expected: list[list[float]], answers: Sequence[list[list[float]]], tolerance: float
+) -> float:
+    """Over all engines. Raises `WeightError` above the tolerance."""
+    return max(
+        check_canary(version, expected, found, tolerance, f"engine {rank}") for rank, found in enumerate(answers)
+    )

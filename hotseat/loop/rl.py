@@ -31,8 +31,8 @@ from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics,
 from hotseat.loop.experience import assign
 from hotseat.loop.host import GroupFacts, HostSettings, RolloutHost
 from hotseat.loop.ledger import Ledger
-from hotseat.loop.memory import held_gib
-from hotseat.loop.push import Canary, PushReport, push_weights
+from hotseat.loop.memory import has_gpu, held_gib
+from hotseat.loop.push import Canary, PushReport, ask_canary, push_weights
 from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
 from hotseat.loop.revival import Revival, start_up
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver
@@ -102,6 +102,7 @@ class RlRun:
         eos_token_ids: tuple[int, ...],
         ledger: Ledger,
         journal: Journal,
+        logs: Path,
         stack: ExitStack,
     ):
         assert algebra.num_steps is not None
@@ -134,7 +135,11 @@ class RlRun:
             groups[role] = group
             return group
 
+        self._say_fault = partial(journal.say, kind="fault")
         trust = config.trust_remote_code
+        self._engines = launch("rollout", EngineWorker, settings.engine_settings(config, eos_token_ids, logs))
+        if measures_its_device(config):
+            start_up(self._engines, self._say_fault)
         options = settings.train_options(config, algebra.schedule_length)
         self._actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
         self._reference: Group | None = None
@@ -143,12 +148,10 @@ class RlRun:
             self._reference = launch(
                 "reference", ModelWorker, config.reference.model or config.actor.model, frozen, trust
             )
-        self._engines = launch("rollout", EngineWorker, settings.engine_settings(config, eos_token_ids))
         self._hosts = cluster.launch(
             "agents", RolloutHost, args=(_host_settings(config),), timeout_s=self._timeout_s, wait=False
         )
         faults.reach("start-up")
-        self._say_fault = partial(journal.say, kind="fault")
         for group in (self._engines, self._hosts):
             start_up(group, self._say_fault)
         for group in groups.values():
@@ -288,9 +291,9 @@ class RlRun:
 
     def _push(self, version: int) -> PushReport:
         with self._turn("sync", "actor"):
-            report = push_weights(self._actor, self._engines, version, self._canary)
+            self._pushed = push_weights(self._actor, self._engines, version, self._canary)
         self._seats.given_weights("rollout")
-        return report
+        return self._pushed
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -298,6 +301,8 @@ class RlRun:
         if not self._seats.has_weights("rollout"):
             self._push(self._version - 1)
         with self._turn("rollout", "rollout"):
+            if self._pushed.canary_gap is None:
+                self._pushed = ask_canary(self._engines, self._pushed, self._canary)
             yield
 
     # --- beside the phases --------------------------------------------------------------------------------------------
@@ -411,7 +416,6 @@ class RlRun:
             "version": float(pushed.version),
             "engine_restarts": float(self._revive.num_restarts),
             "host_restarts": float(self._revive.num_host_restarts),
-            "canary_gap": pushed.canary_gap,
             "step_s": seconds,
             "time/driver_cpu": time.process_time() - process_started_s,  # of this process's own work
             "tokens_per_s": metrics["sampled_tokens"] / seconds,
@@ -420,6 +424,8 @@ class RlRun:
             mean = _mean(reports, name)
             if mean is not None:
                 metrics[name] = mean
+        if pushed.canary_gap is not None:
+            metrics["canary_gap"] = pushed.canary_gap
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
         metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory
@@ -438,6 +444,11 @@ class RlRun:
 
     def _policy_settings(self) -> Any:
         return settings.policy_settings(self._config, self._algebra.optimizer_steps_per_step, self._kl.coefficient)
+
+
+def measures_its_device(config: Config) -> bool:
+    """vLLM sizes its cache by what it finds on its device: nobody else may come or go there meanwhile."""
+    return config.rollout.engine == "vllm" and has_gpu()
 
 
 def _mean(reports: list[UpdateReport], name: str) -> float | None:

@@ -22,7 +22,7 @@ from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevic
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.launched import Ensemble, LedSaver
 from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
-from hotseat.loop.rundir import forget_records, make_run_dir, save_plan, write_config
+from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
 
@@ -63,10 +63,16 @@ def _files_not_there(config: Config) -> list[tuple[str, str]]:
 
 def _packages_not_there(config: Config) -> list[tuple[str, str]]:
     from hotseat.observe import wandb_sink
+    from hotseat.rollout import vllm_versions
 
+    found = []
     if config.log.wandb.enabled and not wandb_sink.is_installed():
-        return [("log.wandb.enabled", wandb_sink.HINT)]
-    return []
+        found.append(("log.wandb.enabled", wandb_sink.HINT))
+    if config.task == "rl" and config.rollout.engine == "vllm":
+        problem = vllm_versions.what_is_wrong()
+        if problem is not None:
+            found.append(("rollout.engine", problem))
+    return found
 
 
 # --- reinforcement ----------------------------------------------------------------------------------------------------
@@ -99,7 +105,8 @@ def _start_rl(config: Config) -> dict[str, float]:
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
         eos = eos_token_ids(config, tokenizer)
-        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, Ledger(run_dir), journal, stack)
+        ledger, logs = Ledger(run_dir), run_dir / LOGS
+        run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, ledger, journal, logs, stack)
         with saver.settled(journal):
             final = train_rl(run, journal, saver, found)
         _export(config, run_dir, run.export, tokenizer, journal)

@@ -11,6 +11,7 @@ from hotseat.observe import RECORDS
 from hotseat.placement import Plan
 
 LEDGER = "ledger.jsonl"
+LOGS = "logs"  # of vLLM, a file per engine
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 

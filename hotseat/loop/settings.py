@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hotseat.config import Config
 from hotseat.config.batches import warmup_steps
+from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
 from hotseat.loop.losses import PolicyObjective
-from hotseat.loop.workers import BatchSettings, EngineSettings, PolicySettings
+from hotseat.loop.planning import VLLM_SLOTS
+from hotseat.loop.workers import BatchSettings, PolicySettings
 from hotseat.train.backend import AdamW, Precision, TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
@@ -72,22 +76,32 @@ def engine_dtype(config: Config) -> str:
     return "float32" if config.train.dtype == "fp32" else "bfloat16"
 
 
-def engine_settings(config: Config, eos_token_ids: tuple[int, ...]) -> EngineSettings:
+def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) -> EngineSettings:
+    """`logs`: the folder for what engines write."""
     assert config.actor.model is not None
+    rollout = config.rollout
+    vllm = VllmSettings(
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        memory_share=rollout.memory_share,
+        prefix_caching=rollout.prefix_caching,
+        enforce_eager=rollout.enforce_eager,
+        log=str(logs / "rollout-{rank}.log"),
+    )
     return EngineSettings(
         model=config.actor.model,
         max_length=config.data.max_length,
-        num_slots=config.rollout.num_slots,
+        num_slots=rollout.num_slots if rollout.engine == "transformers" else VLLM_SLOTS,
         eos_token_ids=eos_token_ids,
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
+        vllm=vllm if rollout.engine == "vllm" else None,
     )
 
 
 def episodes_per_engine(config: Config) -> int:
     """In flight, so that an engine is full: while one half is sampled, agents and rewards are busy with the other."""
-    return 2 * config.rollout.num_slots if config.rollout.engine == "transformers" else 512
+    return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
 
 
 def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:

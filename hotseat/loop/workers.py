@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.loop.engines import EngineSettings, device_of_process, make_engine
 from hotseat.loop.experience import (
     AdvantageSettings,
     Share,
@@ -33,11 +35,6 @@ from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import Bucket, Receiver, Sender
 
 _CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
-
-
-def device_of_process() -> torch.device:
-    """The device this process was given, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _peak_bytes() -> int:
@@ -278,43 +275,13 @@ def _in_order(batch: MicroBatch, found: Iterable[Mapping[str, list[Tensor]]]) ->
     return torch.cat(pieces) if pieces else torch.zeros(0)
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine is told."""
-
-    model: str
-    max_length: int
-    num_slots: int
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    num_threads: int
-    trust_remote_code: bool = False
-
-
 class EngineWorker:
     """One rollout engine in its process. Hosts submit requests, and fetch what has finished."""
 
     max_concurrency = 16  # a fetch waits; requests, health and weights must get through meanwhile
 
     def __init__(self, settings: EngineSettings):
-        from transformers import AutoModelForCausalLM
-
-        from hotseat.rollout import TransformersEngine
-
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model,
-            dtype=getattr(torch, settings.dtype),
-            trust_remote_code=settings.trust_remote_code,
-            use_safetensors=True,
-        )
-        self._engine = TransformersEngine(
-            model,
-            max_length=settings.max_length,
-            num_slots=settings.num_slots,
-            eos_token_ids=settings.eos_token_ids,
-            device=device_of_process(),
-            num_threads=settings.num_threads,
-        )
+        self._engine = make_engine(settings, int(os.environ.get("RANK", "0")))
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | BaseException]] = {}
@@ -354,7 +321,11 @@ class EngineWorker:
 
     def finish_load(self, version: int, canary: Canary) -> Proof:
         digests = self._receiver.finish(version)
-        return Proof(digests, self._engine.score(canary.sequences, canary.temperature))
+        is_away = bool(self._engine.health().aside & self._engine.scores_with)
+        return Proof(digests, None if is_away else self.score(canary))
+
+    def score(self, canary: Canary) -> list[list[float]]:
+        return self._engine.score(canary.sequences, canary.temperature)
 
     def peak_bytes(self) -> int:
         return _peak_bytes()

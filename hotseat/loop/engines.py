@@ -1,0 +1,95 @@
+"""Rollout engines as the run's settings describe them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hotseat.loop.planning import DEFAULT_ENGINE_SHARE
+from hotseat.rollout import Engine, TransformersEngine, vllm_engine
+
+
+def device_of_process() -> torch.device:
+    """The device this process was given, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is told."""
+
+    model: str
+    max_length: int
+    num_slots: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    num_threads: int
+    trust_remote_code: bool = False
+    vllm: VllmSettings | None = None  # None: the transformers engine
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What only vLLM is told."""
+
+    tensor_parallel_size: int
+    memory_share: float | None  # None: on a device the default, on a CPU as much cache as the slots need
+    prefix_caching: bool
+    enforce_eager: bool
+    log: str  # the file that its log goes to, `{rank}` filled in
+
+
+def make_engine(settings: EngineSettings, rank: int) -> Engine:
+    return _transformers_engine(settings) if settings.vllm is None else _vllm_engine(settings, settings.vllm, rank)
+
+
+def _transformers_engine(settings: EngineSettings) -> Engine:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=True,
+    )
+    return TransformersEngine(
+        model,
+        max_length=settings.max_length,
+        num_slots=settings.num_slots,
+        eos_token_ids=settings.eos_token_ids,
+        device=device_of_process(),
+        num_threads=settings.num_threads,
+    )
+
+
+def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Engine:
+    os.environ.update(vllm_engine.log_to(Path(vllm.log.format(rank=rank))))
+    on_cpu = device_of_process().type == "cpu"
+    share = vllm.memory_share if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
+    core = vllm_engine.Core(
+        vllm_engine.CoreOptions(
+            model=settings.model,
+            dtype=settings.dtype,
+            max_length=settings.max_length,
+            num_slots=settings.num_slots,
+            tensor_parallel_size=vllm.tensor_parallel_size,
+            memory_share=share,
+            kv_cache_bytes=None
+            if share is not None
+            else vllm_engine.cache_bytes(settings.model, settings.dtype, settings.num_slots * settings.max_length),
+            prefix_caching=vllm.prefix_caching,
+            enforce_eager=vllm.enforce_eager,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    )
+    return vllm_engine.VllmEngine(
+        core,
+        vllm_engine.weight_names(settings.model, settings.trust_remote_code),
+        max_length=settings.max_length,
+        num_slots=settings.num_slots,
+        eos_token_ids=settings.eos_token_ids,
+        num_threads=settings.num_threads if on_cpu else None,
+    )
