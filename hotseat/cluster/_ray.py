@@ -549,9 +549,17 @@ class RayRuntime:
             reservation.visible.update(zip(mine, names, strict=True))
 
     def _own_names(self, devices: list[int], first: int) -> list[str]:
+        return [self.own_name(device - first) for device in devices]
+
+    def own_name(self, index: int) -> str:
+        """What CUDA_VISIBLE_DEVICES calls a device of this node."""
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in given.split(",") if name.strip()]
-        return [names[d - first] if d - first < len(names) else str(d - first) for d in devices]
+        return names[index] if index < len(names) else str(index)
+
+    def device_name(self, device: int) -> str | None:
+        """The same of a device that is reserved; None if it is not."""
+        return None if self._reservation is None else self._reservation.visible.get(device)
 
     def _physical(self, reservation: _Reservation, rank: int, count: int) -> list[str]:
         """Which devices Ray set aside in this node's bundle: other jobs may have the first ones."""

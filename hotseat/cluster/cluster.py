@@ -27,8 +27,9 @@ from hotseat.cluster import _guard, activity
 from hotseat.cluster._host import free_port
 from hotseat.cluster._local import LocalGroup, LocalRef, LocalRuntime, restore_environment
 from hotseat.cluster.channel import Channel
+from hotseat.cluster.devices import device_memory
 from hotseat.cluster.group import CallObserver, Group, Process, ProcessLike, Ref
-from hotseat.cluster.lease import Holder
+from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.errors import PlacementError, RunError
 
 __all__ = ["Cluster", "Node"]
@@ -47,6 +48,7 @@ class Node:
     hostname: str = ""
     num_cpus: int = 0
     memory_bytes: int = 0
+    device_bytes: int | None = None  # memory of each device; None where it cannot be known
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -109,8 +111,18 @@ class Cluster:
                     object_store_bytes=object_store_bytes,
                     log_to_driver=log_to_driver,
                 )
+                # The devices of other nodes are taken to be like those of this one.
+                first = device_memory(self._ray.own_name(0)) if self._ray.nodes[0].num_devices else None
                 self.nodes = tuple(
-                    Node(rank, node.num_devices, node.address, node.hostname, node.num_cpus, node.memory_bytes)
+                    Node(
+                        rank,
+                        node.num_devices,
+                        node.address,
+                        node.hostname,
+                        node.num_cpus,
+                        node.memory_bytes,
+                        None if first is None else first.total,
+                    )
                     for rank, node in enumerate(self._ray.nodes)
                 )
         except BaseException:
@@ -296,6 +308,13 @@ class Cluster:
         """Put a value where every worker can get it, once, instead of sending it with every call."""
         self._refuse_if_closed()
         return self._ray.put(value) if self._ray else LocalRef(value)
+
+    def device_memory(self, device: int) -> DeviceMemory | None:
+        """What is in use on a device of this node; None elsewhere, and where there is no GPU behind it."""
+        if self._local or device not in self.devices_of(0):
+            return None
+        name = self._ray.device_name(device)
+        return None if name is None else device_memory(name)
 
     def is_gone(self, holder: Holder) -> bool:
         """Whether a process no longer exists, for leases. In the local runtime they all live as long as this one."""

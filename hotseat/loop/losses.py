@@ -20,6 +20,7 @@ from hotseat.algorithms import (
     sft_loss,
     weighted_sum,
 )
+from hotseat.algorithms.spread import count_sizes
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 
@@ -93,6 +94,8 @@ class PolicyObjective:
         rollout = batch.fields[ROLLOUT_LOG_PROBS]
         gap = torch.where(mask, old - rollout, 0.0)
         metrics["engine_gap"] = gap.abs().sum()
+        metrics["engine_gap_max"] = gap.abs().max() if len(gap) else 0.0
+        metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), mask)
         corrected = torch.zeros_like(mask)
         if self.correction is not None:
             correction = correction_weights(

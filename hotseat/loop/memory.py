@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from hotseat.errors import RunError
 
 if TYPE_CHECKING:
     from hotseat.cluster.group import Group
+    from hotseat.cluster.lease import DeviceMemory
 
 
 def held_gib(group: Group, *, is_working: bool) -> float | None:
@@ -22,6 +25,45 @@ def held_gib(group: Group, *, is_working: bool) -> float | None:
         return None
     sizes = [_resident_bytes(pid) for pid in set(group.known_pids()) if pid is not None]
     return sum(sizes) / 2**30 if sizes else None
+
+
+class DeviceWatch:
+    """The most that was in use on each device, looked at many times a second by a thread of its own."""
+
+    PERIOD_S = 0.02
+
+    def __init__(self, devices: Sequence[int], measure: Callable[[int], DeviceMemory | None]):
+        self._measure = measure
+        self._devices = [device for device in devices if measure(device) is not None]
+        self._peaks: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="device-watch", daemon=True)
+        if self._devices:
+            self._thread.start()
+
+    def peaks_gib(self) -> dict[int, float]:
+        """Since this was last asked, device by device; nothing where it cannot be measured."""
+        self._look()
+        with self._lock:
+            found, self._peaks = self._peaks, {}
+        return {device: used / 2**30 for device, used in found.items()}
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._devices:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.PERIOD_S):
+            self._look()
+
+    def _look(self) -> None:
+        for device in self._devices:
+            found = self._measure(device)
+            if found is not None:
+                with self._lock:
+                    self._peaks[device] = max(self._peaks.get(device, 0), found.used)
 
 
 def available_bytes(system: Path = Path("/")) -> int:

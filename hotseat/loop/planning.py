@@ -11,6 +11,9 @@ from typing import Any
 from hotseat.config import Config, roles_of
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.placement import (
+    GIB,
+    UNKNOWN_KIND,
+    DeviceKind,
     EngineMemory,
     Flow,
     ForwardMemory,
@@ -69,7 +72,15 @@ def _not_priced(config: Config) -> list[str]:
 
 def inventory_of(cluster: Any) -> Inventory:
     """What a running cluster has: its nodes in order, each with its devices."""
-    return Inventory(tuple(Node(rank, num_devices=node.num_devices) for rank, node in enumerate(cluster.nodes)))
+
+    def kind(node: Any) -> DeviceKind:
+        return DeviceKind("GPU", node.device_bytes / GIB) if node.device_bytes else UNKNOWN_KIND
+
+    return Inventory(
+        tuple(
+            Node(rank, num_devices=node.num_devices, device_kind=kind(node)) for rank, node in enumerate(cluster.nodes)
+        )
+    )
 
 
 class ComponentPlacement:

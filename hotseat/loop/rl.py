@@ -19,6 +19,7 @@ from typing import Any
 
 from hotseat import faults
 from hotseat.algorithms import AdaptiveKl, FixedKl
+from hotseat.algorithms.spread import quantile
 from hotseat.cluster import Cluster, Group, Ref
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
@@ -31,7 +32,7 @@ from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics,
 from hotseat.loop.experience import assign
 from hotseat.loop.host import GroupFacts, HostSettings, RolloutHost
 from hotseat.loop.ledger import Ledger
-from hotseat.loop.memory import has_gpu, held_gib
+from hotseat.loop.memory import DeviceWatch, has_gpu, held_gib
 from hotseat.loop.push import Canary, PushReport, ask_canary, push_weights
 from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
 from hotseat.loop.revival import Revival, start_up
@@ -158,8 +159,18 @@ class RlRun:
             group.ready()
         self._hosts.call("connect", self._engines)
         self._groups = groups
-        self._seats = Seats(plan, groups, timeout_s=self._timeout_s, is_gone=cluster.is_gone, timeline=journal.timeline)
+        self._seats = Seats(
+            plan,
+            groups,
+            timeout_s=self._timeout_s,
+            is_gone=cluster.is_gone,
+            measure=cluster.device_memory,
+            timeline=journal.timeline,
+        )
         stack.callback(self._seats.close)
+        devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
+        self._watch = DeviceWatch(devices, cluster.device_memory)
+        stack.callback(self._watch.close)
 
         self._order = PromptOrder(len(prompts), config.seed, digest_of(prompts))
         self._collector = Collector(self._hosts, prompts, self._timeout_s)
@@ -197,6 +208,7 @@ class RlRun:
         """rollout: sample and score the groups of a step."""
         faults.reach("generation.before")
         self._phase_s.clear()  # an evaluation and a save since the last step are no part of this one
+        self._seats.spent()
         before, order = self._order.state(), self._order
 
         def sample() -> Collected:
@@ -424,18 +436,27 @@ class RlRun:
             mean = _mean(reports, name)
             if mean is not None:
                 metrics[name] = mean
+        metrics |= _gap_spread(reports)
         if pushed.canary_gap is not None:
             metrics["canary_gap"] = pushed.canary_gap
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
         metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory
+        handed = self._seats.spent()
+        for name in ("put_aside", "bring_back"):
+            if f"{name}_s" in handed:
+                metrics[f"time/{name}"] = handed[f"{name}_s"]
+        metrics |= {f"handover/{name}": handed[name] for name in ("gib", "gib_copied") if name in handed}
         return metrics
 
     @contextmanager
     def _turn(self, phase: str, role: str) -> Iterator[None]:
-        started_s = time.monotonic()
         with self._seats.turn(phase, role):
+            started_s = time.monotonic()
+            self._watch.peaks_gib()
             yield
+        for device, gib in self._watch.peaks_gib().items():
+            self._memory[f"memory/{phase}/device {device}"] = gib
         self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
         for name, group in self._groups.items():
             held = held_gib(group, is_working=name == role)
@@ -456,6 +477,14 @@ def _mean(reports: list[UpdateReport], name: str) -> float | None:
     if any(name not in report.metrics for report in reports):
         return None
     return sum(report.metrics[name] for report in reports) / max(1, sum(report.num_sampled for report in reports))
+
+
+def _gap_spread(reports: list[UpdateReport]) -> dict[str, float]:
+    """How far engine and trainer are apart on the worst tokens of the first update, when both have the same weights."""
+    first = reports[0].metrics
+    if "engine_gap_counts" not in first:
+        return {}
+    return {"engine_gap_p99": quantile(first["engine_gap_counts"], 0.99), "engine_gap_max": first["engine_gap_max"]}
 
 
 def _spread(shares: list[list[Any]], num_ranks: int) -> list[list[Any]]:

@@ -19,8 +19,10 @@ from hotseat.cluster.group import Group
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.observe import Timeline
-from hotseat.placement import Part, Plan, Step
+from hotseat.placement import GIB, Part, Plan, Step
 from hotseat.types import Moved
+
+ALLOWANCE_BYTES = 1 << 29  # what a process may still hold of the parts that it has put aside
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Seats:
         self._groups = groups
         self._timeout_s = timeout_s
         self._is_gone = is_gone
+        self._measure = measure
         self._leases = Leases(measure=measure, is_gone=is_gone)
         self._lease: Lease | None = None
         self._timeline = timeline
@@ -66,6 +69,7 @@ class Seats:
         self._aside: dict[tuple[str, int], set[Part]] = {key: set() for key in self._processes}
         self._without_weights: set[str] = set()
         self.moves: deque[SeatMove] = deque(maxlen=10_000)  # the newest; the timeline has them all
+        self._spent: dict[str, float] = {}  # see `spent`
 
     @contextmanager
     def turn(self, phase: str, role: str) -> Iterator[None]:
@@ -80,6 +84,11 @@ class Seats:
             self._since_s = time.time()
         self._bring_back(step)
         yield
+
+    def spent(self) -> dict[str, float]:
+        """Seconds and GiB of hand-overs since this was last asked: put_aside_s, bring_back_s, gib, gib_copied."""
+        found, self._spent = self._spent, {}
+        return found
 
     def has_weights(self, role: str) -> bool:
         """Whether none of its weights were dropped since it was last given some."""
@@ -163,21 +172,50 @@ class Seats:
     def _move(self, how: str, turn: str, role: str, rank: int, parts: Sequence[Part], *options: Any) -> Moved | None:
         """Ask a process to move parts. None: it is gone."""
         started_s, names = time.time(), [str(part) for part in parts]
+        devices = self._processes[role, rank].devices
+        before = [self._measure(device) for device in devices]
         try:
             [moved] = self._groups[role].call(how, names, *options, ranks=[rank], timeout_s=self._timeout_s)
         except RunError:
             if all(not self._is_gone(holder) for holder in self._groups[role].holders() if holder.rank == rank):
                 raise
             return None
+        assert isinstance(moved, Moved)
         is_leaving = how == "put_aside"
+        if is_leaving:
+            self._check_freed(role, rank, names, moved.num_bytes // len(devices), devices, before)
+        facts = {f"{how}_s": time.time() - started_s, "gib": moved.num_bytes / GIB}
+        for name, value in (facts | {"gib_copied": moved.num_bytes_copied / GIB}).items():
+            self._spent[name] = self._spent.get(name, 0.0) + value
         self.moves += [SeatMove(turn, role, name, is_leaving, moved.num_bytes, moved.ms) for name in names]
         if self._timeline is not None:
             what = f"{'put aside' if is_leaving else 'bring back'} {role} {', '.join(names)}"
-            for device in self._processes[role, rank].devices:
-                facts = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": turn}
-                self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **facts)
-        assert isinstance(moved, Moved)
+            for device in devices:
+                about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": turn}
+                self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
         return moved
+
+    def _check_freed(
+        self,
+        role: str,
+        rank: int,
+        parts: Sequence[str],
+        num_bytes: int,
+        devices: Sequence[int],
+        before: Sequence[DeviceMemory | None],
+    ) -> None:
+        """Whether each device has as much memory more as the process says that it gave up there."""
+        for device, then in zip(devices, before, strict=True):
+            now = self._measure(device)
+            if then is None or now is None:
+                continue
+            freed = then.used - now.used
+            if num_bytes - freed > ALLOWANCE_BYTES:
+                raise RunError(
+                    f"{role} rank {rank} put aside its {' and '.join(parts)} on device {device}, by its own account"
+                    f" {num_bytes / GIB:.2f} GiB, but the memory in use there fell by {freed / GIB:.2f} GiB: it still"
+                    f" holds the rest ({ALLOWANCE_BYTES / GIB:.2f} GiB are allowed)"
+                )
 
     def _draw_lease(self, lease: Lease) -> None:
         """Who held each device, until now."""

@@ -18,6 +18,7 @@ from hotseat.placement.flow import (
     parse_flow,
 )
 from hotseat.placement.inventory import (
+    UNKNOWN_KIND,
     DeviceKind,
     Inventory,
     Node,
@@ -28,6 +29,7 @@ from hotseat.placement.inventory import (
 )
 from hotseat.placement.locate import Located, Process, Request, locate
 from hotseat.placement.memory import (
+    GIB,
     EngineMemory,
     ForwardMemory,
     Layout,
@@ -57,9 +59,11 @@ from hotseat.placement.selection import (
 from hotseat.placement.shapes import KNOWN_SHAPES, AssumedShape, ModelShape, from_hf_config, known_shape
 
 __all__ = [
+    "GIB",
     "KNOWN_SHAPES",
     "PARTS_OF_ROLE",
     "ROLES",
+    "UNKNOWN_KIND",
     "AssumedShape",
     "Blocks",
     "Change",

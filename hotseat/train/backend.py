@@ -77,6 +77,8 @@ class Outputs:
 class Loss(Protocol):
     """Σ weights · loss per token of one micro-batch, and sums over its tokens to report.
 
+    A sum may be a vector, each entry summed for itself; of one whose name ends in `_max` the largest counts instead.
+
     It may have an attribute `needs_entropy`; where that is true, `outputs.entropy` is there.
     """
 
@@ -95,7 +97,7 @@ class UpdateReport:
     num_skipped: int  # updates skipped so far
     num_tokens: int
     num_sampled: int  # tokens under the mask
-    metrics: Mapping[str, float]  # the loss's own sums, over all micro-batches of all ranks
+    metrics: Mapping[str, Any]  # the loss's own sums, over all micro-batches of all ranks: numbers, lists for vectors
 
 
 class Backend(Protocol):

@@ -540,19 +540,30 @@ def _dtype(model: PreTrainedModel) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-def _sum_metrics(metrics: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+def _sum_metrics(metrics: Sequence[Mapping[str, Tensor | float]]) -> dict[str, Any]:
     """Each metric's sum over micro-batches, with one transfer from the device."""
     values = [(name, value) for sums in metrics for name, value in sums.items()]
-    tensors = [value.detach().double().reshape(()) for _, value in values if isinstance(value, Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return _add_up([{name: next(numbers) if isinstance(value, Tensor) else value} for name, value in values])
+    tensors = [value.detach().double().reshape(-1) for _, value in values if isinstance(value, Tensor)]
+    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
+
+    def number(value: Tensor | float) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return next(numbers) if value.ndim == 0 else [next(numbers) for _ in range(value.numel())]
+
+    return _add_up([{name: number(value)} for name, value in values])
 
 
-def _add_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    totals: dict[str, float] = {}
+def _add_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    totals: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
-            totals[name] = totals.get(name, 0.0) + value
+            if name not in totals:
+                totals[name] = value
+            elif isinstance(value, list):
+                totals[name] = [a + b for a, b in zip(totals[name], value, strict=True)]
+            else:
+                totals[name] = max(totals[name], value) if name.endswith("_max") else totals[name] + value
     return totals
 
 

@@ -1,10 +1,13 @@
 """Turns on the devices: who puts what aside, who brings what back, and whose the lease is."""
 
+import time
+
 import pytest
 
-from hotseat.cluster.lease import Holder
+from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.config import loads
-from hotseat.errors import DeadlineError, PlacementError
+from hotseat.errors import DeadlineError, PlacementError, RunError
+from hotseat.loop.memory import DeviceWatch
 from hotseat.loop.planning import make_plan
 from hotseat.loop.seats import Seats
 from hotseat.types import Moved
@@ -118,3 +121,57 @@ def test_a_device_that_is_not_given_back_is_waited_for_and_the_holder_named():
     found = r"phase 'update' waited .* rollout\[0\]"
     with pytest.raises(DeadlineError, match=found), seats.turn("update", "actor"):
         pass
+
+
+def test_a_device_watch_keeps_the_most_that_was_in_use() -> None:
+    used = iter([5 << 30, 9 << 30, 7 << 30])
+    last = [0]
+
+    def measure(device: int) -> DeviceMemory | None:
+        if device == 1:
+            return None
+        last[0] = next(used, last[0])
+        return DeviceMemory(last[0])
+
+    watch = DeviceWatch([0, 1], measure)  # the first look says which devices can be measured
+    while last[0] != 7 << 30:
+        time.sleep(0.005)
+    assert watch.peaks_gib() == {0: 9.0}
+    assert watch.peaks_gib() == {0: 7.0}
+    watch.close()
+
+
+def test_memory_that_did_not_leave_names_its_holder() -> None:
+    """The actor says that it gave up 3 x 100 bytes; an allowance of half a GiB covers that, but not 3 GiB."""
+
+    class Liar(FakeGroup):
+        def call(self, method, *args, ranks, timeout_s):
+            return [Moved(3 << 30, 0, 1.0)]
+
+    seats, groups = make_seats(COLOCATED, "1x1", measure=lambda device: DeviceMemory(10 << 30))
+    with seats.turn("rollout", "rollout"):
+        pass
+    groups["rollout"] = seats._groups["rollout"] = Liar("rollout", 1)
+    with (
+        pytest.raises(
+            RunError,
+            match=r"rollout rank 0 put aside its weights and kv_cache on device 0, by its own account 3.00 GiB,"
+            r" but the memory in use there fell by 0.00 GiB",
+        ),
+        seats.turn("update", "actor"),
+    ):
+        pass
+
+
+def test_seconds_and_bytes_of_hand_overs_are_counted_since_last_asked() -> None:
+    seats, _ = make_seats(COLOCATED, "1x1")
+    with seats.turn("rollout", "rollout"):
+        pass
+    with seats.turn("update", "actor"):
+        pass
+    spent = seats.spent()
+    assert spent["gib"] == pytest.approx(
+        (300 + 200 + 300) / 2**30
+    )  # the actor leaves, the engine leaves, the actor comes
+    assert spent["put_aside_s"] >= 0
+    assert seats.spent() == {}

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import LlamaConfig, PreTrainedModel
 
 from . import conformance
 from .conformance import PATIENCE_S, Subject, named_weights

@@ -1,0 +1,45 @@
+"""What is in use on this node's GPUs, asked of the driver's management library: without a CUDA context of our own."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from hotseat.cluster.lease import DeviceMemory
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def device_memory(name: str) -> DeviceMemory | None:
+    """Of the device that CUDA_VISIBLE_DEVICES would call so: an index or a UUID. None where there is no such GPU."""
+    library = _library()
+    handle = None if library is None else _handle(name)
+    if library is None or handle is None:
+        return None
+    memory = _Memory()
+    if library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        return None
+    return DeviceMemory(used=memory.used, total=memory.total)
+
+
+@functools.cache
+def _library() -> Any | None:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    return library if library.nvmlInit_v2() == 0 else None
+
+
+@functools.cache
+def _handle(name: str) -> Any | None:
+    library, handle = _library(), ctypes.c_void_p()
+    assert library is not None
+    if name.isdigit():
+        status = library.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(handle))
+    else:
+        status = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+    return handle if status == 0 else None
