@@ -1,0 +1,489 @@
+"""The hybrid engine on one GPU: vLLM and training take turns, phase by phase, beside TRL and the device's own limits.
+
+The main case is a model of Qwen2.5-1.5B's shape with random weights (28 layers, hidden 1536, 151,936 tokens), 32
+prompts of 23 tokens x 8 samples x 512 new tokens, one optimizer step, GRPO without a reference, pure bf16, engine share
+0.4. Every answer has its full length: the end token lies outside of the model's vocabulary. Other cases change one
+thing each. TRL samples with vLLM in the same process, with sleep mode, with the same weights' precision; its best of
+four settings counts.
+
+    python bench/hybrid_engine.py                     every case, one after another
+    python bench/hybrid_engine.py --only limits bf16  some; results stay in --directory, and all of them are printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NUM_PROMPTS, GROUP_SIZE, PROMPT_LENGTH, NUM_NEW_TOKENS = 32, 8, 23, 512
+NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE
+NUM_WARM_UP = 2  # steps that do not count
+VOCAB_SIZES = {"1.5B": 151_936, "8B": 128_256}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of Hotseat, as what differs from the main one."""
+
+    what: str
+    model: str = "1.5B"
+    steps: int = 5
+    dtype: str = "bf16"
+    fp32_master: bool = False
+    always_aside: bool = False
+    kl: bool = False
+    micro_batch: int = 32
+    memory_share: float = 0.4
+    num_prompts: int = NUM_PROMPTS
+    checkpointing: bool = False
+
+
+CASES = {
+    "bf16": Case("pure bf16, everything stays", steps=10),
+    "aside": Case("pure bf16, engine and trainer put aside in turn", always_aside=True),
+    "master": Case("fp32 masters, engine and trainer put aside in turn", fp32_master=True, always_aside=True),
+    "reference": Case("pure bf16, reference model and KL in the loss", kl=True),
+    "8B": Case(
+        "Llama-3-8B's shape, pure bf16", model="8B", steps=3, micro_batch=8, memory_share=0.3, checkpointing=True
+    ),
+}
+TRL = {  # checkpointing, micro-batch
+    "trl-ckpt-64": (True, 64),
+    "trl-ckpt-32": (True, 32),
+    "trl-32": (False, 32),
+    "trl-16": (False, 16),
+}
+
+CONFIG = """
+task: rl
+name: {name}
+run_dir: {directory}/runs
+cluster: {{component_placement: {{actor: 0, rollout: "@actor"{reference}}}}}
+actor: {{model: {directory}/{model}, optimizer: {{learning_rate: 1e-6, schedule: constant}}{aside}}}
+data: {{path: {directory}/{model}/prompts.jsonl, label_key: label, max_length: {max_length}, max_samples: {num_rows}}}
+reward: {{function: {directory}/reward.py}}
+rollout:
+  {{engine: vllm, batch_size: {num_prompts}, samples_per_prompt: 8, max_new_tokens: 512, memory_share: {share}{aside}}}
+algorithm: {{estimator: group_norm{kl}}}
+train: {{dtype: {dtype}, fp32_master: {master}, batch_size: {batch}, micro_batch_size: {micro_batch},
+  gradient_checkpointing: {checkpointing}}}
+log: {{samples_per_step: 0}}
+"""
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [sum(map(ord, query[len(prompt):])) / 1e5 for query, prompt in zip(queries, prompts)]
+"""
+
+
+def shape(model: str) -> Any:
+    from transformers import LlamaConfig, Qwen2Config
+
+    vocab_size = VOCAB_SIZES[model]
+    common = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": vocab_size, "pad_token_id": 0}
+    if model == "1.5B":
+        return Qwen2Config(
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            **common,
+        )
+    return LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        **common,
+    )
+
+
+def make_model(directory: Path, model: str) -> None:
+    """Random weights, a tokenizer with one word per token, and prompts."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    path, vocab_size = directory / model, VOCAB_SIZES[model]
+    if (path / "prompts.jsonl").exists():
+        return
+    words = {f"w{index}": index for index in range(vocab_size)} | {"<eos>": vocab_size}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        made = AutoModelForCausalLM.from_config(shape(model))
+    torch.set_default_dtype(torch.float32)
+    made.to(torch.bfloat16).save_pretrained(path)
+    rng = random.Random(0)
+    rows = [
+        {"input": " ".join(f"w{rng.randrange(1, vocab_size)}" for _ in range(PROMPT_LENGTH)), "label": ""}
+        for _ in range(20 * NUM_PROMPTS)
+    ]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+
+
+# --- what the device can do -------------------------------------------------------------------------------------------
+
+
+def best_of(function: Any, num_times: int = 5) -> float:
+    """Seconds of the fastest call."""
+    import torch
+
+    function()
+    seconds = []
+    for _ in range(num_times):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def measure_limits(directory: Path) -> dict[str, Any]:
+    import torch
+
+    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **measure_device()}
+    torch.cuda.empty_cache()
+    return found | measure_vllm(directory)
+
+
+def measure_device() -> dict[str, Any]:
+    import torch
+
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+
+    def product() -> None:
+        for _ in range(20):
+            a @ a
+
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target, host = torch.empty_like(source), torch.empty(2 << 30, dtype=torch.uint8, pin_memory=True)
+    size = source.numel() / 1e9
+    return {
+        "matmul_tflops": 20 * 2 * 8192**3 / best_of(product) / 1e12,
+        "copy_gb_per_s": size / best_of(lambda: target.copy_(source)),
+        "to_host_gb_per_s": size / best_of(lambda: host.copy_(source, non_blocking=True)),
+        "from_host_gb_per_s": size / best_of(lambda: source.copy_(host, non_blocking=True)),
+    }
+
+
+def measure_vllm(directory: Path) -> dict[str, Any]:
+    """vLLM alone on the main case's rollout, as its users call it."""
+    make_model(directory, "1.5B")
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        str(directory / "1.5B"),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        gpu_memory_utilization=0.4,
+        max_model_len=1024,
+        max_num_seqs=NUM_SAMPLES,
+    )
+    rng = random.Random(1)
+    prompts = [[rng.randrange(VOCAB_SIZES["1.5B"]) for _ in range(PROMPT_LENGTH)] for _ in range(NUM_PROMPTS)]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(GROUP_SIZE)]
+    sampling = SamplingParams(max_tokens=NUM_NEW_TOKENS, ignore_eos=True, detokenize=False)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        engine.generate(asked, sampling, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    return {"vllm_tokens_per_s": NUM_SAMPLES * NUM_NEW_TOKENS / min(seconds)}
+
+
+# --- updates alone ----------------------------------------------------------------------------------------------------
+
+
+def measure_updates(directory: Path) -> dict[str, Any]:
+    """Forward, backward and optimizer step of the main case, by layout; and with mixed lengths."""
+    import torch
+
+    from hotseat.loop.losses import SupervisedObjective
+    from hotseat.train.backend import TrainOptions
+    from hotseat.train.fsdp import FSDPBackend
+    from hotseat.train.packing import split_by_count, split_by_tokens
+    from hotseat.types import MicroBatch
+
+    def batch(lengths: list[int]) -> MicroBatch:
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+        num_tokens = int(offsets[-1])
+        position = torch.arange(num_tokens) - torch.repeat_interleave(offsets[:-1], torch.tensor(lengths))
+        return MicroBatch(
+            token_ids=torch.randint(0, VOCAB_SIZES["1.5B"], (num_tokens,)),
+            offsets=offsets,
+            mask=position >= PROMPT_LENGTH,
+            weights=torch.full((num_tokens,), 1 / num_tokens),
+            sample_ids=tuple(map(str, range(len(lengths)))),
+        )
+
+    rng = random.Random(2)
+    equal = [batch([PROMPT_LENGTH + NUM_NEW_TOKENS] * 64) for _ in range(4)]
+    mixed = [batch([rng.randint(64, 1024) for _ in range(64)]) for _ in range(4)]
+    found: dict[str, Any] = {}
+    for layout, compiled in (("auto", True), ("auto", False), ("padded", True)):
+        options = TrainOptions(precision="bf16", layout=layout, compile=compiled)
+        backend = FSDPBackend(str(directory / "1.5B"), options, device="cuda")
+        for name, batches in (("equal", equal), ("mixed", mixed)):
+            seconds, num_tokens = [], 0
+            torch.cuda.reset_peak_memory_stats()
+            for each in batches:
+                cut = split_by_tokens(each, 32 * 535) if layout == "auto" else split_by_count(each, 16)
+                start = time.perf_counter()
+                backend.update(cut, SupervisedObjective(), 1.0)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+                num_tokens = each.num_tokens
+            best = min(seconds[1:])
+            key = f"{'packed' if layout == 'auto' else layout}{', compiled' if compiled else ''}, {name}"
+            found[key] = {
+                "tokens_per_s": num_tokens / best,
+                "seconds": seconds,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            }
+            print(key, found[key], flush=True)
+        backend.close()
+        del backend
+        torch.cuda.empty_cache()
+    return found
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
+    from hotseat.config import loads
+    from hotseat.loop.planning import make_plan
+    from hotseat.loop.run import start
+    from hotseat.observe import read_lines
+
+    case = CASES[name]
+    make_model(directory, case.model)
+    config = loads(
+        CONFIG.format(
+            name=f"{name}-{int(time.time())}",
+            directory=directory,
+            model=case.model,
+            reference=', reference: "@actor"' if case.kl else "",
+            aside=", enable_offload: true" if case.always_aside else "",
+            share=case.memory_share,
+            kl=", kl: {coef: 0.001, as_loss: true}" if case.kl else "",
+            dtype=case.dtype,
+            master=str(case.fp32_master).lower(),
+            max_length=PROMPT_LENGTH + NUM_NEW_TOKENS + 1,
+            num_rows=case.steps * case.num_prompts,
+            num_prompts=case.num_prompts,
+            batch=case.num_prompts * GROUP_SIZE,
+            micro_batch=case.micro_batch,
+            checkpointing=str(case.checkpointing).lower(),
+        )
+    )
+    began = time.time()
+    start(config)
+    run_dir = max((directory / "runs").glob(f"{name}-*"))
+    records = [record for record in read_lines(run_dir / "metrics.jsonl") if "step_s" in record]
+    assert all(record["length"] == NUM_NEW_TOKENS for record in records)
+    made = make_plan(config, "1x1xH200")
+    planned = {step.step: step.used_gib for step in made.groups[0].steps}
+    return {
+        "what": case.what,
+        "model": case.model,
+        "records": records,
+        "planned_gib": planned,
+        "wall_s": time.time() - began,
+    }
+
+
+def run_trl(directory: Path, name: str, num_steps: int = 3) -> dict[str, Any]:
+    import torch
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    make_model(directory, "1.5B")
+    is_checkpointed, micro_batch = TRL[name]
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [sum(map(ord, text)) / 1e5 for text in completions]
+
+    rows = load_dataset("json", data_files=str(directory / "1.5B" / "prompts.jsonl"), split="train")
+    trainer = GRPOTrainer(
+        model=str(directory / "1.5B"),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(directory / name),
+            max_steps=num_steps,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=NUM_SAMPLES // micro_batch,
+            num_generations=GROUP_SIZE,
+            max_completion_length=NUM_NEW_TOKENS,
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            bf16=True,
+            model_init_kwargs={"dtype": "bfloat16"},
+            gradient_checkpointing=is_checkpointed,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_enable_sleep_mode=True,
+            vllm_gpu_memory_utilization=0.4,
+            vllm_max_model_length=1024,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            logging_steps=1000,
+        ),
+        train_dataset=rows.rename_column("input", "prompt"),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    seconds = [end - begin for begin, end in itertools.pairwise(ends)]
+    return {"seconds": seconds, "step_s": min(seconds[1:])}
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def num_parameters(model: str) -> int:
+    """Of the layers and the output embedding: what a forward multiplies with."""
+    config = shape(model)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    attention = 2 * hidden * head * (config.num_attention_heads + config.num_key_value_heads)
+    return config.num_hidden_layers * (attention + 3 * hidden * inner) + config.vocab_size * hidden
+
+
+def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s: float | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    records = result["records"][NUM_WARM_UP if len(result["records"]) > NUM_WARM_UP + 1 else 1 :]
+
+    def median(key: str) -> float:
+        return statistics.median(record.get(key, 0.0) for record in records)
+
+    step_s = median("step_s")
+    num_tokens = median("sampled_tokens")
+    trained = num_tokens * (PROMPT_LENGTH + NUM_NEW_TOKENS) / NUM_NEW_TOKENS
+    peak = limits["matmul_tflops"] * 1e12
+    update_s = median("time/update")
+    limit = {
+        "rollout": f"{num_tokens / median('time/rollout') / limits['vllm_tokens_per_s']:.0%} of vLLM alone"
+        if result["model"] == "1.5B"
+        else f"{num_tokens / median('time/rollout'):,.0f} tokens/s",
+        "update": f"{6 * num_parameters(result['model']) * trained / update_s / peak:.1%} of matmul peak",
+        "sync": f"{median('sync/gb_per_s'):,.0f} GB/s sent, copies reach {limits['copy_gb_per_s']:,.0f};"
+        f" proof {median('sync/proof_ms'):.0f} ms",
+    }
+    for how, bandwidth in (("put_aside", "to_host_gb_per_s"), ("bring_back", "from_host_gb_per_s")):
+        limit[how] = f"host copies reach {limits[bandwidth]:.0f} GB/s"
+    table = Table(title=f"{name}: {result['what']} ({len(records)} steps, medians)")
+    for column in ("phase", "s", "share", "peak GiB", "planned", "error", "against the device's limit"):
+        table.add_column(column, justify="left" if column in ("phase", "against the device's limit") else "right")
+    total = 0.0
+    for phase in ("rollout", "prepare", "update", "put_aside", "sync", "bring_back"):
+        seconds = median(f"time/{phase}")
+        total += seconds
+        peak_gib = median(f"memory/{phase}/device 0")
+        steps = [used for step, used in result["planned_gib"].items() if step.startswith(phase)]
+        planned = max(steps) if steps else None
+        error = f"{planned / peak_gib - 1:+.0%}" if planned and peak_gib else ""
+        row = [phase, f"{seconds:.3f}", f"{seconds / step_s:.1%}", f"{peak_gib:.1f}" if peak_gib else ""]
+        table.add_row(*row, f"{planned:.1f}" if planned else "", error, limit.get(phase, ""))
+    table.add_row("other", f"{step_s - total:.3f}", f"{(step_s - total) / step_s:.1%}", "", "", "", "")
+    beside = f"; TRL {trl_s:.2f} s, {trl_s / step_s:.2f} times as long" if trl_s and name == "bf16" else ""
+    table.add_row("step", f"{step_s:.3f}", "", "", "", "", f"{num_tokens / step_s:,.0f} sampled tokens/s{beside}")
+    Console(width=150).print(table)
+    gib, copied = median("handover/gib"), median("handover/gib_copied")
+    if gib:
+        handed = median("time/put_aside") + median("time/bring_back")
+        ideal = copied * 2**30 / 55e9
+        print(
+            f"    handed over {gib:.2f} GiB, of which {copied:.2f} GiB copied: {handed:.3f} s,"
+            f" {handed / ideal if ideal else float('nan'):.2f} times what 55 GB/s allow"
+        )
+    print(
+        f"    log-prob gap: mean {median('engine_gap'):.4f}, p99 {median('engine_gap_p99'):.4f}, max"
+        f" {median('engine_gap_max'):.3f}; canary {median('canary_gap'):.4f}; {median('sync/gb'):.2f} GB in"
+        f" {median('sync/transfer_ms'):.1f} ms"
+    )
+    after = [record.get("memory/sync/device 0", 0.0) for record in result["records"]]
+    print(f"    device memory at the end of each step's sync, GiB: {', '.join(f'{gib:.2f}' for gib in after)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path("bench-hybrid"))
+    parser.add_argument("--only", nargs="*", help="limits, updates, " + ", ".join((*CASES, *TRL)))
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    directory = arguments.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    if arguments.one is not None:
+        name = arguments.one
+        if name == "limits":
+            found = measure_limits(directory)
+        elif name == "updates":
+            found = measure_updates(directory)
+        else:
+            found = run_trl(directory, name) if name in TRL else run_hotseat(directory, name)
+        (directory / f"{name}.json").write_text(json.dumps(found))
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing measured")
+        return
+    for name in arguments.only if arguments.only is not None else ("limits", "updates", *CASES, *TRL):
+        began = time.time()
+        given = [sys.executable, __file__, "--one", name, "--directory", str(directory)]
+        ended = subprocess.run(given, env=os.environ)
+        print(f"== {name}: exit {ended.returncode} after {time.time() - began:.0f} s", flush=True)
+    results = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
+    if "limits" in results:
+        print({key: round(value, 1) if isinstance(value, float) else value for key, value in results["limits"].items()})
+    for key, value in results.get("updates", {}).items():
+        flops = 6 * num_parameters("1.5B") * value["tokens_per_s"]
+        share = flops / results["limits"]["matmul_tflops"] / 1e12 if "limits" in results else float("nan")
+        print(f"update, {key}: {value['tokens_per_s']:,.0f} tokens/s, {share:.1%} of peak, {value['peak_gib']:.1f} GiB")
+    times = {name: results[name]["step_s"] for name in TRL if name in results}
+    for name, seconds in times.items():
+        print(f"{name}: {seconds:.2f} s/step")
+    for name in CASES:
+        if name in results and "limits" in results:
+            print_case(name, results[name], results["limits"], min(times.values(), default=None))
+
+
+if __name__ == "__main__":
+    main()
