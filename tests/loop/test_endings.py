@@ -35,7 +35,7 @@ def wait_for(condition, timeout_s: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
     task = make_task(tmp_path)
     placement = "{component_placement: {actor: 0, rollout: '@actor'}}"
@@ -88,9 +88,8 @@ def pids_of(role: str, mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("num_engines", "moments"), [(2, [3]), pytest.param(1, [3, 7, 11], marks=pytest.mark.long)], ids=["two", "one"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("num_engines", "moments"), [(2, [3]), (1, [3, 7, 11])], ids=["two", "one"])
 def test_engines_that_are_killed_are_replaced_and_no_bit_changes(num_engines, moments, tmp_path):
     """Scenarios 1 and 2: kill -9 of an engine from outside, most likely in the middle of a rollout."""
     task = make_task(tmp_path)

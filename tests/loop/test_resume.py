@@ -302,6 +302,7 @@ def test_a_second_sigterm_ends_at_once(task):
     assert not list((task / "runs" / "ended" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):

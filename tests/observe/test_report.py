@@ -189,7 +189,7 @@ def test_the_command_writes_beside_one_run_or_here_for_several(tmp_path, monkeyp
 # --- size -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_long_run_with_long_samples_stays_below_the_limit(tmp_path):
     path = make_run(tmp_path / "long", num_steps=20_000, samples_every=1_000, num_tokens=4_000, attack="<<<")
     page = write_report([path], tmp_path / "out.html")

@@ -188,6 +188,7 @@ def test_a_rank_that_dies_while_it_writes_in_the_background(task):
 SILENCE = {"silence_timeout_s": 4}
 
 
+@pytest.mark.long
 def test_an_engine_that_is_stopped_is_ended_and_replaced(task):
     """Scenario 3: seen within the limit, named, killed, replaced; its stack is kept."""
     undisturbed = run_undisturbed(task, num_passes=2)

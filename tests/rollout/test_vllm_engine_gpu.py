@@ -15,8 +15,8 @@ from .conformance import Subject, named_weights, request
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from .test_transformers_engine import random_model  # noqa: E402
-from .test_vllm_engine import MODEL, Shared  # noqa: E402
+from .test_transformers_engine import random_model
+from .test_vllm_engine import MODEL, Shared
 
 pytestmark = [
     pytest.mark.gpu,
