@@ -214,6 +214,44 @@ def measure_vllm(directory: Path) -> dict[str, Any]:
     return {"vllm_tokens_per_s": NUM_SAMPLES * NUM_NEW_TOKENS / min(seconds)}
 
 
+def measure_engine(directory: Path) -> dict[str, Any]:
+    """The same through the engine contract: a seed for each request, log-probs, weights digested and scored."""
+    make_model(directory, "1.5B")
+    from hotseat.loop.engines import EngineSettings, VllmSettings, make_engine
+    from hotseat.types import Request, Sampling
+
+    vllm = VllmSettings(1, 0.4, True, False, str(directory / "engine-{rank}.log"))
+    engine = make_engine(EngineSettings(str(directory / "1.5B"), 1024, 256, (), "bfloat16", 1, vllm=vllm), 0)
+    rng = random.Random(1)
+    sampling = Sampling(max_new_tokens=NUM_NEW_TOKENS)
+    seconds = []
+    for attempt in range(3):
+        prompts = [[rng.randrange(VOCAB_SIZES["1.5B"]) for _ in range(PROMPT_LENGTH)] for _ in range(NUM_PROMPTS)]
+        asked = [
+            Request(f"{attempt}/{p}/{s}", tuple(prompt), sampling, seed=p * 8 + s)
+            for p, prompt in enumerate(prompts)
+            for s in range(GROUP_SIZE)
+        ]
+        start = time.perf_counter()
+        engine.generate(asked)
+        seconds.append(time.perf_counter() - start)
+    found: dict[str, Any] = {"tokens_per_s": NUM_SAMPLES * NUM_NEW_TOKENS / min(seconds)}
+    for name, call in (
+        ("digest", engine.digest),
+        ("score", lambda: engine.score([prompt[:64] for prompt in prompts[:4]])),
+        ("put_aside", lambda: engine.put_aside(["weights", "kv_cache"], keep_weights=False)),
+        ("bring_back", lambda: engine.bring_back(["weights", "kv_cache"])),
+    ):
+        for turn in range(2 if name in ("digest", "score") else 1):
+            start = time.perf_counter()
+            result = call()
+            found[f"{name}_ms, {turn}"] = (time.perf_counter() - start) * 1e3
+            if name in ("put_aside", "bring_back"):
+                found[f"{name}"] = str(result)
+    engine.close()
+    return found
+
+
 # --- updates alone ----------------------------------------------------------------------------------------------------
 
 
@@ -445,7 +483,7 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path("bench-hybrid"))
-    parser.add_argument("--only", nargs="*", help="limits, updates, " + ", ".join((*CASES, *TRL)))
+    parser.add_argument("--only", nargs="*", help="limits, engine, updates, " + ", ".join((*CASES, *TRL)))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     directory = arguments.directory.resolve()
@@ -454,6 +492,8 @@ def main() -> None:
         name = arguments.one
         if name == "limits":
             found = measure_limits(directory)
+        elif name == "engine":
+            found = measure_engine(directory)
         elif name == "updates":
             found = measure_updates(directory)
         else:
@@ -465,7 +505,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU here: nothing measured")
         return
-    for name in arguments.only if arguments.only is not None else ("limits", "updates", *CASES, *TRL):
+    for name in arguments.only if arguments.only is not None else ("limits", "engine", "updates", *CASES, *TRL):
         began = time.time()
         given = [sys.executable, __file__, "--one", name, "--directory", str(directory)]
         ended = subprocess.run(given, env=os.environ)
@@ -473,6 +513,8 @@ def main() -> None:
     results = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
     if "limits" in results:
         print({key: round(value, 1) if isinstance(value, float) else value for key, value in results["limits"].items()})
+    if "engine" in results:
+        print({key: round(value, 1) if isinstance(value, float) else value for key, value in results["engine"].items()})
     for key, value in results.get("updates", {}).items():
         flops = 6 * num_parameters("1.5B") * value["tokens_per_s"]
         share = flops / results["limits"]["matmul_tflops"] / 1e12 if "limits" in results else float("nan")

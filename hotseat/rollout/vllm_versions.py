@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,8 +65,7 @@ class CoreOptions:
     trust_remote_code: bool = False
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What a step brought for one request."""
 
     request_id: str
@@ -160,17 +159,16 @@ class Core:
         """One step of the model. Nothing comes back from the first ones where vLLM keeps a step in flight."""
         found = []
         for output in self._client.get_output().outputs:
-            if str(output.finish_reason) == "error":
+            scores, log_probs, reason = output.new_prompt_logprobs_tensors, output.new_logprobs, output.finish_reason
+            if reason is not None and str(reason) == "error":
                 raise WorkerError(f"vLLM gave up request {output.request_id!r}")
-            scores = output.new_prompt_logprobs_tensors
-            log_probs = output.new_logprobs
             found.append(
                 Sampled(
                     output.request_id,
-                    list(output.new_token_ids),
-                    [] if log_probs is None else [float(row[0]) for row in log_probs.logprobs],
+                    output.new_token_ids,
+                    [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
                     None if scores is None else scores.logprobs[:, 0].tolist(),
-                    output.finish_reason is not None,
+                    reason is not None,
                 )
             )
         return found
