@@ -56,7 +56,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
             "rollout.enforce_eager",
         ),
     ),
-    Unbuilt("rollout.weight_transport", "choosing how weights travel"),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt(
         "algorithm.estimator",
