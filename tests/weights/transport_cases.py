@@ -48,6 +48,8 @@ class Holding:
 
 def serve(connection: Any, device: str) -> None:
     """Answers ("begin", version), ("take", bucket), ("finish", version), ("die", bucket); None ends it."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
     receiver = Receiver(Holding(device))
     connection.send("ready")
     while (message := connection.recv()) is not None:
