@@ -72,9 +72,7 @@ class BroadcastData:
             member = _members.setdefault((self.group, rank), _Member(self, rank))
         try:
             return member.receive(self)
-        except WeightError:
-            raise
-        except RunError:
+        except (DeadlineError, WorkerError):
             _members.pop((self.group, rank), None)
             raise
 
@@ -110,6 +108,8 @@ class Broadcaster:
         started_s = time.monotonic()
         try:
             if self._group is None:
+                # First: NCCL waits without a limit for those who do not come.
+                self._store.wait([f"{rank}/joined" for rank, _ in enumerate(self.audience.receivers, 1)])
                 self._group = _process_group(self.audience, self._port, self._store, 0)
             packed = packed if self.audience.backend == "nccl" else packed.cpu()
             _broadcast(self._group, self.audience, packed, self._store)
@@ -118,7 +118,7 @@ class Broadcaster:
             cause = str(error)
         seconds = time.monotonic() - started_s
         with suppress(RuntimeError):
-            self._store.set(_GIVEN_UP, b"1")  # wakes those who still wait for us
+            self._store.set(_GIVEN_UP, "1")  # wakes those who still wait for us
         self.close()
         who = ", ".join(self._missing()) or "receivers"
         raise _failure(
@@ -140,21 +140,22 @@ class Broadcaster:
         names = self.audience.receivers
         until = time.monotonic() + _GRACE_S
         while True:
-            silent = [n for rank, n in enumerate(names, 1) if not self._has(f"{rank}/joined")]
+            silent = [name for rank, name in enumerate(names, 1) if self._said(rank, "joined") is None]
             silent = silent or [
                 name
                 for rank, name in enumerate(names, 1)
-                if not self._has(f"{rank}/got/{self._sequence}") and not self._has(f"{rank}/failed")
+                if self._said(rank, "got") != str(self._sequence) and self._said(rank, "failed") is None
             ]
             # The last one that has not spoken may only be slow to.
             if len(silent) <= 1 or time.monotonic() > until:
                 return silent
             time.sleep(0.05)
 
-    def _has(self, key: str) -> bool:
+    def _said(self, rank: int, what: str) -> str | None:
+        key = f"{rank}/{what}"
         with suppress(RuntimeError):
-            return bool(self._store.check([key]))
-        return False
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        return None
 
 
 class _Member:
@@ -186,7 +187,7 @@ class _Member:
                 self._buffer = torch.empty(data.num_bytes, dtype=torch.uint8, device=device)
             received = self._buffer[: data.num_bytes]
             _broadcast(self._group, audience, received, self._store)
-            self._store.set(f"{self._rank}/got/{data.sequence}", b"1")
+            self._store.set(f"{self._rank}/got", str(data.sequence))
             self._sequence = data.sequence
             return received
         except RuntimeError as error:
@@ -194,7 +195,7 @@ class _Member:
         seconds = time.monotonic() - started_s
         if self._store is not None:
             with suppress(RuntimeError):
-                self._store.set(f"{self._rank}/failed", b"1")
+                self._store.set(f"{self._rank}/failed", "1")
         self.close()
         name = audience.receivers[self._rank - 1]
         raise _failure(
@@ -213,7 +214,7 @@ class _Member:
             wait_for_workers=False,
             timeout=datetime.timedelta(seconds=audience.timeout_s),
         )
-        self._store.set(f"{self._rank}/joined", b"1")
+        self._store.set(f"{self._rank}/joined", "1")
         self._group = _process_group(audience, self._port, self._store, self._rank)
 
     def close(self) -> None:

@@ -300,7 +300,8 @@ def test_a_broadcast_works_within_one_process(task):
 @pytest.mark.timeout(300)
 def test_two_training_ranks_agree_with_one(task):
     run(task, "name=one")
-    run_command(task, "two", cluster="{runtime: ray, component_placement: {actor: 0-1, rollout: 0}}")
+    cluster = "{runtime: ray, component_placement: {actor: 0-1, rollout: '0,2'}}"
+    run_command(task, "two", "rollout.weight_transport=gloo", cluster=cluster)
     one, two = weights(task, "one"), weights(task, "two")
     for name in one:
         assert (one[name] - two[name]).abs().max() < 1e-5
