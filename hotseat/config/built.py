@@ -45,7 +45,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("flow", "flows other than the task's own"),
     Unbuilt("overlap", "rollout beside training"),
     Unbuilt("train.backend", "the DeepSpeed backend", ("deepspeed",), options=("train.deepspeed",)),
-    Unbuilt("rollout.weight_transport", "choosing how weights travel"),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt(
         "algorithm.estimator",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hotseat import faults
 from hotseat.cluster.group import Group
-from hotseat.weights import check_canary, check_digests
+from hotseat.weights import Audience, BroadcastData, Bucket, Lane, Lanes, check_canary, check_digests, merge
 
 
 @dataclass(frozen=True)
@@ -36,36 +38,56 @@ class PushReport:
 
     version: int
     num_buckets: int
+    num_bytes: int
+    transfer_s: float  # from the first gathering of weights until every engine has loaded all
+    proof_s: float  # digests and canary, on both sides at once
     expected: list[list[float]]  # the trainer's log-probs of the canary
     canary_gap: float | None
 
 
-def push_weights(actor: Group, engines: Group, version: int, canary: Canary) -> PushReport:
+def push_weights(
+    actor: Group, engines: Group, version: int, canary: Canary, lanes: Lanes, audience: Audience | None = None
+) -> PushReport:
     """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them.
 
-    Both sides work at the same time where they can: on a small model the calls themselves are most of the time.
+    Both sides work at the same time where they can: on a small model the calls themselves are most of the time. The
+    next bucket is packed while engines take the last; the one after that waits, since its memory is being read.
     """
-    packing = actor.start("begin_push", version)
+    started_s = time.monotonic()
+    packing = actor.start("begin_push", version, audience)
     engines.call("begin_load", version)
-    has_bucket = packing.result()[0]
-    num_buckets = 0
-    while has_bucket:
-        [bucket] = actor.start("packed", ranks=[0], keep=True).result()
-        taking = engines.start("take_bucket", bucket)
-        has_bucket = actor.call("pack_next")[0]
-        taking.result()
+    packed_bytes: int | None = packing.result()[0]
+    num_buckets = num_bytes = 0
+    while packed_bytes is not None:
+        num_bytes += packed_bytes
+        taking = engines.start_scatter("take_bucket", _hand_out(actor, lanes))
+        sending = actor.start("broadcast", ranks=[0]) if audience is not None else None
+        packing = actor.start("pack_next")
+        taking.result()  # First: an engine that dies says so at once, and whoever sends to it only in the end.
+        if sending is not None:
+            sending.result()
+        packed_bytes = packing.result()[0]
         if num_buckets == 0:
             faults.reach("push.during")
         num_buckets += 1
-    sent: Proof = actor.call("finish_push", canary)[0]
-    assert sent.log_probs is not None
+    transferred_s = time.monotonic()
+    proving = actor.start("finish_push", canary)
     proofs: list[Proof] = engines.call("finish_load", version, canary)
+    sent: Proof = proving.result()[0]
+    assert sent.log_probs is not None
     for rank, found in enumerate(proofs):
         check_digests(version, sent.digests, found.digests, f"engine {rank}")
     answers = [found.log_probs for found in proofs if found.log_probs is not None]
     is_complete = len(answers) == len(proofs)
-    gap = largest_gap(version, sent.log_probs, answers, canary.tolerance) if is_complete else None
-    return PushReport(version, num_buckets, sent.log_probs, gap)
+    return PushReport(
+        version,
+        num_buckets,
+        num_bytes,
+        transfer_s=transferred_s - started_s,
+        proof_s=time.monotonic() - transferred_s,
+        expected=sent.log_probs,
+        canary_gap=largest_gap(version, sent.log_probs, answers, canary.tolerance) if is_complete else None,
+    )
 
 
 def ask_canary(engines: Group, pushed: PushReport, canary: Canary) -> PushReport:
@@ -81,3 +103,23 @@ def largest_gap(
     return max(
         check_canary(version, expected, found, tolerance, f"engine {rank}") for rank, found in enumerate(answers)
     )
+
+
+def _hand_out(actor: Group, lanes: Lanes) -> list[Any]:
+    """The packed bucket for each engine, as its lane takes it. Bytes in host memory stay out of this process."""
+    found: dict[Lane, Any] = {}
+    if "host" in lanes.engines:
+        [found["host"]] = actor.start("packed", "host", ranks=[0], keep=True).result()
+    if "ipc" in lanes.engines:
+        found["ipc"] = merge(actor.call("packed", "ipc", ranks=lanes.sources))
+    if "broadcast" in lanes.engines:
+        [found["broadcast"]] = actor.call("packed", "broadcast", ranks=[0])
+    return [
+        _as_rank(found[lane], rank) if lane == "broadcast" else found[lane]
+        for lane, rank in zip(lanes.engines, lanes.first_ranks, strict=True)
+    ]
+
+
+def _as_rank(bucket: Bucket, rank: int) -> Bucket:
+    assert isinstance(bucket.data, BroadcastData)
+    return replace(bucket, data=replace(bucket.data, first_rank=rank))

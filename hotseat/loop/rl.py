@@ -43,6 +43,7 @@ from hotseat.observe import Journal
 from hotseat.placement import Plan
 from hotseat.train.backend import UpdateReport
 from hotseat.types import Prompt
+from hotseat.weights import LOOPBACK, TIMEOUT_S
 
 COLUMNS = {
     "reward": "reward {:.3f}",
@@ -183,6 +184,8 @@ class RlRun:
             CANARY_TOLERANCE[config.train.dtype],
         )
         self._version = 0
+        self._lanes = settings.weight_lanes(config, plan, self._actor.call("device_type")[0] == "cuda")
+        self._sender_host = _sender_host(plan, cluster)
         self._ledger = ledger
         self._revive = Revival(
             self._engines,
@@ -302,8 +305,14 @@ class RlRun:
         return report
 
     def _push(self, version: int) -> PushReport:
+        audience = self._lanes.audience(
+            # Engines that were replaced must be met anew.
+            self._revive.num_restarts,
+            self._sender_host,
+            min(TIMEOUT_S, self._timeout_s),
+        )
         with self._turn("sync", "actor"):
-            self._pushed = push_weights(self._actor, self._engines, version, self._canary)
+            self._pushed = push_weights(self._actor, self._engines, version, self._canary, self._lanes, audience)
         self._seats.given_weights("rollout")
         return self._pushed
 
@@ -428,6 +437,10 @@ class RlRun:
             "version": float(pushed.version),
             "engine_restarts": float(self._revive.num_restarts),
             "host_restarts": float(self._revive.num_host_restarts),
+            "sync/gb": pushed.num_bytes / 1e9,
+            "sync/transfer_ms": pushed.transfer_s * 1e3,
+            "sync/proof_ms": pushed.proof_s * 1e3,
+            "sync/gb_per_s": pushed.num_bytes / 1e9 / pushed.transfer_s,
             "step_s": seconds,
             "time/driver_cpu": time.process_time() - process_started_s,  # of this process's own work
             "tokens_per_s": metrics["sampled_tokens"] / seconds,
@@ -490,6 +503,14 @@ def _gap_spread(reports: list[UpdateReport]) -> dict[str, float]:
 def _spread(shares: list[list[Any]], num_ranks: int) -> list[list[Any]]:
     """The shares of the actor's ranks over another number of ranks."""
     return [[share for group in shares[rank::num_ranks] for share in group] for rank in range(num_ranks)]
+
+
+def _sender_host(plan: Plan, cluster: Cluster) -> str:
+    """Where engines on other devices meet the actor's first rank."""
+    node = plan.role("actor").processes[0].node
+    if all(process.node == node for process in plan.role("rollout").processes):
+        return LOOPBACK
+    return cluster.nodes[node].address
 
 
 def _keep(config: Config) -> Keep:

@@ -85,6 +85,7 @@ def _start_rl(config: Config) -> dict[str, float]:
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
     batch_algebra(config, num_ranks)
+    _check_transport(config, dry)
     tokenizer = load_tokenizer(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
@@ -111,6 +112,16 @@ def _start_rl(config: Config) -> dict[str, float]:
             final = train_rl(run, journal, saver, found)
         _export(config, run_dir, run.export, tokenizer, journal)
     return final
+
+
+def _check_transport(config: Config, dry: Plan) -> None:
+    """Whether weights can travel as asked, if the devices are of this machine: others are asked when they are there."""
+    import torch
+
+    from hotseat.loop import settings
+
+    if not os.environ.get("RAY_ADDRESS"):
+        settings.weight_lanes(config, dry, torch.cuda.is_available())
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------

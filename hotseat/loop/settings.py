@@ -11,9 +11,11 @@ from hotseat.loop.experience import AdvantageSettings
 from hotseat.loop.losses import PolicyObjective
 from hotseat.loop.planning import VLLM_SLOTS
 from hotseat.loop.workers import BatchSettings, PolicySettings
+from hotseat.placement import Plan
 from hotseat.train.backend import AdamW, Precision, TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
+from hotseat.weights import Lanes, choose_lanes
 
 
 def max_new_tokens(config: Config) -> int:
@@ -146,3 +148,12 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
 
 def train_batches(config: Config) -> BatchSettings:
     return BatchSettings(config.train.micro_batch_size, config.train.max_tokens_per_device)
+
+
+def weight_lanes(config: Config, plan: Plan, is_cuda: bool) -> Lanes:
+    """How weights reach each engine."""
+    actor = [process.devices for process in plan.role("actor").processes]
+    engines = [process.devices for process in plan.role("rollout").processes]
+    if config.cluster.runtime == "local" and is_cuda:
+        engines = [actor[0]] * len(engines)  # One process has one device, whatever the plan calls it.
+    return choose_lanes(actor, engines, is_cuda, config.rollout.weight_transport)

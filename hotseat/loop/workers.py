@@ -32,7 +32,7 @@ from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.packing import split_by_count, split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
-from hotseat.weights import Bucket, Receiver, Sender
+from hotseat.weights import BUCKET_BYTES, Audience, Bucket, Lane, Receiver, Sender
 
 _CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
 
@@ -110,6 +110,9 @@ class ModelWorker:
         """Together."""
         self._backend.load(directory)
 
+    def device_type(self) -> str:
+        return device_of_process().type
+
     def peak_bytes(self) -> int:
         """The most device memory it held since this was last asked."""
         return _peak_bytes()
@@ -145,7 +148,9 @@ class ActorWorker(ModelWorker):
         self._totals: list[StepTotals] = []
         self._recorder: Recorder | None = None
         self._dtype = getattr(torch, engine_dtype)
-        self._sender = Sender(lambda: self._backend.weights(dtype=self._dtype))
+        self._sender = Sender(
+            lambda: self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES), device_of_process()
+        )
 
     # --- learning from a rollout ------------------------------------------------------------------------------------
 
@@ -215,20 +220,26 @@ class ActorWorker(ModelWorker):
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def begin_push(self, version: int) -> bool:
-        """Together. Gather the first bucket; whether there is one."""
-        self._sender.begin(version)
+    def begin_push(self, version: int, audience: Audience | None = None) -> int | None:
+        """Together. Gather the first bucket: its bytes, or None if there is none."""
+        self._sender.begin(version, audience)
         return self._sender.pack_next()
 
-    def pack_next(self) -> bool:
-        """Together. Gather the next bucket; whether there is one."""
+    def pack_next(self) -> int | None:
+        """Together. Gather the next bucket: its bytes, or None if there is none."""
         return self._sender.pack_next()
 
-    def packed(self) -> Bucket:
-        return self._sender.packed()
+    def packed(self, lane: Lane) -> Bucket:
+        """The gathered bucket, for engines on this lane."""
+        return self._sender.packed(lane)
+
+    def broadcast(self) -> None:
+        """The first rank alone: send the gathered bucket to all engines on that lane."""
+        self._sender.broadcast()
 
     def finish_push(self, canary: Canary) -> Proof:
         """Together. Every rank scores all of the canary, so that none waits for another."""
+        self._sender.finish()
         lengths = torch.tensor([0, *map(len, canary.sequences)])
         num_tokens = int(lengths.sum())
         batch = MicroBatch(
@@ -246,6 +257,10 @@ class ActorWorker(ModelWorker):
     def export(self, directory: str) -> None:
         """Together."""
         self._backend.export(Path(directory))
+
+    def close(self) -> None:
+        self._sender.close()
+        super().close()
 
     def _add_moments(self, local: Moments) -> Moments:
         everyone = self._backend.gather_facts(local, "add up the moments of the advantages")

@@ -1,20 +1,21 @@
 """Buckets: many tensors in one block of bytes, so that few large transfers replace many small ones.
 
-A bucket's bytes are a numpy array, which the cluster hands to other processes of a node through shared memory, without
-a copy per receiver.
+A bucket is small itself: it names its tensors, and its `data` says how to get at their bytes. It can be pickled to any
+process, and the bytes come there when it is iterated: mapped, received, or out of the pickle, as its lane has it
+(`host`, `device_ipc`, `broadcast`). An engine that hands its buckets on to worker processes needs to know nothing else.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes; a view of any dtype may start at such an offset
+_FIRST_BLOCK = 1 << 26  # bytes; what a small model makes do with
 
 # By name, not by pickled object: what arrives is data.
 _DTYPES = {
@@ -34,6 +35,13 @@ class Entry:
     num_bytes: int
 
 
+class Data(Protocol):
+    """The way to a bucket's bytes."""
+
+    def open(self) -> Tensor:
+        """[at least the bucket's bytes] uint8, in this process. To be read, not written, until the next bucket."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Part `index` of a push of one version."""
@@ -41,40 +49,73 @@ class Bucket:
     version: int
     index: int
     entries: tuple[Entry, ...]
-    data: np.ndarray  # [num_bytes] uint8
+    data: Data
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, as views of the bytes: others read them too, and the sender will reuse them."""
+        whole = self.data.open()
+        for entry in self.entries:
+            piece = whole[entry.start : entry.start + entry.num_bytes]
+            yield entry.name, piece.view(_DTYPES[entry.dtype]).view(entry.shape)
 
 
-def make_buckets(named: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int) -> Iterator[Bucket]:
-    """Pack tensors in order. A tensor is never cut; one larger than `bucket_bytes` has a bucket of its own."""
-    pending: list[tuple[Entry, Tensor]] = []
-    end = index = 0
-    for name, tensor in named:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if pending and end + num_bytes > bucket_bytes:
-            yield _pack(pending, end, version, index)
-            pending, end, index = [], 0, index + 1
-        # Copied now: the source may reuse its buffer for the next tensor.
-        copy = tensor.detach().to("cpu", copy=True).contiguous()
-        entry = Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, num_bytes)
-        pending.append((entry, copy))
-        end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-    if pending:
-        yield _pack(pending, end, version, index)
+class Packer:
+    """Packs tensors in order into two blocks of memory that take turns: one is filled while the other is read.
 
+    A tensor is never cut; one larger than `bucket_bytes` has a bucket of its own, for which the block grows. Blocks are
+    kept from push to push, so that what other processes know of them stays true.
+    """
 
-def unpack(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, as views of its bytes. They are to be read, not written: others read them too."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        whole = torch.from_numpy(bucket.data)
-    for entry in bucket.entries:
-        piece = whole[entry.start : entry.start + entry.num_bytes]
-        yield entry.name, piece.view(_DTYPES[entry.dtype]).view(entry.shape)
+    def __init__(self, device: torch.device, bucket_bytes: int):
+        self._bucket_bytes = bucket_bytes
+        self._blocks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._turn = 0
+        self._named: Iterator[tuple[str, Tensor]] = iter(())
+        self._next: tuple[str, Tensor] | None = None
 
+    @property
+    def turn(self) -> int:
+        """Which of the two blocks was packed last."""
+        return self._turn
 
-def _pack(pending: list[tuple[Entry, Tensor]], size: int, version: int, index: int) -> Bucket:
-    data = np.empty(size, dtype=np.uint8)
-    whole = torch.from_numpy(data)
-    for entry, tensor in pending:
-        whole[entry.start : entry.start + entry.num_bytes] = tensor.reshape(-1).view(torch.uint8)
-    return Bucket(version, index, tuple(entry for entry, _ in pending), data)
+    @property
+    def block(self) -> Tensor:
+        """The block that was packed last."""
+        return self._blocks[self._turn]
+
+    def begin(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._named = iter(named)
+        self._next = next(self._named, None)
+
+    def pack(self) -> tuple[tuple[Entry, ...], int] | None:
+        """Fill the other block: its entries and bytes; None if nothing is left. The copy may still be under way."""
+        if self._next is None:
+            return None
+        self._turn = 1 - self._turn
+        entries: list[Entry] = []
+        end = used = 0
+        while self._next is not None:
+            name, tensor = self._next
+            num_bytes = tensor.numel() * tensor.element_size()
+            if entries and end + num_bytes > self._bucket_bytes:
+                break
+            self._make_room(used, end + num_bytes)
+            place = self.block[end : end + num_bytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, num_bytes))
+            used = end + num_bytes
+            end = -(-used // ALIGNMENT) * ALIGNMENT
+            self._next = next(self._named, None)  # Only now: the source may reuse its memory for it.
+        return tuple(entries), used
+
+    def _make_room(self, used: int, needed: int) -> None:
+        block = self.block
+        needed = -(-needed // ALIGNMENT) * ALIGNMENT
+        if needed <= block.numel():
+            return
+        size = max(needed, min(self._bucket_bytes, max(2 * block.numel(), _FIRST_BLOCK)))
+        if block.is_cuda:
+            torch.cuda.empty_cache()  # For a segment of its own: one that it shares could not be given back.
+        grown = torch.empty(size, dtype=torch.uint8, device=block.device)
+        grown[:used] = block[:used]
+        self._blocks[self._turn] = grown

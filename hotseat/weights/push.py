@@ -1,9 +1,12 @@
 """A push: begin, buckets in order, finish, check. Either side may be a process of its own.
 
     sender.begin(version)          receiver.begin(version)
-    while sender.pack_next():      receiver.take(sender.packed())      every bucket to every engine
-                                   live = receiver.finish(version)
+    while sender.pack_next():      receiver.take(sender.packed(lane))  every bucket to every engine, by its lane
+          sender.broadcast()                                           meanwhile, if an engine's lane is that
+    sender.finish()                live = receiver.finish(version)
     check_digests(version, sent, live, engine)
+
+A bucket's bytes stay as they are until the second `pack_next` after it: take bucket n before packing bucket n + 2.
 
 The receiver refuses a bucket of another version or out of order. `check_digests` compares what the trainer holds with
 what the engine would use next, tensor by tensor: it catches what was dropped, corrupted, swapped, or arrived and was
@@ -16,12 +19,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hotseat.errors import WeightError
-from hotseat.weights.bucket import Bucket, make_buckets, unpack
+from hotseat.weights.broadcast import Audience, Broadcaster
+from hotseat.weights.bucket import Bucket, Data, Entry, Packer
+from hotseat.weights.device_ipc import Exporter
+from hotseat.weights.host import host_data
+from hotseat.weights.lanes import Lane
 
-BUCKET_BYTES = 1 << 28
+BUCKET_BYTES = 1 << 29
 
 
 class Loads(Protocol):
@@ -34,24 +42,78 @@ class Loads(Protocol):
 
 
 class Sender:
-    """Packs a trainer's weights, one bucket at a time."""
+    """Packs a trainer's weights, one bucket at a time, and says how each lane gets at it."""
 
-    def __init__(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], bucket_bytes: int = BUCKET_BYTES):
+    def __init__(
+        self,
+        weights: Callable[[], Iterator[tuple[str, Tensor]]],
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
         self._weights = weights
-        self._bucket_bytes = bucket_bytes
-        self._buckets: Iterator[Bucket] = iter(())
-        self._packed: Bucket | None = None
+        self._packer = Packer(torch.device(device), bucket_bytes)
+        self._exporter = Exporter()
+        self._broadcaster: Broadcaster | None = None
+        self._audience: Audience | None = None
+        self._is_finished = True
+        self._version = self._index = -1
+        self._entries: tuple[Entry, ...] = ()
+        self._packed: Tensor | None = None  # [bytes of the bucket] uint8
 
-    def begin(self, version: int) -> None:
-        self._buckets = make_buckets(self._weights(), version, self._bucket_bytes)
-        self._packed = None
+    def begin(self, version: int, audience: Audience | None = None) -> None:
+        """audience: of the broadcast, if some engines need one. Others, or a push that failed, make a new group."""
+        group = self._broadcaster
+        if group is not None and (group.audience != audience or group.is_broken or not self._is_finished):
+            group.close()
+            self._broadcaster = None
+        self._audience = audience
+        self._is_finished = False
+        self._version, self._index, self._packed = version, -1, None
+        self._packer.begin(self._weights())
 
-    def pack_next(self) -> bool:
-        """Make the next bucket; whether there is one."""
-        self._packed = next(self._buckets, None)
-        return self._packed is not None
+    def pack_next(self) -> int | None:
+        """Make the next bucket: its bytes, or None if there is none."""
+        found = self._packer.pack()
+        if found is None:
+            self._packed = None
+            return None
+        self._entries, num_bytes = found
+        self._index += 1
+        self._packed = self._packer.block[:num_bytes]
+        if self._packed.is_cuda:
+            torch.cuda.current_stream(self._packed.device).synchronize()  # Other processes read it next.
+        return num_bytes
 
-    def packed(self) -> Bucket:
+    def packed(self, lane: Lane = "host") -> Bucket:
+        """The bucket that was packed last, for an engine on this lane. "broadcast": `broadcast` must follow."""
+        return Bucket(self._version, self._index, self._entries, self._data(lane))
+
+    def _data(self, lane: Lane) -> Data:
+        packed = self._bytes()
+        if lane == "host":
+            return host_data(packed)
+        if lane == "ipc":
+            return self._exporter.shared(self._packer.turn, self._packer.block, packed.numel())
+        if self._broadcaster is None:
+            assert self._audience is not None, "a broadcast needs an audience"
+            self._broadcaster = Broadcaster(self._audience)
+        return self._broadcaster.data(packed.numel())
+
+    def broadcast(self) -> None:
+        """Send the packed bucket's bytes. Raises, naming receivers, after the audience's time limit at the latest."""
+        assert self._broadcaster is not None, "no bucket was packed for a broadcast"
+        self._broadcaster.send(self._bytes())
+
+    def finish(self) -> None:
+        """All buckets were taken."""
+        self._is_finished = True
+
+    def close(self) -> None:
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+            self._broadcaster = None
+
+    def _bytes(self) -> Tensor:
         assert self._packed is not None, "no bucket is packed"
         return self._packed
 
@@ -80,7 +142,7 @@ class Receiver:
                 f" {self._next_index} was due"
             )
         self._next_index += 1
-        self._engine.load_bucket(unpack(bucket))
+        self._engine.load_bucket(bucket)
 
     def finish(self, version: int) -> dict[str, int]:
         """Serve the version; the digest of what is live now."""

@@ -55,12 +55,12 @@ def test_printing_starts_nothing(capsys):
 
 
 def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
-    assert go("train_ppo_ray", "--advantage_estimator group_norm --backend fsdp") == (2, [])
+    assert go("train_ppo_ray", "--advantage_estimator group_norm") == (2, [])
     said = capsys.readouterr().err
     for flag in ("--pretrain: not set", "--prompt_data: not set", "--n_samples_per_prompt: 1: a group of one"):
         assert f"\n  {flag}" in said
     assert "set --remote_rm_url, --reward_pretrain or --agent_func_path\n" in said
-    assert "--engine (vllm by default): the vLLM engine" in said
+    assert "--backend (deepspeed by default): the DeepSpeed backend" in said
 
 
 def test_what_is_not_built_prints_but_does_not_start(capsys):

@@ -52,7 +52,7 @@ def same(a: dict, b: dict) -> bool:
 
 
 def facts(records: list[dict]) -> list[dict]:
-    timing = ("time/", "memory/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
     return [{k: v for k, v in record.items() if not k.startswith(timing)} for record in records]
 
 

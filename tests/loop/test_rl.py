@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 
@@ -64,7 +65,7 @@ def test_a_run_learns_and_leaves_everything_behind(task):
 
 def test_the_same_seed_gives_the_same_curve_to_the_last_digit(task):
     first, second = run(task, "name=a"), run(task, "name=b")
-    timing = ("time/", "memory/", "step_s", "tokens_per_s")
+    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
     for a, b in zip(first, second, strict=True):
         assert {k: v for k, v in a.items() if not k.startswith(timing)} == {
             k: v for k, v in b.items() if not k.startswith(timing)
@@ -200,6 +201,17 @@ def test_batches_that_do_not_divide_are_refused(task):
     assert "train.batch_size 5 does not divide the 16 samples" in refused(BatchError, task, "train.batch_size=5")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_nccl_without_cuda_is_refused(task):
+    message = refused(
+        UserError,
+        task,
+        "rollout.weight_transport=nccl",
+        cluster="{runtime: local, component_placement: {actor: 0, rollout: 1}}",
+    )
+    assert "rollout.weight_transport is nccl" in message
+
+
 def test_fewer_prompts_than_a_step_are_refused(task):
     message = refused(BatchError, task, "rollout.batch_size=16", "train.batch_size=64")
     assert "8 rows in 1 pass(es) are fewer than the 16 of one step" in message
@@ -263,10 +275,33 @@ def test_placement_and_runtime_change_no_bit(task):
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_how_weights_travel_changes_no_bit(task):
+    """One engine beside the actor, two elsewhere: the same over shared memory alone and with a broadcast."""
+    cluster = "{runtime: ray, component_placement: {actor: 0, rollout: 0-2}}"
+    run_command(task, "host", cluster=cluster)
+    run_command(task, "gloo", "rollout.weight_transport=gloo", cluster=cluster)
+    assert same(weights(task, "host"), weights(task, "gloo"))
+    records = read_lines(task / "runs" / "gloo" / "metrics.jsonl")
+    assert [record["version"] for record in records[1:]] == [1.0, 2.0]
+    num_bytes = sum(tensor.nbytes for tensor in weights(task, "gloo").values())
+    assert records[1]["sync/gb"] == pytest.approx(num_bytes / 1e9, rel=0.05)  # tensors start at multiples of 64 bytes
+    assert {"sync/transfer_ms", "sync/proof_ms", "sync/gb_per_s"} <= records[1].keys()
+
+
+def test_a_broadcast_works_within_one_process(task):
+    cluster = "{runtime: local, component_placement: {actor: 0, rollout: 1}}"
+    run(task, "name=host", cluster=cluster)
+    run(task, "name=gloo", "rollout.weight_transport=gloo", cluster=cluster)
+    assert same(weights(task, "host"), weights(task, "gloo"))
+
+
+@pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_two_training_ranks_agree_with_one(task):
     run(task, "name=one")
-    run_command(task, "two", cluster="{runtime: ray, component_placement: {actor: 0-1, rollout: 0}}")
+    cluster = "{runtime: ray, component_placement: {actor: 0-1, rollout: '0,2'}}"
+    run_command(task, "two", "rollout.weight_transport=gloo", cluster=cluster)
     one, two = weights(task, "one"), weights(task, "two")
     for name in one:
         assert (one[name] - two[name]).abs().max() < 1e-5

@@ -37,7 +37,9 @@ def make_faulty_task(directory: Path) -> Path:
     return task
 
 
-def config_text(task: Path, name: str, num_passes: int, placement: str | None, **cluster: float) -> str:
+def config_text(
+    task: Path, name: str, num_passes: int, placement: str | None, transport: str = "", **cluster: float
+) -> str:
     """A run in which every point is reached: it saves and evaluates, and its roles leave their devices."""
     options = "".join(f", {key}: {value}" for key, value in cluster.items())
     runtime = "runtime: local" if placement is None else f"component_placement: {placement}"
@@ -46,7 +48,8 @@ def config_text(task: Path, name: str, num_passes: int, placement: str | None, *
         name=name,
         cluster=f"{{{runtime}{options}}}",
         actor=f"{{model: {task}/model, enable_offload: true, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
-        rollout="{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8, enable_offload: true}",
+        rollout="{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8, enable_offload: true"
+        + (f", weight_transport: {transport}}}" if transport else "}"),
         eval=f"{{path: {task}/prompts.jsonl, every: 2}}",
         checkpoint="{every: 1}",
         train=f"{{dtype: fp32, batch_size: 16, micro_batch_size: 2, num_episodes: {num_passes}}}",
@@ -66,13 +69,14 @@ class Faulty:
     num_passes: int
     placement: str = COLOCATED
     cluster: dict[str, float] = field(default_factory=dict)
+    transport: str = ""
 
     def __post_init__(self) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.run_dir = self.task / "runs" / "disturbed"
         self.faults = self.task / "faults"
         self.faults.mkdir()
-        text = config_text(self.task, "disturbed", self.num_passes, self.placement, **self.cluster)
+        text = config_text(self.task, "disturbed", self.num_passes, self.placement, self.transport, **self.cluster)
         (self.task / "disturbed.yaml").write_text(text)
         self.process: subprocess.Popen | None = None
 

@@ -58,6 +58,21 @@ def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
     assert (last["engine_restarts"], last["host_restarts"], last["samples_failed"]) == (3, 1, 0)
 
 
+def test_engines_that_are_replaced_are_met_anew_by_the_broadcast(task):
+    """Scenario 4, where weights are broadcast: the group of the dead is given up, and the others join the next."""
+    undisturbed = run_undisturbed(task, num_passes=2)
+    with Faulty(task, num_passes=2, placement="{actor: 0, rollout: 1-2}", transport="gloo") as run:
+        run.arm(
+            Fault("push.before", "kill", to="rollout:0", skip=1),
+            Fault("push.during", "kill", to="rollout:1", skip=3),
+        )
+        code, out, errors = run.go()
+        assert code == 0, errors[-3000:]
+        assert run.all_happened()
+        assert out.count("died and is replaced") == 2
+        assert differences(undisturbed, run.run_dir) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("placement", "victim", "delay_s"),

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.errors import WeightError
 from hotseat.rollout import TransformersEngine
-from hotseat.weights import Receiver, Sender, check_canary, check_digests, make_buckets, unpack
+from hotseat.weights import Receiver, Sender, check_canary, check_digests
+from hotseat.weights.host import HostData
 
 
 def make_model(seed: int) -> LlamaForCausalLM:
@@ -46,11 +47,17 @@ def digests(model) -> dict[str, int]:
 
 
 def buckets_of(trainer, version=1, bucket_bytes=2048):
-    sender = Sender(trainer.named_parameters, bucket_bytes)
+    return pack(trainer.named_parameters(), version, bucket_bytes)
+
+
+def pack(named, version=1, bucket_bytes=1024):
+    """Every bucket, each with a copy of its bytes: the sender uses its memory again."""
+    sender = Sender(lambda: iter(named), bucket_bytes=bucket_bytes)
     sender.begin(version)
     found = []
-    while sender.pack_next():
-        found.append(sender.packed())
+    while sender.pack_next() is not None:
+        bucket = sender.packed()
+        found.append(replace(bucket, data=HostData(bucket.data.array.copy())))
     return found
 
 
@@ -66,7 +73,7 @@ def test_buckets_hold_every_tensor_bit_for_bit_in_order(trainer):
     buckets = buckets_of(trainer)
     assert len(buckets) > 2
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
-    found = [pair for bucket in buckets for pair in unpack(bucket)]
+    found = [pair for bucket in buckets for pair in bucket]
     for (name, tensor), (found_name, found_tensor) in zip(trainer.named_parameters(), found, strict=True):
         assert found_name == name
         assert torch.equal(found_tensor, tensor)
@@ -75,16 +82,47 @@ def test_buckets_hold_every_tensor_bit_for_bit_in_order(trainer):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
 def test_buckets_keep_the_dtype(dtype):
     tensor = torch.arange(7).to(dtype)
-    [bucket] = make_buckets([("a", tensor), ("b", tensor[:0])], version=3, bucket_bytes=1024)
-    unpacked = dict(unpack(bucket))
+    [bucket] = pack([("a", tensor), ("b", tensor[:0]), ("c", tensor[3])])
+    unpacked = dict(bucket)
     assert torch.equal(unpacked["a"], tensor)
     assert unpacked["a"].dtype == dtype
     assert unpacked["b"].shape == (0,)
+    assert unpacked["c"].shape == ()
+    assert unpacked["c"] == 3
+
+
+def test_a_transposed_tensor_arrives_as_it_reads():
+    tensor = torch.arange(6.0).view(2, 3).t()
+    [bucket] = pack([("a", tensor)])
+    assert torch.equal(dict(bucket)["a"], tensor)
+
+
+def test_a_bucket_lasts_while_the_next_is_packed():
+    sender = Sender(lambda: iter([(f"w{i}", torch.full((4,), float(i))) for i in range(3)]), bucket_bytes=16)
+    sender.begin(1)
+    assert sender.pack_next() == 16
+    first = sender.packed()
+    assert sender.pack_next() == 16
+    assert dict(first)["w0"].tolist() == [0.0] * 4
+    assert dict(sender.packed())["w1"].tolist() == [1.0] * 4
+    assert sender.pack_next() == 16
+    assert sender.pack_next() is None
+
+
+def test_the_memory_of_one_push_is_used_by_the_next():
+    sender = Sender(lambda: iter([("w", torch.ones(4))]))
+    pointers = []
+    for version in range(4):
+        sender.begin(version)
+        sender.pack_next()
+        pointers.append(dict(sender.packed())["w"].data_ptr())
+        sender.finish()
+    assert pointers[:2] == pointers[2:]
 
 
 def test_a_tensor_above_the_bucket_size_has_a_bucket_of_its_own():
     named = [("small", torch.ones(2)), ("large", torch.ones(100)), ("last", torch.ones(2))]
-    assert [[e.name for e in b.entries] for b in make_buckets(named, 1, 64)] == [["small"], ["large"], ["last"]]
+    assert [[e.name for e in b.entries] for b in pack(named, bucket_bytes=64)] == [["small"], ["large"], ["last"]]
 
 
 def test_a_bucket_is_a_copy_of_the_moment_it_was_packed():
@@ -95,14 +133,14 @@ def test_a_bucket_is_a_copy_of_the_moment_it_was_packed():
             buffer.fill_(value)
             yield f"w{value:.0f}", buffer
 
-    [bucket] = make_buckets(reuse(), 1, 1024)
-    assert {name: tensor.tolist() for name, tensor in unpack(bucket)} == {"w1": [1.0] * 3, "w2": [2.0] * 3}
+    [bucket] = pack(reuse())
+    assert {name: tensor.tolist() for name, tensor in bucket} == {"w1": [1.0] * 3, "w2": [2.0] * 3}
 
 
 def test_read_only_bytes_unpack_without_a_warning(trainer, recwarn):
     bucket = buckets_of(trainer)[0]
-    bucket.data.setflags(write=False)
-    assert dict(unpack(bucket))
+    bucket.data.array.setflags(write=False)
+    assert dict(bucket)
     assert not list(recwarn)
 
 
@@ -150,9 +188,9 @@ def test_a_push_cannot_be_finished_as_another(trainer, engine):
 def test_one_flipped_bit_is_noticed_and_the_tensor_named(trainer, engine):
     buckets = buckets_of(trainer)
     entry = buckets[1].entries[0]
-    data = np.array(buckets[1].data)
+    data = np.array(buckets[1].data.array)
     data[entry.start + 1] ^= 1
-    buckets[1] = replace(buckets[1], data=data)
+    buckets[1] = replace(buckets[1], data=HostData(data))
     with pytest.raises(WeightError, match=rf"engine 0 serves other values of {entry.name} .*1 of"):
         check_digests(1, digests(trainer), push(engine, buckets), "engine 0")
 
