@@ -595,7 +595,6 @@ def test_what_is_not_built_is_named_by_flag_and_default():
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--async_train": "rollout beside training",
         "--backend (deepspeed by default)": "the DeepSpeed backend",
-        "--engine (vllm by default)": "the vLLM engine",
         "--advantage_estimator": "the critic",
         "--lora_rank": "LoRA",
     }
