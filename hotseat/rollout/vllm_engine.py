@@ -58,7 +58,7 @@ class VllmEngine(ThreadedEngine):
             num_slots=num_slots,
             vocab_size=core.vocab_size,
             eos_token_ids=eos_token_ids,
-            device=torch.device("cpu" if core.is_cpu else "cuda"),
+            device=torch.device("cpu") if core.is_cpu else torch.device("cuda", torch.cuda.current_device()),
             num_threads=num_threads,
             version=version,
             call_timeout_s=call_timeout_s,
