@@ -219,7 +219,7 @@ class MicroBatch:
         return TokenLayout(
             mask=self.mask,
             offsets=self.offsets,
-            segment_episode=torch.tensor(segment_episode, dtype=torch.int64, device=self.mask.device),
+            segment_episode=to_device(torch.tensor(segment_episode, dtype=torch.int64), self.mask.device),
             num_episodes=episode + 1,
         )
 
@@ -228,13 +228,20 @@ class MicroBatch:
         if self.token_ids.device == device:
             return self
         return MicroBatch(
-            token_ids=self.token_ids.to(device, non_blocking=True),
-            offsets=self.offsets.to(device, non_blocking=True),
-            mask=self.mask.to(device, non_blocking=True),
-            weights=self.weights.to(device, non_blocking=True),
-            fields={name: values.to(device, non_blocking=True) for name, values in self.fields.items()},
+            token_ids=to_device(self.token_ids, device),
+            offsets=to_device(self.offsets, device),
+            mask=to_device(self.mask, device),
+            weights=to_device(self.weights, device),
+            fields={name: to_device(values, device) for name, values in self.fields.items()},
             sample_ids=self.sample_ids,
         )
+
+
+def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """Without waiting for what the device is doing: from pageable memory the copy would wait for its turn."""
+    if device is not None and device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 # --- residency --------------------------------------------------------------------------------------------------------

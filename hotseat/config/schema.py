@@ -466,6 +466,8 @@ class Train(Section):
     """Keep fp32 master weights beside a 16-bit computation."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    compile: bool | None = None
+    """Compile the model's layers with torch.compile; unset: on a GPU, where there is a C compiler."""
     packing: bool = True
     """Pack sequences without padding."""
     attention: str | None = None

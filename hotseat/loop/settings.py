@@ -62,6 +62,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         ),
         max_grad_norm=optimizer.max_grad_norm or None,
         gradient_checkpointing=train.gradient_checkpointing,
+        compile=train.compile,
         layout="auto" if train.packing else "padded",
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,

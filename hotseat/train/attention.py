@@ -11,23 +11,28 @@ the work, sees them once.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.sym_node import DynamicInt
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hotseat.errors import NotBuiltError
+from hotseat.types import to_device
 
 ATTENTION = "hotseat"
 BLOCKS = "hotseat_blocks"  # the keyword argument that carries `Blocks` from the model's forward to its layers
 
 # Segments down to this share of the longest are gathered into the same rows; shorter ones get rows of their own.
 _LIKE_LENGTH = 0.7
+
+# Older versions take grouped-query heads as they are, newer ones want to be told.
+_ASKS_FOR_GROUPING = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,18 @@ class Blocks:
         has_flash: bool,
     ) -> Blocks:
         """`token` [sum of lengths] names the token at each place of each segment where segments share some."""
-        longest = int(lengths.max())
+        longest = DynamicInt(int(lengths.max()))  # to the compiler a number that changes, not a constant
         if token is None:
             token, is_shared = torch.arange(int(offsets[-1])), False
         else:
             is_shared = True
         places = torch.empty(int(token.max()) + 1, dtype=torch.int64)
         if has_flash:
-            starts = offsets.to(torch.int32).to(device, non_blocking=True)
+            starts = to_device(offsets.to(torch.int32), device)
             if not is_shared:
                 return Blocks(starts, longest)
             _set_rows(places, token, torch.arange(len(token)))
-            return Blocks(starts, longest, (), places.to(device), token.to(device))
+            return Blocks(starts, longest, (), to_device(places, device), to_device(token, device))
         order = torch.argsort(lengths, descending=True, stable=True).tolist()
         sizes = lengths.tolist()
         groups: list[list[int]] = []
@@ -81,9 +86,9 @@ class Blocks:
             tokens = offsets[members, None] + torch.minimum(step, (lengths[members] - 1).clamp(min=0)[:, None])
             is_token = step < lengths[members, None]
             _set_rows(places, token[tokens[is_token]], start + is_token.flatten().nonzero().squeeze(-1))
-            rows.append((token[tokens.flatten()].to(device), len(group), length))
+            rows.append((to_device(token[tokens.flatten()], device), len(group), length))
             start += tokens.numel()
-        return Blocks(None, longest, tuple(rows), places.to(device))
+        return Blocks(None, longest, tuple(rows), to_device(places, device))
 
 
 def _set_rows(target: Tensor, index: Tensor, values: Tensor) -> None:
@@ -167,6 +172,7 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window
     ).transpose(1, 2)
 
 
+@torch.compiler.disable  # each number of groups would be another graph
 def _gathered(
     query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scale: float | None, window: int | None
 ) -> Tensor:
@@ -187,13 +193,11 @@ def _varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     if blocks.copies is not None:
         flat = [gather(tensor, blocks.copies) for tensor in flat]
     is_grouped = query.shape[1] != key.shape[1]
-    extra = {"enable_gqa": True} if is_grouped and _varlen_asks_for_grouping() else {}
+    extra = {"enable_gqa": True} if is_grouped and _ASKS_FOR_GROUPING else {}
     out = varlen_attn(
         *flat,
         offsets,
@@ -205,14 +209,6 @@ def _varlen(
         **extra,
     )
     return (out if blocks.places is None else out.index_select(0, blocks.places)).unsqueeze(0)
-
-
-@functools.cache
-def _varlen_asks_for_grouping() -> bool:
-    """Older versions take grouped-query heads as they are, newer ones want to be told."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 AttentionInterface.register(ATTENTION, causal_attention)

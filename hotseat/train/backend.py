@@ -49,6 +49,7 @@ class TrainOptions:
     schedule: Schedule = field(default_factory=Schedule)
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
     gradient_checkpointing: bool = False
+    compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     layout: LayoutKind = "auto"  # see `packing`
     max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
     timeout_s: float = 600.0  # for one rank to wait for the others

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import shutil
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
 from hotseat import faults
@@ -42,6 +45,7 @@ from hotseat.train.backend import (
     check_temperature,
     needs_entropy,
 )
+from hotseat.train.logprobs import Compiler
 from hotseat.train.packing import model_input
 from hotseat.train.policy import layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
@@ -71,12 +75,16 @@ class FSDPBackend:
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
         unit_bytes: int = 8 << 20,
+        _compiler: Compiler = "inductor",
     ):
         self._options = options
         self._device = torch.device(device)
         loaded = load_model(model, torch.bfloat16 if options.precision == "bf16" else torch.float32, trust_remote_code)
         self._policy, self._layout = prepare_model(
-            loaded, layout=options.layout, gradient_checkpointing=options.gradient_checkpointing
+            loaded,
+            layout=options.layout,
+            gradient_checkpointing=options.gradient_checkpointing,
+            compiler=_compiler if _compiles(options, self._device) else None,
         )
         self._model = loaded
         self._saved_names = set(loaded.state_dict())
@@ -116,19 +124,20 @@ class FSDPBackend:
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         check_temperature(temperature)
         self._need("log_probs", "weights")
-        found = []
+        found: list[tuple[Tensor, MicroBatch]] = []
         try:
             with torch.no_grad():
                 for batch in self._in_step(micro_batches):
                     log_probs = self._forward(batch or _company(), temperature).log_probs
                     if batch is not None:
-                        found.append(log_probs.to(batch.token_ids.device))
+                        found.append((log_probs, batch))
         finally:
             # Without a backward some would keep their gathered weights, and use them after they have changed.
             for module in self._policy.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        each = iter(found)
+        # Only now: each copy waits until the device is done.
+        each = iter([log_probs.to(batch.token_ids.device) for log_probs, batch in found])
         return [next(each) if batch.num_tokens > 0 else torch.zeros(0) for batch in micro_batches]
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float) -> UpdateReport:
@@ -189,8 +198,9 @@ class FSDPBackend:
             if batch is None:
                 (self._forward(_company(), temperature).log_probs * 0.0).sum().backward()
                 continue
+            there = batch.to(self._device)  # before the forward, so that nothing waits for the forward's end
             outputs = self._forward(batch, temperature, needs_entropy(loss))
-            total, sums = loss(outputs, batch.to(self._device))
+            total, sums = loss(outputs, there)
             if not total.requires_grad:
                 raise RunError(
                     f"the loss {type(loss).__name__} has no gradient: compute it from the log_probs (or entropy) of its"
@@ -218,7 +228,7 @@ class FSDPBackend:
         return Outputs(flat(log_probs), None if entropy is None else flat(entropy))
 
     def _norm(self, gradients: list[Tensor]) -> float:
-        squares = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
+        squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
         total = squares.square_().sum()
         if self._ranks.size > 1:
             dist.all_reduce(total)
@@ -466,6 +476,14 @@ class FSDPBackend:
         self._ranks.close()
 
 
+def _compiles(options: TrainOptions, device: torch.device) -> bool:
+    if options.compile is not None:
+        return options.compile
+    # Triton builds a small C library for each kernel.
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("cc", "gcc", "clang")))
+    return device.type == "cuda" and has_triton() and has_compiler
+
+
 def _shard(
     policy: nn.Module,
     model: PreTrainedModel,
@@ -518,13 +536,16 @@ def _adamw(weights: Mapping[str, nn.Parameter], options: TrainOptions) -> torch.
 
 
 def _company() -> MicroBatch:
-    """What a rank without work runs, so that the others are not alone in a collective."""
+    """What a rank without work runs, so that the others are not alone in a collective.
+
+    Of all that is counted, nothing is one and no two are equal: a compiler would take either for a rule.
+    """
     return MicroBatch(
-        token_ids=torch.zeros(2, dtype=torch.int64),
-        offsets=torch.tensor([0, 2]),
-        mask=torch.tensor([False, True]),
-        weights=torch.zeros(2),
-        sample_ids=("",),
+        token_ids=torch.zeros(13, dtype=torch.int64),
+        offsets=torch.tensor([0, 4, 13]),
+        mask=torch.arange(13) >= 11,
+        weights=torch.zeros(13),
+        sample_ids=("", ""),
     )
 
 

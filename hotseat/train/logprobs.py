@@ -7,19 +7,30 @@ With z = (W·h + b) / temperature in float32, for the token y:
 
 Rows are taken in chunks. Forward and backward hold one chunk of logits at a time; backward computes it again, except
 when all rows were one chunk, which forward then keeps.
+
+Operation by operation a 16-bit chunk of logits is gone over in float32 many times: 32 bytes for each of its elements in
+forward, 54 in backward. With a compiler no copy in float32 is made: `_score` reads the logits once or twice,
+`_gradient` reads them once and writes as much. With what the product writes that is 4 or 6 bytes, and 6.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
 
 # Elements of one chunk of logits, in float32 4 bytes each. On a CPU a chunk should stay in the cache, on a GPU it
 # should be large enough to fill it.
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
+# Without copies in float32 twice as many take less memory, and the gradient of the weight is added up half as often.
+_COMPILED_CHUNK_ELEMENTS = 2**28
+
+Compiler = str | Callable[..., Any]
 
 
 def default_chunk_rows(vocab_size: int, device_type: str) -> int:
@@ -35,14 +46,24 @@ def token_log_probs(
     bias: Tensor | None = None,
     with_entropy: bool = False,
     chunk_rows: int | None = None,
+    compiler: Compiler | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each row's target, and the entropy of its distribution if asked.
+
+    `compiler` is the backend that torch.compile gets for what is done with logits; None: operation by operation.
 
     hidden [num_rows, hidden_size], weight [vocab_size, hidden_size], targets [num_rows] int64 -> [num_rows] each, in
     float32 (float64 for float64 input), with gradients for hidden, weight and bias.
     """
-    rows = chunk_rows or default_chunk_rows(weight.shape[0], hidden.device.type)
-    log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, rows)
+    is_large = compiler is not None and hidden.device.type != "cpu"
+    rows = chunk_rows or (
+        max(1, _COMPILED_CHUNK_ELEMENTS // weight.shape[0])
+        if is_large
+        else default_chunk_rows(weight.shape[0], hidden.device.type)
+    )
+    log_probs, entropy = _ChunkedLogProbs.apply(
+        hidden, weight, bias, targets, temperature, with_entropy, rows, compiler
+    )
     return log_probs, entropy if with_entropy else None
 
 
@@ -57,6 +78,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         rows: int,
+        compiler: Compiler | None,
     ) -> tuple[Tensor, Tensor]:
         num_rows = hidden.shape[0]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -66,6 +88,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         logits = None
         for start in range(0, num_rows, rows):
             part = slice(start, start + rows)
+            if compiler is not None:
+                logits = torch.nn.functional.linear(hidden[part], weight, bias)
+                found = _compiled(_score, compiler)(*_any_rows(logits, targets[part]), temperature, with_entropy)
+                log_normalizer[part], log_probs[part] = found[:2]
+                if with_entropy:
+                    entropy[part] = found[2]
+                continue
             logits = _logits(hidden[part], weight, bias, temperature)
             log_normalizer[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_normalizer[part]
@@ -75,7 +104,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad[:3])
         kept = logits if needs_gradient and num_rows <= rows else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy, kept)
-        ctx.temperature, ctx.rows = temperature, rows
+        ctx.temperature, ctx.rows, ctx.compiler = temperature, rows, compiler
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -92,20 +121,28 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=log_normalizer.dtype) if needs_bias else None
         for start in range(0, num_rows, ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = _logits(hidden[part], weight, bias, ctx.temperature) if kept is None else kept
-            log_p = logits - log_normalizer[part, None]
-            grad = log_p.exp()
-            if with_entropy:
-                log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                log_p.add_(grad_log_probs[part, None])
-                grad.mul_(log_p).neg_()
+            if ctx.compiler is not None:
+                logits = torch.nn.functional.linear(hidden[part], weight, bias) if kept is None else kept
+                given = _any_rows(logits, targets[part], log_normalizer[part], grad_log_probs[part])
+                more = _any_rows(entropy[part], grad_entropy[part]) if with_entropy else (None, None)
+                grad = _compiled(_gradient, ctx.compiler)(*given, *more, ctx.temperature)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0, dtype=grad_bias.dtype)
             else:
-                grad.mul_(-grad_log_probs[part, None])
-            grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
-            grad.div_(ctx.temperature)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
+                logits = _logits(hidden[part], weight, bias, ctx.temperature) if kept is None else kept
+                log_p = logits - log_normalizer[part, None]
+                grad = log_p.exp()
+                if with_entropy:
+                    log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                    log_p.add_(grad_log_probs[part, None])
+                    grad.mul_(log_p).neg_()
+                else:
+                    grad.mul_(-grad_log_probs[part, None])
+                grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
+                grad.div_(ctx.temperature)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0)
+                grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
@@ -121,6 +158,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -129,3 +167,51 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     logits = torch.nn.functional.linear(hidden, weight, bias)
     # `to` gives back the same tensor when there is nothing to convert; it is ours either way.
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+
+
+# --- for the compiler -------------------------------------------------------------------------------------------------
+
+
+def _score(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-normalizer, log-prob and entropy [rows] each. logits [rows, vocab_size] before the temperature."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    largest = z.amax(-1, keepdim=True)
+    # Written out, without the cases for infinities of `logsumexp`: what compilers know as the sums of a softmax.
+    log_normalizer = largest.squeeze(-1) + (z - largest).exp().sum(-1).log()
+    log_probs = z.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
+    if not with_entropy:
+        return log_normalizer, log_probs, None
+    return log_normalizer, log_probs, log_normalizer - ((z - log_normalizer[:, None]).exp() * z).sum(-1)
+
+
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_normalizer: Tensor,
+    grad_log_probs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Of the logits before the temperature, in their type: [rows, vocab_size]."""
+    log_p = logits.to(log_normalizer.dtype) / temperature - log_normalizer[:, None]
+    factor = grad_log_probs[:, None]
+    if entropy is not None and grad_entropy is not None:
+        factor = factor + (log_p + entropy[:, None]) * grad_entropy[:, None]
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    grad = torch.where(is_target, grad_log_probs[:, None], 0.0) - log_p.exp() * factor
+    return (grad / temperature).to(logits.dtype)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], compiler: Compiler) -> Callable[..., Any]:
+    return torch.compile(function, backend=compiler)
+
+
+def _any_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The number of rows is a symbol to the compiler, the size of the vocabulary a constant."""
+    for tensor in tensors:
+        maybe_mark_dynamic(tensor, 0)
+    return tensors

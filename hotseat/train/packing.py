@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
-from hotseat.types import MicroBatch
+from hotseat.types import MicroBatch, to_device
 
 LayoutKind = Literal["auto", "padded", "packed", "shared"]
 
@@ -232,10 +232,8 @@ def model_input(
         )
     targets = token_ids[wanted]
     if device is not None and device.type != "cpu":
-        input_ids, rows, targets, wanted = (
-            tensor.to(device, non_blocking=True) for tensor in (input_ids, rows, targets, wanted)
-        )
-        position_ids = None if position_ids is None else position_ids.to(device, non_blocking=True)
+        input_ids, rows, targets, wanted = (to_device(tensor, device) for tensor in (input_ids, rows, targets, wanted))
+        position_ids = None if position_ids is None else to_device(position_ids, device)
     return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hotseat.errors import NotBuiltError
-from hotseat.train.attention import ATTENTION, BLOCKS, gather
-from hotseat.train.logprobs import token_log_probs
+from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
+from hotseat.train.logprobs import Compiler, token_log_probs
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.types import MicroBatch
 
@@ -24,6 +28,7 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
+        self.compiler: Compiler | None = None
 
     def forward(
         self, inputs: ModelInput, temperature: float, with_entropy: bool = False
@@ -39,6 +44,7 @@ class Policy(nn.Module):
             temperature=temperature,
             bias=getattr(head, "bias", None),
             with_entropy=with_entropy,
+            compiler=self.compiler,
         )
 
 
@@ -52,9 +58,16 @@ def load_model(source: str | Path | PreTrainedModel, dtype: torch.dtype, trust_r
 
 
 def prepare_model(
-    model: PreTrainedModel, *, layout: LayoutKind, gradient_checkpointing: bool
+    model: PreTrainedModel,
+    *,
+    layout: LayoutKind,
+    gradient_checkpointing: bool,
+    compiler: Compiler | None = None,
 ) -> tuple[Policy, LayoutKind]:
     """The policy around a loaded model, and the layout it can run.
+
+    `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
+    run as they are.
 
     Dropout is switched off: the log-probs of the update must be of the same distribution as the engine's.
     """
@@ -78,7 +91,46 @@ def prepare_model(
                 " 'padded' or 'auto'"
             )
         layout = "padded"
+    if compiler is not None:
+        # After the probes, which would be compiled for themselves; before sharding, which renames the layers' classes.
+        compile_layers(model, compiler)
+        policy.compiler = compiler
     return policy, layout
+
+
+def compile_layers(model: PreTrainedModel, compiler: Compiler) -> None:
+    """Layer by layer, in place: names and hooks stay. Layers share their code, so that one compilation serves all.
+
+    Only `forward` is compiled: what a wrapper does before and after it, such as gathering its weights, is not.
+    """
+    for layer in layers(model):
+        layer.forward = _of_any_size(torch.compile(layer.forward, backend=compiler))
+
+
+def _of_any_size(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Numbers of rows, tokens and segments are symbols from the first call: other ones compile nothing.
+
+    `dynamic=True` would say so of the sizes of sharded weights too.
+    """
+
+    @functools.wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        _mark_sizes((args, tuple(kwargs.values())))
+        return compiled(*args, **kwargs)
+
+    return forward
+
+
+def _mark_sizes(value: Any) -> None:
+    if isinstance(value, Tensor):
+        # Hidden states and rotations are [rows, tokens, size], of which the last is the model's.
+        num_free = value.ndim - 1 if value.is_floating_point() and value.ndim == 3 else value.ndim
+        maybe_mark_dynamic(value, tuple(range(num_free)))
+    elif isinstance(value, Blocks):
+        _mark_sizes((value.offsets, value.places, value.copies))
+    elif isinstance(value, tuple):
+        for each in value:
+            _mark_sizes(each)
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:

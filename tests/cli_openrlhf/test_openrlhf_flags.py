@@ -123,6 +123,7 @@ WITHOUT_A_FLAG = {
     "rollout.num_slots",
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS
     "algorithm.aggregation",
+    "train.compile",
     "train.fp32_master",
     "train.max_skipped_steps",
     "train.spike_factor",

@@ -82,6 +82,32 @@ def test_varlen_attention_is_the_attention_of_single_segments(window: int | None
         )
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_master"])
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_compiled_layers_are_as_exact_and_compiled_once(precision: Any, layout: Any) -> None:
+    torch._dynamo.reset()
+    found = {}
+    for name, options in (
+        ("exact", replace(OPTIONS, layout="padded")),
+        ("plain", replace(OPTIONS, precision=precision, layout=layout)),
+        ("compiled", replace(OPTIONS, precision=precision, layout=layout, compile=None)),
+    ):
+        backend = make(tiny_model(), options)
+        counts = []
+        for num_segments in (12, 8, 20, 16):
+            batch = groups_of_four(num_segments)
+            log_probs = backend.log_probs([batch], 1.0)[0]
+            report = backend.update(split_by_count(batch, 4), ClippedLoss(), 1.0)
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        found[name] = (log_probs, torch.tensor(report.grad_norm))
+        backend.close()
+    exact = found["exact"][0]
+    assert (found["compiled"][0] - exact).abs().max() <= 2 * (found["plain"][0] - exact).abs().max()
+    torch.testing.assert_close(found["compiled"][1], found["exact"][1], rtol=0.03, atol=0.0)
+    assert 0 < counts[1] == counts[-1]
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
 def test_parts_leave_the_device_and_come_back(precision: Any) -> None:
     results = []

@@ -1,0 +1,155 @@
+"""Compiled layers: the same numbers, and no more compilations than there are kinds of work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import PreTrainedModel
+
+from hotseat.train import FSDPBackend, TrainOptions
+from hotseat.train.logprobs import token_log_probs
+from hotseat.train.policy import layers
+from hotseat.types import MicroBatch
+
+from . import varlen_on_cpu
+from .conformance import OPTIONS, ClippedLoss, assert_close, copy_weights, groups_of_four, some_segments, tiny_model
+from .test_train_models import small
+
+assert varlen_on_cpu
+PACKED = replace(OPTIONS, layout="packed")
+# Scoring, and learning: layers in each, scores of logits in both, their gradient in the second.
+NUM_GRAPHS = 4
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def train(
+    model: PreTrainedModel,
+    options: TrainOptions,
+    batches: Sequence[MicroBatch],
+    compiler: Any,
+    *,
+    has_flash: bool = True,
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Log-probs before each update and weights after the last; how many graphs there were after each update."""
+    options = replace(options, compile=compiler is not None)
+    backend = FSDPBackend(model, options, unit_bytes=0, _compiler=compiler or "none")
+    backend._has_flash = has_flash
+    found, counts = {}, []
+    for index, batch in enumerate(batches):
+        found[f"log-probs {index}"] = backend.log_probs([batch], 0.8)[0]
+        backend.update([batch], ClippedLoss(), 0.8)
+        counts.append(getattr(compiler, "frame_count", 0))
+    found |= copy_weights(backend)
+    backend.close()
+    return found, counts
+
+
+def some_batches(*nums_segments: int) -> list[MicroBatch]:
+    return [some_segments(num, seed=seed) for seed, num in enumerate(nums_segments)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config", "Qwen3Config"])
+def test_compiled_layers_train_alike(config: str) -> None:
+    batches = some_batches(5, 9, 3)
+    expected, _ = train(small(config), PACKED, batches, None)
+    compiler = CompileCounterWithBackend("aot_eager")
+    found, counts = train(small(config), PACKED, batches, compiler)
+    assert_close(found, expected, 1e-5)
+    assert counts == [NUM_GRAPHS] * 3
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(
+    ("options", "has_flash"),
+    [
+        (replace(PACKED, gradient_checkpointing=True), True),
+        (replace(OPTIONS, layout="padded"), False),
+        (PACKED, False),
+        (replace(OPTIONS, layout="shared", precision="bf16"), True),
+        (replace(PACKED, precision="bf16_master"), True),
+    ],
+    ids=["recomputed", "padded", "without the kernel", "shared", "wrapped"],
+)
+def test_it_compiles_what_else_can_be_asked_for(options: TrainOptions, has_flash: bool) -> None:
+    batches = [groups_of_four(num) for num in (8, 12, 4)]
+    expected, _ = train(small("Qwen2Config"), options, batches, None, has_flash=has_flash)
+    compiler = CompileCounterWithBackend("aot_eager")
+    found, counts = train(small("Qwen2Config"), options, batches, compiler, has_flash=has_flash)
+    assert_close(found, expected, 1e-5)
+    assert counts[0] >= NUM_GRAPHS
+    assert counts[1] == counts[2]
+
+
+@pytest.mark.slow
+def test_other_sizes_compile_nothing() -> None:
+    compiler = CompileCounterWithBackend("eager")
+    _, counts = train(tiny_model(), PACKED, some_batches(5, 9, 3, 12, 1, 7, 2, 20), compiler)
+    assert counts == [NUM_GRAPHS] * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [1, 6])
+def test_more_layers_compile_nothing(num_layers: int) -> None:
+    compiler = CompileCounterWithBackend("eager")
+    _, counts = train(small("Qwen2Config", num_hidden_layers=num_layers), PACKED, some_batches(5), compiler)
+    assert counts == [NUM_GRAPHS]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_with_the_compiler_of_torch() -> None:
+    batches = some_batches(5, 9, 3)
+    expected, _ = train(tiny_model(), PACKED, batches, None)
+    found, _ = train(tiny_model(), PACKED, batches, "inductor")
+    assert_close(found, expected, 1e-5)
+
+
+def test_unset_on_a_cpu_compiles_nothing() -> None:
+    backend = FSDPBackend(tiny_model(), replace(OPTIONS, compile=None))
+    assert not any("forward" in vars(layer) for layer in layers(backend._model))
+    backend.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_compiled_scores_and_gradients_of_logits(with_entropy: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((11, 5), (17, 5), (17,))
+    )
+    targets = torch.randint(0, 17, (11,), generator=generator)
+    upstream = torch.randn(2, 11, generator=generator, dtype=torch.float64)
+    compiler = CompileCounterWithBackend("aot_eager")
+    found = []
+    for chosen in (None, compiler):
+        log_probs, entropy = token_log_probs(
+            hidden,
+            weight,
+            targets,
+            temperature=0.7,
+            bias=bias,
+            with_entropy=with_entropy,
+            chunk_rows=4,
+            compiler=chosen,
+        )
+        total = (upstream[0] * log_probs).sum() + (0.0 if entropy is None else (upstream[1] * entropy).sum())
+        found.append([log_probs, entropy, *torch.autograd.grad(total, [hidden, weight, bias])])
+    torch.testing.assert_close(found[1], found[0])
+    assert compiler.frame_count == 2
