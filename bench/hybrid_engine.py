@@ -1,6 +1,6 @@
 """The hybrid engine on one GPU: vLLM and training take turns, phase by phase, beside TRL and the device's own limits.
 
-The main case is a model of Qwen2.5-1.5B's shape with random weights (28 layers, hidden 1536, 151,936 tokens), 32
+The main case is a model of Qwen2.5-1.5B's shape without biases, with random weights (28 layers, hidden 1536, 151,936 tokens), 32
 prompts of 23 tokens x 8 samples x 512 new tokens, one optimizer step, GRPO without a reference, pure bf16, engine share
 0.4. Every answer has its full length: the end token lies outside of the model's vocabulary. Other cases change one
 thing each. TRL samples with vLLM in the same process, with sleep mode, with the same weights' precision; its best of
@@ -87,12 +87,12 @@ def reward_func(queries, prompts, labels):
 
 
 def shape(model: str) -> Any:
-    from transformers import LlamaConfig, Qwen2Config
+    from transformers import LlamaConfig
 
     vocab_size = VOCAB_SIZES[model]
     common = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": vocab_size, "pad_token_id": 0}
     if model == "1.5B":
-        return Qwen2Config(
+        return LlamaConfig(
             hidden_size=1536,
             intermediate_size=8960,
             num_hidden_layers=28,
