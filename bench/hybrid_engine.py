@@ -50,11 +50,10 @@ class Case:
 
 CASES = {
     "bf16": Case("pure bf16, everything stays", steps=10),
-    "aside": Case("pure bf16, engine and trainer put aside in turn", always_aside=True),
-    "master": Case("fp32 masters, engine and trainer put aside in turn", fp32_master=True, always_aside=True),
-    "reference": Case("pure bf16, reference model and KL in the loss", kl=True),
+    "master": Case("fp32 masters, engine and trainer put aside in turn", steps=4, fp32_master=True, always_aside=True),
+    "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
     "8B": Case(
-        "Llama-3-8B's shape, pure bf16", model="8B", steps=3, micro_batch=8, memory_share=0.3, checkpointing=True
+        "Llama-3-8B's shape, pure bf16", model="8B", steps=2, micro_batch=8, memory_share=0.3, checkpointing=True
     ),
 }
 TRL = {  # checkpointing, micro-batch
@@ -311,15 +310,11 @@ def measure_updates(directory: Path) -> dict[str, Any]:
 # --- the runs ---------------------------------------------------------------------------------------------------------
 
 
-def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
+def config_of(directory: Path, name: str) -> Any:
     from hotseat.config import loads
-    from hotseat.loop.planning import make_plan
-    from hotseat.loop.run import start
-    from hotseat.observe import read_lines
 
     case = CASES[name]
-    make_model(directory, case.model)
-    config = loads(
+    return loads(
         CONFIG.format(
             name=f"{name}-{int(time.time())}",
             directory=directory,
@@ -338,6 +333,16 @@ def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
             checkpointing=str(case.checkpointing).lower(),
         )
     )
+
+
+def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
+    from hotseat.loop.planning import make_plan
+    from hotseat.loop.run import start
+    from hotseat.observe import read_lines
+
+    case = CASES[name]
+    make_model(directory, case.model)
+    config = config_of(directory, name)
     began = time.time()
     start(config)
     run_dir = max((directory / "runs").glob(f"{name}-*"))

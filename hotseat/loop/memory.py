@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,14 +18,22 @@ if TYPE_CHECKING:
     from hotseat.cluster.lease import DeviceMemory
 
 
-def held_gib(group: Group, *, is_working: bool) -> float | None:
-    """On a GPU the most that it held since last asked, of a role that has just worked; else its resident memory."""
+@dataclass(frozen=True)
+class GroupMemory:
+    """Of all processes of a role together, in GiB."""
+
+    held: float  # on a GPU the most since last asked; else their resident memory now
+    cached: float  # of what is held now, that nothing uses
+
+
+def group_memory(group: Group) -> GroupMemory | None:
     if has_gpu():
         with contextlib.suppress(RunError):  # whoever works with it next hears of it
-            return sum(group.call("peak_bytes")) / 2**30 if is_working else None
+            found = group.call("held")
+            return GroupMemory(sum(h.peak for h in found) / 2**30, sum(h.cached for h in found) / 2**30)
         return None
     sizes = [_resident_bytes(pid) for pid in set(group.known_pids()) if pid is not None]
-    return sum(sizes) / 2**30 if sizes else None
+    return GroupMemory(sum(sizes) / 2**30, 0.0) if sizes else None
 
 
 class DeviceWatch:

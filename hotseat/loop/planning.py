@@ -223,6 +223,7 @@ def _train_memory(config: Config) -> TrainMemory:
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
         packing=train.packing,
+        sends_weights=config.task == "rl",
     )
 
 

@@ -32,7 +32,7 @@ from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics,
 from hotseat.loop.experience import assign
 from hotseat.loop.host import GroupFacts, HostSettings, RolloutHost
 from hotseat.loop.ledger import Ledger
-from hotseat.loop.memory import DeviceWatch, has_gpu, held_gib
+from hotseat.loop.memory import DeviceWatch, group_memory, has_gpu
 from hotseat.loop.push import Canary, PushReport, ask_canary, push_weights
 from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
 from hotseat.loop.revival import Revival, start_up
@@ -142,6 +142,10 @@ class RlRun:
         self._engines = launch("rollout", EngineWorker, settings.engine_settings(config, eos_token_ids, logs))
         if measures_its_device(config):
             start_up(self._engines, self._say_fault)
+            for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
+                memory = cluster.device_memory(device)
+                if memory is not None:
+                    journal.say(f"with its engines started, device {device} has {memory.used / 2**30:.1f} GiB in use")
         options = settings.train_options(config, algebra.schedule_length)
         self._actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
         self._reference: Group | None = None
@@ -468,13 +472,22 @@ class RlRun:
             started_s = time.monotonic()
             self._watch.peaks_gib()
             yield
-        for device, gib in self._watch.peaks_gib().items():
-            self._memory[f"memory/{phase}/device {device}"] = gib
         self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
+        self._note_memory(phase, role)
+
+    def _note_memory(self, phase: str, role: str) -> None:
+        """Of each role, and of each device: there without what idle roles have cached, which they can give back."""
+        peaks, cached = self._watch.peaks_gib(), 0.0
         for name, group in self._groups.items():
-            held = held_gib(group, is_working=name == role)
-            if held is not None:
-                self._memory[f"memory/{phase}/{name}"] = held
+            found = group_memory(group)
+            if found is None:
+                continue
+            if name == role or not has_gpu():
+                self._memory[f"memory/{phase}/{name}"] = found.held
+            if name != role:
+                cached += found.cached
+        for device, gib in peaks.items():
+            self._memory[f"memory/{phase}/device {device}"] = gib - cached / max(1, len(peaks))
 
     def _policy_settings(self) -> Any:
         return settings.policy_settings(self._config, self._algebra.optimizer_steps_per_step, self._kl.coefficient)

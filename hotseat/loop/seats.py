@@ -82,6 +82,7 @@ class Seats:
             remaining_s = max(1.0, self._timeout_s - (time.monotonic() - started_s))
             self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
             self._since_s = time.time()
+        self._make_room(step)
         self._bring_back(step)
         yield
 
@@ -158,6 +159,21 @@ class Seats:
                 share = given_up.get((holder.group, holder.rank), 0) // len(devices)
                 self._lease.report(holder, dict.fromkeys(devices, share))
             self._lease = None
+
+    def _make_room(self, step: Step) -> None:
+        """Where memory is short, idle roles give back what their allocators hold and nothing uses."""
+        for group in self._plan.groups:
+            at = next(found for found in group.steps if found.step == step.name)
+            working = sum(term.gib for term in at.terms if term.part is None and term.role in at.roles)
+            for first, last in group.devices:
+                for device in range(first, last + 1):
+                    memory = self._measure(device)
+                    if memory is None or memory.total is None or memory.used / GIB + working <= memory.total / GIB:
+                        continue
+                    for (role, rank), process in self._processes.items():
+                        if device in process.devices and role not in step.roles and role in self._groups:
+                            if role != "rollout":  # an engine's allocator holds nothing that it does not use
+                                self._groups[role].call("release_cache", ranks=[rank], timeout_s=self._timeout_s)
 
     def _bring_back(self, step: Step) -> None:
         for (role, rank), aside in self._aside.items():

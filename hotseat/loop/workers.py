@@ -37,12 +37,20 @@ from hotseat.weights import BUCKET_BYTES, Audience, Bucket, Lane, Receiver, Send
 _CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
 
 
-def _peak_bytes() -> int:
+@dataclass(frozen=True)
+class Held:
+    """Device memory of a process, in bytes."""
+
+    peak: int  # the most that its allocator held since this was last asked
+    cached: int  # that its allocator holds now, and nothing uses
+
+
+def _held() -> Held:
     if not torch.cuda.is_available():
-        return 0
+        return Held(0, 0)
     peak = torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    return peak
+    return Held(peak, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
 @dataclass(frozen=True)
@@ -113,9 +121,13 @@ class ModelWorker:
     def device_type(self) -> str:
         return device_of_process().type
 
-    def peak_bytes(self) -> int:
-        """The most device memory it held since this was last asked."""
-        return _peak_bytes()
+    def held(self) -> Held:
+        return _held()
+
+    def release_cache(self) -> None:
+        """Give memory that nothing uses back to the device."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.put_aside(parts)
@@ -342,8 +354,8 @@ class EngineWorker:
     def score(self, canary: Canary) -> list[list[float]]:
         return self._engine.score(canary.sequences, canary.temperature)
 
-    def peak_bytes(self) -> int:
-        return _peak_bytes()
+    def held(self) -> Held:
+        return _held()
 
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._engine.put_aside(parts, keep_weights=keep_weights)

@@ -144,9 +144,11 @@ def _share_that_fits(here: _Step, role: str) -> float | None:
     layout = own.layout
     if layout.share is None or layout.device_gib is None:
         return None
-    room = (here.capacity - here.used({role: None})) / layout.device_gib / layout.procs_per_device
-    share = math.floor(min(room, 1.0) * 100) / 100
     memory = own.estimate(role)
+    # What an engine keeps beside its share.
+    beside = total(memory.fixed) if memory is not None and isinstance(own.memory, EngineMemory) else 0.0
+    room = (here.capacity - here.used({role: None}) - beside) / layout.device_gib / layout.procs_per_device
+    share = math.floor(min(room, 1.0) * 100) / 100
     least = memory.min_share if memory is not None and memory.min_share is not None else 0.0
     if least > layout.share:  # it needs more, not less: the least that lets it start
         share = min(share, math.ceil(least * 100) / 100)

@@ -1,7 +1,8 @@
 """How much memory a role takes: named terms, each with its arithmetic, all per device unless said otherwise.
 
-Nothing here is measured. The constants below are the assumptions; a calibration against real devices changes them and
-nothing else. N is the number of parameters of the model, GiB are 2^30 bytes.
+The constants below are the assumptions; a calibration against real devices changes them and nothing else. Those marked
+"measured" come from a model of 1.5B parameters beside vLLM 0.25 on an H200 (bench/hybrid_engine.py). N is the number of
+parameters of the model, GiB are 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from hotseat.placement.shapes import ModelShape
 GIB = 2**30
 
 # --- assumptions ------------------------------------------------------------------------------------------------------
-CONTEXT_GIB = 0.5  # driver context, library handles and kernels that a process keeps on every device it uses
+CONTEXT_GIB = 1.0  # driver context, library handles and kernels that a process keeps on every device; measured
 COMMUNICATOR_GIB = 0.4  # collective buffers of a process that talks to others of its role
-WEIGHT_BUCKET_GIB = 1.0  # staging of a weight push, on the sending and on the receiving side
+WEIGHT_BLOCK_GIB = 0.5  # of the two blocks in which weights are sent, unless one weight is larger
 ALLOCATOR_SLACK = 0.08  # of a trainer's working memory: fragments that the caching allocator cannot use
 LOGITS_CHUNK_TOKENS = 1024  # tokens whose logits exist at once where log-probs are chunked
 FP32 = 4  # bytes; losses, norms and log-softmax are in fp32 whatever the model's dtype
@@ -29,8 +30,8 @@ DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gath
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
 STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist during the optimizer step
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
-ENGINE_WORKSPACE_GIB = 0.5  # attention workspace, sampler and input buffers of an engine
-CUDA_GRAPH_GIB_PER_LAYER = 0.02  # captured graphs of an engine
+ENGINE_WORKSPACE_GIB = 1.0  # attention workspace, sampler and input buffers of an engine; measured
+CUDA_GRAPH_GIB_PER_LAYER = 0.14  # captured graphs of an engine, outside of its memory share; measured
 HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
 FITS_BELOW = 0.9  # of a device's memory: at most this fits well
 # ----------------------------------------------------------------------------------------------------------------------
@@ -75,6 +76,7 @@ class TrainMemory:
     gradient_checkpointing: bool = True
     packing: bool = True
     chunked_logprobs: bool = True
+    sends_weights: bool = False  # to engines: the blocks for it are kept from push to push
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -228,8 +230,15 @@ def _slack(role: str, terms: list[Term]) -> tuple[Term, ...]:
     return (*terms, slack)
 
 
-def _push(role: str, name: str) -> tuple[Term, ...]:
-    return (Term(role, name, WEIGHT_BUCKET_GIB, "constant"),)
+def _blocks(role: str, name: str, model: ModelShape, count: int) -> Term:
+    """Memory through which weights are sent, a block being read while the next is filled, or received."""
+    largest = model.vocab_size * model.hidden_size * 2 / GIB
+    return Term(
+        role,
+        name,
+        count * max(WEIGHT_BLOCK_GIB, largest),
+        f"{count} x the larger of {WEIGHT_BLOCK_GIB} GiB and {_n(model.vocab_size)} x {_n(model.hidden_size)} x 2 B",
+    )
 
 
 def _per(divisor: int, what: str) -> str:
@@ -292,10 +301,13 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         # Activations are gone when the optimizer steps, so the larger of the two is the peak.
         "train": _slack(role, back if total(back) >= total(step) else step),
         "forward": _slack(role, forward),
-        "push": _push(role, "weight bucket, sending"),
-        "receive": _push(role, "weight bucket, receiving"),
+        "push": (),
+        "receive": (_blocks(role, "weight block, receiving", model, 1),),
     }
-    return RoleMemory(_fixed(role, layout, layout.num_procs > 1), parts, working, tuple(host))
+    fixed = _fixed(role, layout, layout.num_procs > 1)
+    if memory.sends_weights and layout.has_device:
+        fixed += (_blocks(role, "weight blocks, sending", model, 2),)
+    return RoleMemory(fixed, parts, working, tuple(host))
 
 
 def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
@@ -429,7 +441,7 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
     terms += _forward_terms(role, model, memory, memory.micro_batch, memory.weight_bytes, tp)
     working: dict[Activity, tuple[Term, ...]] = {
         "forward": _slack(role, terms),
-        "receive": _push(role, "weight bucket, receiving"),
+        "receive": (_blocks(role, "weight block, receiving", model, 1),),
     }
     parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,)}
     return RoleMemory(_fixed(role, layout, shards > 1 or tp > 1), parts, working, tuple(host))
@@ -472,13 +484,14 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     )
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
     one = memory.max_tokens * per_token / GIB
-    rest = total(fixed) + weights.gib + workspace.gib
+    # The share covers weights, cache and what a step needs; context and graphs come on top.
+    rest = weights.gib + workspace.gib
     min_share = None
     if layout.share is not None and layout.device_gib is not None:
         left = layout.share * layout.device_gib - rest
         held = int(max(left, 0.0) * GIB / per_token)
         formula = (
-            f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, workspace, context)"
+            f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, workspace)"
             f" = {_n(held)} tokens of {_n(per_token)} B"
         )
         cache = Term(role, "kv cache", max(left, one), formula, Part.KV_CACHE)
@@ -489,7 +502,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     working: dict[Activity, tuple[Term, ...]] = {
         "generate": (workspace,),
         "forward": (workspace,),
-        "receive": _push(role, "weight bucket, receiving"),
+        "receive": (_blocks(role, "weight block, receiving", model, 1),),
     }
     parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,), Part.KV_CACHE: (cache,)}
     return RoleMemory(tuple(fixed), parts, working, (process_on_host(role),), min_share)

@@ -15,6 +15,7 @@ from hotseat.config import loads
 from hotseat.errors import BatchError, DataError, HotseatError, NotBuiltError, RewardError, RunError, UserError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
+from hotseat.rollout import TransformersEngine
 
 pytestmark = pytest.mark.slow
 
@@ -193,8 +194,7 @@ def test_what_a_run_lacks_is_said_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    rollout = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
-    assert "rollout.engine" in refused(NotBuiltError, task, rollout=rollout)
+    assert "train.lora.rank" in refused(NotBuiltError, task, train="{dtype: fp32, lora: {rank: 8}}")
 
 
 def test_batches_that_do_not_divide_are_refused(task):
@@ -305,3 +305,27 @@ def test_two_training_ranks_agree_with_one(task):
     one, two = weights(task, "one"), weights(task, "two")
     for name in one:
         assert (one[name] - two[name]).abs().max() < 1e-5
+
+
+def test_an_engine_that_scores_with_its_cache_answers_the_canary_in_its_turn(task, monkeypatch):
+    """Its cache is away while weights come, so the answer follows before anything is sampled."""
+    offload = {
+        "actor": f"{{model: {task}/model, enable_offload: true, optimizer: {{learning_rate: 1e-2}}}}",
+        "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8, enable_offload: true}",
+    }
+    run(task, name="at-once", **offload)
+    monkeypatch.setattr(TransformersEngine, "scores_with", frozenset({"weights", "kv_cache"}))
+    records = run(task, name="later", **offload)
+    assert "canary_gap" not in records[-1]  # its answer is due with the next rollout
+    assert same(weights(task, "at-once"), weights(task, "later"))
+
+
+def test_a_canary_that_is_answered_later_still_stops_the_run(task, monkeypatch):
+    monkeypatch.setattr(TransformersEngine, "scores_with", frozenset({"weights", "kv_cache"}))
+    score = TransformersEngine.score
+    monkeypatch.setattr(
+        TransformersEngine, "score", lambda *args: [[value - 1.0 for value in row] for row in score(*args)]
+    )
+    offload = "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8, enable_offload: true}"
+    with pytest.raises(RunError, match="engine 0 and the trainer disagree on version 0"):
+        run(task, rollout=offload)

@@ -175,3 +175,26 @@ def test_seconds_and_bytes_of_hand_overs_are_counted_since_last_asked() -> None:
     )  # the actor leaves, the engine leaves, the actor comes
     assert spent["put_aside_s"] >= 0
     assert seats.spent() == {}
+
+
+def test_idle_roles_give_back_what_they_cached_where_memory_is_short() -> None:
+    class Caching(FakeGroup):
+        def call(self, method, *args, ranks, timeout_s):
+            if method == "release_cache":
+                self.calls.append((method, tuple(ranks)))
+                return [None]
+            return super().call(method, *args, ranks=ranks, timeout_s=timeout_s)
+
+    text = """
+cluster: {component_placement: {actor: 0, rollout: "@actor"}}
+actor: {shape: {hidden_size: 1536, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2,
+  intermediate_size: 8960, vocab_size: 151936, tie_word_embeddings: true, model_type: qwen2}}
+rollout: {engine: vllm, memory_share: 0.4}
+"""
+    for used_gib, calls in ((60, []), (138, [("release_cache", (0,))])):
+        memory = DeviceMemory(used_gib << 30, 139 << 30)
+        seats, groups = make_seats(text, "1x1xH200", measure=lambda device, memory=memory: memory)
+        groups["actor"] = seats._groups["actor"] = Caching("actor", 1)
+        with seats.turn("rollout", "rollout"):
+            pass
+        assert groups["actor"].calls == calls
