@@ -1,10 +1,10 @@
 """The hybrid engine on one GPU: vLLM and training take turns, phase by phase, beside TRL and the device's own limits.
 
-The main case is a model of Qwen2.5-1.5B's shape without biases, with random weights (28 layers, hidden 1536, 151,936 tokens), 32
-prompts of 23 tokens x 8 samples x 512 new tokens, one optimizer step, GRPO without a reference, pure bf16, engine share
-0.4. Every answer has its full length: the end token lies outside of the model's vocabulary. Other cases change one
-thing each. TRL samples with vLLM in the same process, with sleep mode, with the same weights' precision; its best of
-four settings counts.
+The main case is a model of Qwen2.5-1.5B's shape without biases, with random weights (28 layers, hidden 1536, 151,936
+tokens), 32 prompts of 23 tokens x 8 samples x 512 new tokens, one optimizer step, GRPO without a reference, pure bf16,
+engine share 0.4. Every answer has its full length: the end token lies outside of the model's vocabulary. Other cases
+change one thing each. TRL samples with vLLM in the same process, with sleep mode, with the same weights' precision; its
+best of four settings counts.
 
     python bench/hybrid_engine.py                     every case, one after another
     python bench/hybrid_engine.py --only limits bf16  some; results stay in --directory, and all of them are printed
@@ -49,7 +49,7 @@ class Case:
 
 
 CASES = {
-    "bf16": Case("pure bf16, everything stays", steps=10),
+    "bf16": Case("pure bf16, everything stays", steps=6),
     "master": Case("fp32 masters, engine and trainer put aside in turn", steps=4, fp32_master=True, always_aside=True),
     "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
     "8B": Case(
@@ -359,7 +359,7 @@ def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
     }
 
 
-def run_trl(directory: Path, name: str, num_steps: int = 3) -> dict[str, Any]:
+def run_trl(directory: Path, name: str, num_steps: int = 2) -> dict[str, Any]:
     import torch
     from datasets import load_dataset
     from transformers import TrainerCallback

@@ -28,7 +28,7 @@ RECOMPUTE_PEAK = 1.5  # a recomputed layer: its activations and the gradients on
 FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
-STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist during the optimizer step
+STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist in DeepSpeed's optimizer step
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
 ENGINE_WORKSPACE_GIB = 1.0  # attention workspace, sampler and input buffers of an engine; measured
 CUDA_GRAPH_GIB_PER_LAYER = 0.14  # captured graphs of an engine, outside of its memory share; measured
@@ -286,7 +286,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         role, model, _tokens(memory, memory.micro_batch), memory.chunked_logprobs, memory.compute_bytes, tp, 2
     )
     step: list[Term] = []
-    if not memory.optimizer_offload:
+    if memory.backend == "deepspeed" and not memory.optimizer_offload:  # a fused AdamW needs nothing but its state
         step = [
             _bytes(
                 role,
