@@ -95,6 +95,9 @@ class Core:
                 distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
                 enable_prefix_caching=options.prefix_caching,
                 enforce_eager=options.enforce_eager or is_cpu,
+                # Where a step ends inside a prompt, vLLM winds back the generator of the request's seed: a CPU's has
+                # no offset to wind. There a prompt waits for a step that has room for all of it.
+                enable_chunked_prefill=False if is_cpu else None,
                 trust_remote_code=options.trust_remote_code,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # sampling is what a request says, not what the model's files say

@@ -304,6 +304,18 @@ def many_callers_share_few_slots(subject: Subject) -> None:
             assert engine.generate(requests) == completions
 
 
+def prompts_that_are_too_much_for_one_step_are_answered_like_others(subject: Subject) -> None:
+    # vLLM's CPU build computes 2048 tokens in a step: the seventh prompt is the one that would have to be cut.
+    model = subject.model(0)
+    asked = [request(f"{n}", [(n + t) % 60 for t in range(330)], seed=n, max_new_tokens=4) for n in range(10)]
+    with subject.engine(num_slots=10, max_length=400) as engine:
+        completions = engine.generate(asked, timeout_s=PATIENCE_S)
+        assert_same(subject, engine.generate([asked[6]])[0], completions[6])
+    for one, completion in zip(asked, completions, strict=True):
+        expected = reference_log_probs(model, [*one.token_ids, *completion.token_ids], 1.0)[len(one.token_ids) :]
+        assert completion.log_probs == pytest.approx(expected, abs=subject.tolerance)
+
+
 # --- abort, pause, close ----------------------------------------------------------------------------------------------
 
 
@@ -589,6 +601,7 @@ CHECKS: list[Callable[[Subject], None]] = [
     the_seed_decides,
     neither_company_nor_order_nor_slots_change_a_completion,
     many_callers_share_few_slots,
+    prompts_that_are_too_much_for_one_step_are_answered_like_others,
     abort_gives_what_there_is_and_frees_the_slot,
     pause_keeps_sequences_and_they_go_on_under_new_weights,
     pause_and_resume_change_nothing_else,
