@@ -66,25 +66,28 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
 
 
 def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Engine:
-    os.environ.update(vllm_engine.log_to(Path(vllm.log.format(rank=rank))))
+    log = Path(vllm.log.format(rank=rank))
+    os.environ.update(vllm_engine.log_to(log))
     on_cpu = device_of_process().type == "cpu"
     share = vllm.memory_share if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
-    core = vllm_engine.Core(
-        vllm_engine.CoreOptions(
-            model=settings.model,
-            dtype=settings.dtype,
-            max_length=settings.max_length,
-            num_slots=settings.num_slots,
-            tensor_parallel_size=vllm.tensor_parallel_size,
-            memory_share=share,
-            kv_cache_bytes=None
-            if share is not None
-            else vllm_engine.cache_bytes(settings.model, settings.dtype, settings.num_slots * settings.max_length),
-            prefix_caching=vllm.prefix_caching,
-            enforce_eager=vllm.enforce_eager,
-            trust_remote_code=settings.trust_remote_code,
-        )
+    options = vllm_engine.CoreOptions(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_length=settings.max_length,
+        num_slots=settings.num_slots,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        memory_share=share,
+        kv_cache_bytes=None
+        if share is not None
+        else vllm_engine.cache_bytes(settings.model, settings.dtype, settings.num_slots * settings.max_length),
+        prefix_caching=vllm.prefix_caching,
+        enforce_eager=vllm.enforce_eager,
+        trust_remote_code=settings.trust_remote_code,
     )
+    try:
+        core = vllm_engine.Core(options)
+    except Exception as error:
+        raise vllm_engine.start_error(error, settings.model, log) from None
     return vllm_engine.VllmEngine(
         core,
         vllm_engine.weight_names(settings.model, settings.trust_remote_code),

@@ -231,10 +231,6 @@ def _settings(options: CoreOptions) -> Iterator[bool]:
     if not is_cpu:
         yield False
         return
-    import vllm._custom_ops as operators
-
-    # With oneDNN linear layers are repacked, and the weights that are pushed have nowhere to go.
-    operators._supports_onednn = False
     set_num_threads = torch.set_num_threads
     try:
         yield True
@@ -243,6 +239,20 @@ def _settings(options: CoreOptions) -> Iterator[bool]:
 
 
 # --- inside a worker --------------------------------------------------------------------------------------------------
+
+
+def leave_weights_in_place() -> None:
+    """On a CPU vLLM repacks the weights of linear layers, and those that are pushed would have nowhere to go."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]) -> None:
