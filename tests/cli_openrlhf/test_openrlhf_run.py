@@ -60,7 +60,18 @@ def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
     for flag in ("--pretrain: not set", "--prompt_data: not set", "--n_samples_per_prompt: 1: a group of one"):
         assert f"\n  {flag}" in said
     assert "set --remote_rm_url, --reward_pretrain or --agent_func_path\n" in said
-    assert "--engine (vllm by default): the vLLM engine" in said
+    assert "not part of this version" not in said
+
+
+def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").touch()
+    text = COMPLETE["train_ppo_ray"].replace(" --engine transformers", "")
+    assert main("train_ppo_ray", text.split(), {}) == 2
+    said = capsys.readouterr().err
+    assert "--engine: vLLM is not installed: pip install 'hotseat[vllm]'" in said
+    assert "or set --engine to transformers" in said
 
 
 def test_what_is_not_built_prints_but_does_not_start(capsys):

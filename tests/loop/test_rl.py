@@ -192,8 +192,7 @@ def test_what_a_run_lacks_is_said_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    rollout = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
-    assert "rollout.engine" in refused(NotBuiltError, task, rollout=rollout)
+    assert "train.lora.rank: LoRA" in refused(NotBuiltError, task, "train.lora.rank=8")
 
 
 def test_batches_that_do_not_divide_are_refused(task):
