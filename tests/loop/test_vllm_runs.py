@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +61,10 @@ class Ended:
         return read_lines(self.directory / "metrics.jsonl")
 
 
+def mark_of(name: str) -> str:
+    return f"{os.getpid()}-{name}"
+
+
 def run(task: Path, name: str, placement: str, *overrides: str, faults: Sequence[Fault] = (), **changes: str) -> Ended:
     """`hotseat run`, in a process of its own."""
     cluster = f"{{runtime: ray, component_placement: {placement}}}"
@@ -67,7 +74,7 @@ def run(task: Path, name: str, placement: str, *overrides: str, faults: Sequence
     armed.mkdir()
     for number, fault in enumerate(faults):
         fault.arm(armed, f"{number}-{fault.by}")
-    mark = f"{os.getpid()}-{name}"
+    mark = mark_of(name)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_", "VLLM_"))}
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
     try:
@@ -101,6 +108,7 @@ def colocated(task: Path) -> Ended:
         "log.samples_every=1",
         "log.samples_per_step=16",
         "rollout.enable_offload=true",
+        "rollout.memory_share=0.95",
     )
 
 
@@ -123,10 +131,13 @@ def test_a_colocated_run_learns_says_what_it_measured_and_leaves_nothing_behind(
 
 
 def test_what_vllm_cannot_do_on_a_cpu_is_said_once_and_nothing_is_put_aside(colocated: Ended) -> None:
-    said = "rollout.enable_offload: no effect here: on a CPU vLLM cannot put its weights and its cache aside"
-    assert " ".join(colocated.said.split()).count(said) == 1
     plan = json.loads((colocated.directory / "plan.json").read_text())
-    assert said in plan["warnings"]
+    for said in (
+        "rollout.enable_offload: no effect here: on a CPU vLLM cannot put its weights and its cache aside",
+        "rollout.memory_share: no effect here: on a CPU vLLM's cache has the size that its sequences need",
+    ):
+        assert " ".join(colocated.said.split()).count(said) == 1
+        assert said in plan["warnings"]
     assert not any("time/put_aside" in record for record in colocated.metrics)
 
 
@@ -259,21 +270,42 @@ def test_weights_that_are_damaged_are_named_by_the_engine(tmp_path: Path) -> Non
     assert "started again" not in ended.said + ended.complained
 
 
+def kill_rank(mark: str, metrics: Path) -> None:
+    """The second tensor-parallel rank of the engine of a run, after its first step."""
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        if metrics.exists() and len(read_lines(metrics)) > 1:
+            ranks = [pid for pid in marked(MARK, [mark]) if b"Worker_TP1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            if ranks:
+                os.kill(ranks[0], signal.SIGKILL)
+                return
+
+
 @pytest.mark.long
-def test_an_engine_over_two_devices_is_killed_and_replaced(task: Path, colocated: Ended) -> None:
-    """With it go the processes that it had started; the run goes on, and learns the same."""
-    kill = Fault("generation.during", "kill", by="rollout:0", skip=3)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["engine", "rank"])
+def test_an_engine_over_two_devices_is_replaced_when_any_of_its_processes_is_killed(
+    task: Path, colocated: Ended, victim: str
+) -> None:
+    """With one go all the others; the run goes on, and learns the same."""
+    name = f"killed-{victim}"
+    faults = [Fault("generation.during", "kill", by="rollout:0", skip=3)] if victim == "engine" else []
+    killer = threading.Thread(
+        target=kill_rank, args=(mark_of(name), task / "runs" / name / "metrics.jsonl"), daemon=True
+    )
+    if victim == "rank":
+        killer.start()
     cut = run(
         task,
-        "cut",
+        name,
         "{actor: 0, rollout: 1-2}",
         "train.num_episodes=2",
         "rollout.tensor_parallel_size=2",
-        faults=[kill],
+        faults=faults,
     )
     assert cut.code == 0, cut.said[-1000:] + cut.complained[-3000:]
     assert not cut.left
-    assert cut.happened
     assert "engine 0 died and is replaced" in cut.said
-    for name, tensor in weights(colocated.directory / "model").items():
-        assert (tensor - weights(cut.directory / "model")[name]).abs().max() < 1e-5
+    for key, tensor in weights(colocated.directory / "model").items():
+        assert (tensor - weights(cut.directory / "model")[key]).abs().max() < 1e-5

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from hotseat.algorithms.digest import combine_digests, tensor_digest
+from hotseat.errors import WorkerError
 
 from . import conformance
 from .conformance import Subject, named_weights, reference_log_probs, request
@@ -240,6 +243,22 @@ def test_what_is_packed_is_unpacked_by_the_ranks(cut: Shared, tmp_path: Path) ->
         engine.finish_load()
         assert engine.digest() == {name: tensor_digest(tensor) for name, tensor in named_weights(model)}
     assert {int(path.name) for path in tmp_path.iterdir()} == {c.pid for c in multiprocessing.active_children()}
+
+
+@pytest.mark.long
+def test_who_owns_an_engine_hears_at_once_that_a_rank_died(tmp_path: Path) -> None:
+    """And so does, in the end, who waits for a request."""
+    lost = threading.Event()
+    made = Shared(tmp_path, LlamaConfig(**SHAPE), tensor_parallel_size=2, when_lost=lost.set)
+    with made.engine(max_length=600) as engine:
+        future = engine.submit(request("a", max_new_tokens=500))
+        conformance.sample_some(engine)
+        os.kill(multiprocessing.active_children()[1].pid or 0, signal.SIGKILL)
+        assert lost.wait(2)
+        with pytest.raises(WorkerError, match="the engine's thread died"):
+            future.result(60)
+    made.end()
+    assert not multiprocessing.active_children()
 
 
 class FakeCore:
