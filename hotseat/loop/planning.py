@@ -75,9 +75,12 @@ def are_devices_logical(cluster: Any) -> bool:
 
 def without_effect_on_cpus(config: Config) -> list[str]:
     """Options that are set and change nothing where there are no accelerators."""
+    found = []
     if _is_vllm(config) and config.rollout.enable_offload:
-        return ["rollout.enable_offload: no effect here: on a CPU vLLM cannot put its weights and its cache aside"]
-    return []
+        found.append("rollout.enable_offload: no effect here: on a CPU vLLM cannot put its weights and its cache aside")
+    if _is_vllm(config) and config.rollout.memory_share is not None:
+        found.append("rollout.memory_share: no effect here: on a CPU vLLM's cache has the size that its sequences need")
+    return found
 
 
 def _is_vllm(config: Config) -> bool:

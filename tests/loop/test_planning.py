@@ -142,7 +142,9 @@ def test_on_cpus_vllm_puts_nothing_aside_and_the_plan_says_so_once():
     assert {("rollout", Part.WEIGHTS), ("rollout", Part.KV_CACHE)} <= away(planned)
     assert said not in planned.warnings
     silent = make_plan(loads("rollout: {engine: vllm}"), "1x1", are_devices_logical=True)
-    assert not any("enable_offload" in warning for warning in silent.warnings)
+    assert not any("no effect" in warning for warning in silent.warnings)
+    shared = make_plan(loads("rollout: {engine: vllm, memory_share: 0.5}"), "1x1", are_devices_logical=True)
+    assert any(warning.startswith("rollout.memory_share: no effect here") for warning in shared.warnings)
 
 
 def test_on_cpus_the_transformers_engine_puts_its_parts_aside():
