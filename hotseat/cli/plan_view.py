@@ -309,6 +309,20 @@ def _in_config(change: Change) -> str:
     return f"set {key} to {text} (then {change.gib_after:.1f} GiB)"
 
 
+def _too_small_a_share(plan: Plan, group: DeviceGroup, step: GroupStep) -> str:
+    """Of an engine that finds room on the device, but not in what it may take of it."""
+    assert group.memory_gib is not None
+    engine = next(role for role in map(plan.role, step.roles) if role.is_engine and role.share is not None)
+    assert engine.share is not None
+    has = engine.share * group.memory_gib
+    # Of the cache only one sequence was counted: there was no room for more.
+    needs = sum(term.gib for term in step.terms if term.role == engine.name)
+    return (
+        f"the engine's memory share has no room for its weights and one sequence: they take {needs:.1f} GiB,"
+        f" {engine.share:g} of {group.memory_gib:g} GiB is {has:.1f} GiB, {needs - has:.1f} GiB too little"
+    )
+
+
 def _changes(plan: Plan, console: Console) -> None:
     """What does not fit, and what would."""
     for group in plan.groups:
@@ -318,9 +332,10 @@ def _changes(plan: Plan, console: Console) -> None:
                 continue
             console.print()
             where = _place(plan.inventory, group.devices)
-            takes = f"it takes {step.used_gib:.1f} of {group.memory_gib:g} GiB"
-            if step.used_gib <= group.memory_gib:
-                takes = "the engine's memory share has no room for its weights and one sequence"
+            over = step.used_gib - group.memory_gib
+            takes = f"it takes {step.used_gib:.1f} of {group.memory_gib:g} GiB, {over:.1f} GiB too much"
+            if over <= 0:
+                takes = _too_small_a_share(plan, group, step)
             console.print(Text(f"{step.step} does not fit on {where}: {takes}", style="bold red"))
             if not step.changes:
                 console.print(Text("No setting makes it fit: use a smaller model or larger devices"))

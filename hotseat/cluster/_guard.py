@@ -35,6 +35,11 @@ _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _HELPERS_GRACE_S = 1.5
 
 
+def in_worker_process() -> bool:
+    """Whether this process carries the object of one rank of a group, and nothing else."""
+    return bool(os.environ.get(WORKER))
+
+
 def start_time(pid: int) -> int | None:
     """When the process started, in clock ticks since boot; None if there is none. With the pid it names a process."""
     stat = _stat(pid)

@@ -275,7 +275,7 @@ class RayGroup(Group):
             return worker_error(self.name, rank, method, f"{method!r} was under way when the group was closed")
         if slot.incarnation != self._slots[rank].incarnation:
             return worker_error(self.name, rank, method, f"{method!r} was under way when the rank was restarted")
-        pid = slot.facts.pid if slot.facts else None
+        pid = slot.facts.pid if slot.facts else _pid_in(error)
         detail = str(error).partition("Worker exit detail:")[2].partition("Some common causes")[0].strip()
         detail = detail or str(error).strip().splitlines()[-1].strip()
         if self._runtime:
@@ -307,6 +307,12 @@ class RayGroup(Group):
         if slot.facts is None:
             return "was still starting"
         return f"(pid {slot.facts.pid} on {slot.facts.hostname}) is {self._state(rank)}"
+
+
+def _pid_in(error: Exception) -> int | None:
+    """Of a process that died in its constructor, before it could say so itself."""
+    found = re.search(r"^\s*pid: (\d+)$", str(error), re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ class Rollout(Section):
     tensor_parallel_size: Positive = 1
     """Devices per engine."""
     memory_share: Share | None = None
-    """Share of a device's memory that a vLLM engine takes; unset is 0.9."""
+    """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
     num_slots: Positive = 64
     """Sequences that one transformers engine decodes at a time."""
     prefix_caching: bool = False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from hotseat.cluster import in_worker_process
 from hotseat.loop.planning import DEFAULT_ENGINE_SHARE
 from hotseat.rollout import Engine, TransformersEngine, vllm_engine
 
@@ -36,7 +38,7 @@ class VllmSettings:
     """What only vLLM is told."""
 
     tensor_parallel_size: int
-    memory_share: float | None  # None: on a device the default, on a CPU as much cache as the slots need
+    memory_share: float | None  # None: the default; on a CPU the cache is as large as the slots need, whatever it says
     prefix_caching: bool
     enforce_eager: bool
     log: str  # the file that its log goes to, `{rank}` filled in
@@ -66,25 +68,30 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
 
 
 def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Engine:
-    os.environ.update(vllm_engine.log_to(Path(vllm.log.format(rank=rank))))
+    log = Path(vllm.log.format(rank=rank))
+    os.environ.update(vllm_engine.log_to(log))
     on_cpu = device_of_process().type == "cpu"
-    share = vllm.memory_share if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
-    core = vllm_engine.Core(
-        vllm_engine.CoreOptions(
-            model=settings.model,
-            dtype=settings.dtype,
-            max_length=settings.max_length,
-            num_slots=settings.num_slots,
-            tensor_parallel_size=vllm.tensor_parallel_size,
-            memory_share=share,
-            kv_cache_bytes=None
-            if share is not None
-            else vllm_engine.cache_bytes(settings.model, settings.dtype, settings.num_slots * settings.max_length),
-            prefix_caching=vllm.prefix_caching,
-            enforce_eager=vllm.enforce_eager,
-            trust_remote_code=settings.trust_remote_code,
-        )
+    share = None if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
+    options = vllm_engine.CoreOptions(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_length=settings.max_length,
+        num_slots=settings.num_slots,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        memory_share=share,
+        kv_cache_bytes=None
+        if share is not None
+        else vllm_engine.cache_bytes(
+            settings.model, settings.dtype, settings.num_slots * settings.max_length, settings.trust_remote_code
+        ),
+        prefix_caching=vllm.prefix_caching,
+        enforce_eager=vllm.enforce_eager,
+        trust_remote_code=settings.trust_remote_code,
     )
+    try:
+        core = vllm_engine.Core(options, when_lost=_end_process if in_worker_process() else None)
+    except Exception as error:
+        raise vllm_engine.start_error(error, settings.model, log) from None
     return vllm_engine.VllmEngine(
         core,
         vllm_engine.weight_names(settings.model, settings.trust_remote_code),
@@ -93,3 +100,9 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         eos_token_ids=settings.eos_token_ids,
         num_threads=settings.num_threads if on_cpu else None,
     )
+
+
+def _end_process() -> None:
+    """An engine that has lost one of its processes is of no use; one that is gone as a whole is replaced."""
+    print("a tensor-parallel rank of this engine died, and the engine ends with it", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hotseat.config import Config, roles_of
 from hotseat.errors import PlacementError, TooFewDevicesError
+from hotseat.loop.memory import has_gpu
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
@@ -45,9 +46,12 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
 
 
-def make_plan(config: Config, inventory: str | Inventory | None = None) -> Plan:
-    """The plan of a run on an inventory: the one given, the config's, or as many nodes of eight devices as it takes."""
-    roles = role_specs(config)
+def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False) -> Plan:
+    """The plan of a run on an inventory: the one given, the config's, or as many nodes of eight devices as it takes.
+
+    are_devices_logical: everything is on CPUs, and a device is only a place in the plan.
+    """
+    roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in role_specs(config)]
     flow = make_flow(config, tuple(spec.name for spec in roles))
     given = inventory if inventory is not None else config.cluster.inventory
     if given is not None:
@@ -55,7 +59,39 @@ def make_plan(config: Config, inventory: str | Inventory | None = None) -> Plan:
         made = plan(_with_pools(found, config), roles, flow)
     else:
         made = _on_assumed_nodes(config, roles, flow)
-    return replace(made, warnings=(*made.warnings, *_not_priced(config)))
+    no_effect = without_effect_on_cpus(config) if are_devices_logical else []
+    return replace(made, warnings=(*made.warnings, *_not_priced(config), *no_effect))
+
+
+def plan_on(config: Config, cluster: Any) -> Plan:
+    """The plan of a run on a running cluster."""
+    return make_plan(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
+
+
+def are_devices_logical(cluster: Any) -> bool:
+    """Whether the cluster's devices are none: its processes share CPUs."""
+    return all(node.device_bytes is None for node in cluster.nodes) and not has_gpu()
+
+
+def without_effect_on_cpus(config: Config) -> list[str]:
+    """Options that are set and change nothing where there are no accelerators."""
+    found = []
+    if _is_vllm(config) and config.rollout.enable_offload:
+        found.append("rollout.enable_offload: no effect here: on a CPU vLLM cannot put its weights and its cache aside")
+    if _is_vllm(config) and config.rollout.memory_share is not None:
+        found.append("rollout.memory_share: no effect here: on a CPU vLLM's cache has the size that its sequences need")
+    return found
+
+
+def _is_vllm(config: Config) -> bool:
+    return config.task == "rl" and config.rollout.engine == "vllm"
+
+
+def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
+    """As the role is on a CPU."""
+    if spec.name == "rollout" and _is_vllm(config):
+        return replace(spec, can_put_aside=frozenset(), put_aside=None)
+    return spec
 
 
 def _not_priced(config: Config) -> list[str]:
@@ -91,7 +127,7 @@ class ComponentPlacement:
     """
 
     def __init__(self, config: Config, cluster: Any):
-        self.plan = make_plan(config, inventory_of(cluster))
+        self.plan = plan_on(config, cluster)
 
     @property
     def components(self) -> tuple[str, ...]:

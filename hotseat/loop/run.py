@@ -21,7 +21,13 @@ from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.launched import Ensemble, LedSaver
-from hotseat.loop.planning import inventory_of, make_plan, num_data_parallel
+from hotseat.loop.planning import (
+    are_devices_logical,
+    make_plan,
+    num_data_parallel,
+    plan_on,
+    without_effect_on_cpus,
+)
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
@@ -101,10 +107,12 @@ def _start_rl(config: Config) -> dict[str, float]:
         journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
         stack.callback(_report, run_dir, journal)  # when the devices are free again
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
-        plan = make_plan(config, inventory_of(cluster))
+        plan = plan_on(config, cluster)
         save_plan(run_dir, plan)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
+        for warning in without_effect_on_cpus(config) if are_devices_logical(cluster) else ():
+            journal.say(warning)
         eos = eos_token_ids(config, tokenizer)
         ledger, logs = Ledger(run_dir), run_dir / LOGS
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, ledger, journal, logs, stack)
@@ -148,7 +156,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
         stack.callback(_report, run_dir, journal)
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
-        plan = make_plan(config, inventory_of(cluster))
+        plan = plan_on(config, cluster)
         save_plan(run_dir, plan)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s))
         actor = cluster.launch(

@@ -18,6 +18,9 @@ from hotseat.rollout import vllm_versions as versions
 from hotseat.rollout._fused import Piece, pieces
 from hotseat.rollout._live_weights import WeightNames
 
+# Here, because this module is the first of ours that a worker's process imports, and it does so before the model loads.
+versions.leave_weights_in_place()
+
 
 class WorkerExtension:
     """The names begin with `hotseat_`, so that none is vLLM's."""

@@ -7,6 +7,7 @@ is kept here. What runs in vLLM's workers is in `_vllm_worker`, what differs bet
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,14 +19,16 @@ from torch import Tensor
 
 from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
-from hotseat.errors import DeadlineError, HotseatError, UserError, WeightError
+from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout._threaded import EngineSequence, ThreadedEngine
 from hotseat.rollout.engine import PARTS, Part
 from hotseat.rollout.vllm_versions import Core, CoreOptions, Sampled
 from hotseat.types import Completion
 
-__all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "weight_names"]
+__all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "start_error", "weight_names"]
+
+_MAX_SAID = 400  # characters of vLLM's own words
 
 
 class VllmEngine(ThreadedEngine):
@@ -169,7 +172,8 @@ class VllmEngine(ThreadedEngine):
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._core.tensor_parallel_size > 1 and isinstance(named_tensors, Iterator):
-            named_tensors = list(named_tensors)  # it goes to other processes
+            # To other processes each goes with its own bytes, not with those of all the others that it is a view among.
+            named_tensors = [(name, tensor.clone()) for name, tensor in named_tensors]
         for problem in self._core.call("hotseat_load", named_tensors):
             if problem is not None:
                 raise WeightError(problem)
@@ -225,6 +229,16 @@ def log_to(path: Path) -> dict[str, str]:
     described = path.with_suffix(".logging.json")
     described.write_text(json.dumps(settings))
     return {"VLLM_LOGGING_CONFIG_PATH": str(described), "VLLM_CONFIGURE_LOGGING": "1"}
+
+
+def start_error(error: Exception, model: str, log: Path) -> RunError:
+    """What keeps vLLM from starting, in short: its own words may list every model that it knows. The log gets all."""
+    logging.getLogger("vllm").error("vLLM did not start", exc_info=error)
+    problems = getattr(error, "errors", None)  # of pydantic: one for each field
+    said = "; ".join(str(each["msg"]) for each in problems()) if callable(problems) else str(error)
+    if len(said) > _MAX_SAID:
+        said = f"{said[:_MAX_SAID]} ..."
+    return RunError(f"vLLM did not start with the model {model}: {type(error).__name__}: {said}\nits log: {log}")
 
 
 def _add_up(ranks: Iterable[dict[Part, int]]) -> dict[Part, int]:

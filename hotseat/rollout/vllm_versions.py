@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import multiprocessing.connection
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,9 +78,13 @@ class Sampled(NamedTuple):
 
 
 class Core:
-    """vLLM's engine core, stepped by whoever owns it."""
+    """vLLM's engine core, stepped by whoever owns it.
 
-    def __init__(self, options: CoreOptions):
+    when_lost: called, by a thread of its own, when one of the processes of several ranks is gone. vLLM ends the others
+    then, which takes it some ten seconds, and can do nothing more.
+    """
+
+    def __init__(self, options: CoreOptions, when_lost: Callable[[], object] | None = None):
         with _settings(options) as is_cpu:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.core_client import InprocClient
@@ -114,6 +120,15 @@ class Core:
             self.tensor_parallel_size = options.tensor_parallel_size
             self._client = InprocClient(config, Executor.get_class(config), False)
             self._core: Any = self._client.engine_core
+        self._is_closing = False
+        if when_lost is not None and options.tensor_parallel_size > 1:
+            threading.Thread(target=self._watch, args=(when_lost,), name="vllm-watch", daemon=True).start()
+
+    def _watch(self, when_lost: Callable[[], object]) -> None:
+        """Waits for the end of the first process; nothing wakes it but that."""
+        multiprocessing.connection.wait([rank.proc.sentinel for rank in self._core.model_executor.workers])
+        if not self._is_closing:
+            when_lost()
 
     def add(self, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
         from vllm import SamplingParams
@@ -217,6 +232,7 @@ class Core:
         return self._client.collective_rpc(method, timeout_s, arguments)
 
     def close(self) -> None:
+        self._is_closing = True
         self._client.shutdown()
 
 
@@ -232,10 +248,6 @@ def _settings(options: CoreOptions) -> Iterator[bool]:
     if not is_cpu:
         yield False
         return
-    import vllm._custom_ops as operators
-
-    # With oneDNN linear layers are repacked, and the weights that are pushed have nowhere to go.
-    operators._supports_onednn = False
     set_num_threads = torch.set_num_threads
     try:
         yield True
@@ -244,6 +256,20 @@ def _settings(options: CoreOptions) -> Iterator[bool]:
 
 
 # --- inside a worker --------------------------------------------------------------------------------------------------
+
+
+def leave_weights_in_place() -> None:
+    """On a CPU vLLM repacks the weights of linear layers, and those that are pushed would have nowhere to go."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]) -> None:

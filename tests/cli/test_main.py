@@ -1,6 +1,7 @@
 """The `hotseat` command: what it prints, and its exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -58,6 +59,21 @@ def test_plan_that_does_not_fit_exits_with_2(capsys):
 def test_plan_that_is_refused_exits_with_2_and_says_why(capsys):
     assert main(["plan", str(PLANS / "multi_node_40.yaml"), "--inventory", "4x8"]) == 2
     assert "need 40 devices and the inventory has 32" in capsys.readouterr().err
+
+
+def test_plan_says_by_how_much_an_engine_does_not_fit_its_share(tmp_path, capsys):
+    (tmp_path / "plan.yaml").write_text(
+        "actor: {model: org/Llama-3-8B}\n"
+        "rollout: {engine: vllm, memory_share: 0.01}\n"
+        "cluster: {component_placement: {actor: 0, rollout: 1}}\n"
+    )
+    assert main(["plan", str(tmp_path / "plan.yaml"), "--inventory", "1x2xH200"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "rollout does not fit on node 0: 1: the engine's memory share has no room for its weights and one" in out
+    # 8.03e9 parameters of 2 bytes are 15.0 GiB alone.
+    found = re.search(r"they take ([\d.]+) GiB, 0.01 of ([\d.]+) GiB is 1.4 GiB, ([\d.]+) GiB too little", out)
+    assert 15.0 < float(found[1]) < 20.0
+    assert float(found[3]) == pytest.approx(float(found[1]) - 0.01 * float(found[2]), abs=0.11)
 
 
 def test_plan_explains_its_figures(capsys):

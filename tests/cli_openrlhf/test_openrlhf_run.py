@@ -63,6 +63,17 @@ def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
     assert "--backend (deepspeed by default): the DeepSpeed backend" in said
 
 
+def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.py").touch()
+    text = COMPLETE["train_ppo_ray"].replace(" --engine transformers", "")
+    assert main("train_ppo_ray", text.split(), {}) == 2
+    said = capsys.readouterr().err
+    assert "--engine: vLLM is not installed: pip install 'hotseat[vllm]'" in said
+    assert "or set --engine to transformers" in said
+
+
 def test_what_is_not_built_prints_but_does_not_start(capsys):
     text = COMPLETE["train_ppo_ray"] + " --lora_rank 8 --async_train --vllm_num_engines 1"
     assert go("train_ppo_ray", text + " --print_config")[0] == 0

@@ -107,6 +107,48 @@ def test_without_engines_the_actors_devices_sample():
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("", "vllm"),
+        ("--vllm_num_engines 2", "vllm"),
+        ("--colocate_all_models --vllm_num_engines 8", "vllm"),
+        ("--vllm_num_engines 0", "transformers"),
+        ("--vllm_num_engines 0 --engine vllm", "vllm"),
+        ("--vllm_num_engines 2 --engine transformers", "transformers"),
+    ],
+)
+def test_vllm_samples_unless_another_engine_is_asked_for(text, engine):
+    assert split(text).config.rollout.engine == engine
+
+
+def test_what_vllm_is_told():
+    default = split("--vllm_num_engines 2").config.rollout
+    assert (default.num_engines, default.tensor_parallel_size, default.memory_share) == (2, 1, 0.95)
+    assert (default.enforce_eager, default.prefix_caching, default.weight_transport) == (False, False, "auto")
+    old = (
+        "--vllm_num_engines 2 --vllm_tensor_parallel_size 4 --vllm_gpu_memory_utilization 0.6 --enforce_eager"
+        " --enable_prefix_caching --vllm_sync_backend gloo"
+    )
+    new = (
+        "--vllm.num_engines 2 --vllm.tensor_parallel_size 4 --vllm.gpu_memory_utilization 0.6 --vllm.enforce_eager"
+        " --vllm.enable_prefix_caching --vllm.sync_backend gloo"
+    )
+    for text in (old, new):
+        found = split(text)
+        rollout = found.config.rollout
+        assert (rollout.num_engines, rollout.tensor_parallel_size, rollout.memory_share) == (2, 4, 0.6)
+        assert (rollout.enforce_eager, rollout.prefix_caching, rollout.weight_transport) == (True, True, "gloo")
+        assert found.config.cluster.component_placement["rollout"] == "2x4"
+        assert found.no_effect == []
+
+
+def test_what_vllm_is_told_does_not_matter_to_the_transformers_engine():
+    flags = ("--vllm_gpu_memory_utilization", "--enforce_eager", "--enable_prefix_caching")
+    found = split(f"--engine transformers --vllm_num_engines 2 {flags[0]} 0.6 {flags[1]} {flags[2]}")
+    assert dict(found.no_effect).keys() == set(flags)
+
+
 def test_async_training_without_engines_is_refused_by_the_flag_that_is_missing():
     assert dict(split("--async_train").missing)["--vllm_num_engines"].startswith("not set, and --async_train needs")
 
@@ -140,6 +182,20 @@ def test_sleep_switches_put_parts_aside():
     found = split("--colocate_all_models --vllm_num_engines 8 --vllm_enable_sleep --deepspeed_enable_sleep").config
     assert (found.rollout.enable_offload, found.actor.enable_offload, found.critic.enable_offload) == (True, True, True)
     assert split("").config.actor.enable_offload is None
+
+
+def test_engines_on_devices_of_their_own_do_not_sleep():
+    """OpenRLHF switches it off without a word."""
+    found = split("--vllm_num_engines 2 --vllm_enable_sleep --deepspeed_enable_sleep")
+    assert found.config.rollout.enable_offload is None
+    assert found.config.actor.enable_offload is True
+    assert ("--vllm_enable_sleep", "the engines have devices of their own") in found.no_effect
+
+
+def test_engines_on_the_actors_devices_sleep():
+    for text in ("--colocate_all_models --vllm_num_engines 8", ""):
+        assert split(f"{text} --vllm_enable_sleep").config.rollout.enable_offload is True
+        assert split(text).config.rollout.enable_offload is None  # as the planner finds it needed
 
 
 def test_reference_and_reward_go_to_the_host():

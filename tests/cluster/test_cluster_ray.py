@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -240,6 +241,17 @@ def test_a_constructor_that_fails_on_one_rank_ends_the_group(ray_cluster):
         ray_cluster.launch("broken", Plain, args=(-1,), processes=2)
     ours = [Path(f"/proc/{pid}/environ").read_text() for pid in marked(SESSION, [ray_cluster.session])]
     assert [environment for environment in ours if f"{WORKER}={ray_cluster.session}:broken" in environment] == []
+
+
+class Dying:
+    def __init__(self, text: str):
+        print(text, file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_in_its_constructor_is_quoted(ray_cluster):
+    with pytest.raises(WorkerError, match=r"(?s)dying rank 0: its process \(pid \d+\) died during '__init__'.*last"):
+        ray_cluster.launch("dying", Dying, args=("last words",))
 
 
 def test_devices_that_were_not_reserved_are_refused(ray_cluster, pair):

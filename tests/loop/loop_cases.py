@@ -36,8 +36,11 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def make_task(directory: Path, seed: int = 0) -> Path:
-    """A tiny Llama over digits, prompts `1+2=` with a digit as label, and a reward that counts sevens."""
+def make_task(directory: Path, seed: int = 0, **shape: int) -> Path:
+    """A tiny Llama over digits, prompts `1+2=` with a digit as label, and a reward that counts sevens.
+
+    shape: of the model, where it is to have another.
+    """
     import json
 
     import transformers
@@ -50,13 +53,16 @@ def make_task(directory: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=16,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=32,
+            **{
+                "vocab_size": 16,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 32,
+                **shape,
+            },
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=1,

@@ -7,7 +7,8 @@ import pytest
 from hotseat.cluster import Cluster, Worker
 from hotseat.config import loads
 from hotseat.errors import PlacementError
-from hotseat.loop.planning import ComponentPlacement, make_plan, num_data_parallel, role_specs
+from hotseat.loop.memory import has_gpu
+from hotseat.loop.planning import ComponentPlacement, make_plan, num_data_parallel, plan_on, role_specs
 from hotseat.placement import EngineMemory, ForwardMemory, Part, TrainMemory
 
 LLAMA = {
@@ -119,6 +120,44 @@ flow:
   - {name: sync, push: [rollout]}
 """
     assert [step.name for step in make_plan(loads(text)).steps] == ["rollout", "update", "sync"]
+
+
+SLEEPING = f"rollout: {{engine: vllm, enable_offload: true}}\nactor: {{shape: {json.dumps(LLAMA)}}}"
+
+
+def away(plan) -> set:
+    """(role, part) of everything that is off its device at some time."""
+    holdings = (holding for group in plan.groups for step in group.steps for holding in step.holdings)
+    return {(holding.role, holding.part) for holding in holdings if not holding.is_resident}
+
+
+def test_on_cpus_vllm_puts_nothing_aside_and_the_plan_says_so_once():
+    config = loads(SLEEPING)
+    said = "rollout.enable_offload: no effect here: on a CPU vLLM cannot put its weights and its cache aside"
+    on_cpus = make_plan(config, "1x1", are_devices_logical=True)
+    assert away(on_cpus) == set()
+    assert on_cpus.warnings.count(said) == 1
+    # A cluster whose devices are only not known yet is another matter.
+    planned = make_plan(config, "1x1")
+    assert {("rollout", Part.WEIGHTS), ("rollout", Part.KV_CACHE)} <= away(planned)
+    assert said not in planned.warnings
+    silent = make_plan(loads("rollout: {engine: vllm}"), "1x1", are_devices_logical=True)
+    assert not any("no effect" in warning for warning in silent.warnings)
+    shared = make_plan(loads("rollout: {engine: vllm, memory_share: 0.5}"), "1x1", are_devices_logical=True)
+    assert any(warning.startswith("rollout.memory_share: no effect here") for warning in shared.warnings)
+
+
+def test_on_cpus_the_transformers_engine_puts_its_parts_aside():
+    plan = make_plan(loads("rollout: {enable_offload: true}"), "1x1", are_devices_logical=True)
+    assert {("rollout", Part.WEIGHTS), ("rollout", Part.KV_CACHE)} <= away(plan)
+
+
+@pytest.mark.skipif(has_gpu(), reason="here devices are not logical")
+def test_a_run_without_accelerators_knows_that_it_has_none():
+    with Cluster("local", num_devices=1) as cluster:
+        plan = plan_on(loads(SLEEPING), cluster)
+    assert away(plan) == set()
+    assert any(warning.startswith("rollout.enable_offload: no effect") for warning in plan.warnings)
 
 
 class Echo(Worker):

