@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class GroupMemory:
     """Of all processes of a role together, in GiB."""
 
-    held: float  # on a GPU the most since last asked; else their resident memory now
-    cached: float  # of what is held now, that nothing uses
+    held: float  # on a GPU the most that was in use since last asked; else their resident memory now
+    unused: float  # that their allocators held beyond that
 
 
 def group_memory(group: Group) -> GroupMemory | None:
     if has_gpu():
         with contextlib.suppress(RunError):  # whoever works with it next hears of it
             found = group.call("held")
-            return GroupMemory(sum(h.peak for h in found) / 2**30, sum(h.cached for h in found) / 2**30)
+            return GroupMemory(sum(h.peak for h in found) / 2**30, sum(h.unused for h in found) / 2**30)
         return None
     sizes = [_resident_bytes(pid) for pid in set(group.known_pids()) if pid is not None]
     return GroupMemory(sum(sizes) / 2**30, 0.0) if sizes else None

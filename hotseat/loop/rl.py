@@ -476,18 +476,17 @@ class RlRun:
         self._note_memory(phase, role)
 
     def _note_memory(self, phase: str, role: str) -> None:
-        """Of each role, and of each device: there without what idle roles have cached, which they can give back."""
-        peaks, cached = self._watch.peaks_gib(), 0.0
+        """Of each role, and of each device: there without what allocators hold and nobody used."""
+        peaks, unused = self._watch.peaks_gib(), 0.0
         for name, group in self._groups.items():
             found = group_memory(group)
             if found is None:
                 continue
             if name == role or not has_gpu():
                 self._memory[f"memory/{phase}/{name}"] = found.held
-            if name != role:
-                cached += found.cached
+            unused += found.unused
         for device, gib in peaks.items():
-            self._memory[f"memory/{phase}/device {device}"] = gib - cached / max(1, len(peaks))
+            self._memory[f"memory/{phase}/device {device}"] = gib - unused / len(peaks)
 
     def _policy_settings(self) -> Any:
         return settings.policy_settings(self._config, self._algebra.optimizer_steps_per_step, self._kl.coefficient)

@@ -39,18 +39,19 @@ _CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
 
 @dataclass(frozen=True)
 class Held:
-    """Device memory of a process, in bytes."""
+    """Device memory of a process since this was last asked, in bytes."""
 
-    peak: int  # the most that its allocator held since this was last asked
-    cached: int  # that its allocator holds now, and nothing uses
+    peak: int  # the most that was in use
+    unused: int  # that its allocator held beyond that
 
 
 def _held() -> Held:
     if not torch.cuda.is_available():
         return Held(0, 0)
-    peak = torch.cuda.max_memory_reserved()
+    peak = torch.cuda.max_memory_allocated()
+    unused = torch.cuda.max_memory_reserved() - peak
     torch.cuda.reset_peak_memory_stats()
-    return Held(peak, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    return Held(peak, unused)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_buc
 STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist in DeepSpeed's optimizer step
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
 ENGINE_WORKSPACE_GIB = 1.0  # attention workspace, sampler and input buffers of an engine; measured
-CUDA_GRAPH_GIB_PER_LAYER = 0.14  # captured graphs of an engine, outside of its memory share; measured
+CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its memory share; measured
 HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
 FITS_BELOW = 0.9  # of a device's memory: at most this fits well
 # ----------------------------------------------------------------------------------------------------------------------
