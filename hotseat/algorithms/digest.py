@@ -17,6 +17,7 @@ one pass by a kernel of its own, where Triton is installed.
 from __future__ import annotations
 
 import importlib.util
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -72,7 +73,9 @@ def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
 
 
 class _AxisWeights:
-    """The factors of a dimension's positions, computed once per call: layers repeat the same few sizes."""
+    """The factors of a dimension's positions, computed once: layers repeat the same few sizes, push after push."""
+
+    MAX_KNOWN = 256
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
@@ -81,9 +84,21 @@ class _AxisWeights:
         """[size] int64, odd: of positions offset, offset + stride, ... of dimension `dim`."""
         key = (dim, size, offset, stride, device)
         if key not in self._known:
+            if len(self._known) >= self.MAX_KNOWN:
+                self._known.clear()
             positions = torch.arange(size, device=device, dtype=torch.int64) * stride + offset
             self._known[key] = mix64(golden_counter(dim << 56, positions)) | 1
         return self._known[key]
+
+
+_axes = threading.local()  # of each thread: several may digest at once
+
+
+def _axis_weights() -> _AxisWeights:
+    if not hasattr(_axes, "weights"):
+        _axes.weights = _AxisWeights()
+    found: _AxisWeights = _axes.weights
+    return found
 
 
 def _digest(tensor: Tensor, offset: Sequence[int], stride: Sequence[int], axes: _AxisWeights) -> Tensor:
@@ -134,7 +149,7 @@ def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[i
     offset, stride: per dimension, the position in the full tensor of the slice's first element, and the distance
     between neighbours (default 0 and 1 everywhere). Works on any layout; the answer does not depend on it.
     """
-    return int(_digest(tensor, offset, stride, _AxisWeights())) & _MASK_64
+    return int(_digest(tensor, offset, stride, _axis_weights())) & _MASK_64
 
 
 def named_digests(
@@ -144,7 +159,7 @@ def named_digests(
 
     offsets: of those that are slices of a larger one.
     """
-    axes = _AxisWeights()
+    axes = _axis_weights()
     offsets = offsets or {}
     digests = {name: _digest(tensor, offsets.get(name, ()), (), axes) for name, tensor in named_tensors}
     if not digests:

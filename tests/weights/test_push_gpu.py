@@ -24,7 +24,7 @@ def on_gpu(named):
 def test_two_engines_read_the_senders_memory_push_after_push():
     named = on_gpu(weights(0))
     sender = Sender(lambda: iter(named), "cuda", bucket_bytes=8192)
-    with engines(2, "cuda") as made:
+    with engines(2, "cuda:0") as made:
         for version in range(1, 5):
             named = on_gpu(weights(version))
             push(sender, made, version, "ipc")
@@ -34,7 +34,7 @@ def test_two_engines_read_the_senders_memory_push_after_push():
 def test_a_block_that_grows_is_mapped_anew():
     named = on_gpu(weights(1))
     sender = Sender(lambda: iter(named), "cuda", bucket_bytes=1 << 20)
-    with engines(1, "cuda") as made:
+    with engines(1, "cuda:0") as made:
         for version, size in enumerate((1 << 10, 20 << 20, 60 << 20, 5 << 20), 1):  # up to 240 MB; blocks begin with 64
             named = [*on_gpu(weights(version)), ("large", torch.randn(size, device="cuda"))]
             push(sender, made, version, "ipc")
@@ -44,11 +44,11 @@ def test_a_block_that_grows_is_mapped_anew():
 def test_an_engine_in_place_of_a_dead_one_maps_the_same_memory():
     named = on_gpu(weights(2))
     sender = Sender(lambda: iter(named), "cuda", bucket_bytes=8192)
-    with engines(1, "cuda") as first:
+    with engines(1, "cuda:0") as first:
         push(sender, first, 1, "ipc")
         first[0].process.kill()
         first[0].process.join(10)
-    with engines(1, "cuda") as second:
+    with engines(1, "cuda:0") as second:
         push(sender, second, 1, "ipc")
         assert second[0].call("finish", 1) == named_digests(named)
 
@@ -72,7 +72,7 @@ def test_within_one_process_the_senders_own_memory_is_read():
 def test_host_and_gloo_lanes_take_device_memory_too():
     named = on_gpu(weights(4))
     sender = Sender(lambda: iter(named), "cuda", bucket_bytes=8192)
-    with engines(1, "cuda") as made:
+    with engines(1, "cuda:0") as made:
         push(sender, made, 1, "host")
         assert made[0].call("finish", 1) == named_digests(named)
         push(sender, made, 2, "broadcast", Audience(("engine 0",), "gloo", timeout_s=60.0))
@@ -90,7 +90,7 @@ def test_three_gigabytes_pass_at_the_speed_of_memory(capsys):
     named = [(f"w{i}", torch.randn(8960, 1536, device="cuda", dtype=torch.bfloat16)) for i in range(110)]
     num_bytes = sum(tensor.nbytes for _, tensor in named)
     sender = Sender(lambda: iter(named), "cuda")
-    with engines(1, "cuda") as made:
+    with engines(1, "cuda:0") as made:
         seconds = [push(sender, made, version, "ipc") for version in range(1, 5)]
         assert made[0].call("finish", 4) == named_digests(named)
     with capsys.disabled():
