@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hotseat.types import Moved
 
-
 _ROUND = 512  # bytes; torch's allocator rounds every size up to a multiple
 
 

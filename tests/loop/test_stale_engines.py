@@ -16,7 +16,7 @@ from hotseat.loop.experience import Share
 from hotseat.loop.push import Canary, Proof, push_weights
 from hotseat.loop.workers import ActorWorker, EngineWorker
 from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
-from hotseat.weights import Bucket, unpack
+from hotseat.weights import Bucket, choose_lanes
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ class Stale(EngineWorker):
         self._arrived: dict[str, int] = {}
 
     def take_bucket(self, bucket: Bucket) -> None:
-        self._arrived |= {name: tensor_digest(tensor) for name, tensor in unpack(bucket)}
+        self._arrived |= {name: tensor_digest(tensor) for name, tensor in bucket}
 
     def finish_load(self, version: int, canary: Canary) -> Proof:
         self._engine._version = version  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def push(old: Path, new: Path, engine: type) -> float | None:
         options = settings.train_options(config, 1)
         actor = cluster.launch("actor", ActorWorker, args=(config.actor.model, options, "float32"))
         engines = cluster.launch("rollout", engine, args=(told,))
-        return push_weights(actor, engines, 1, CANARY).canary_gap
+        return push_weights(actor, engines, 1, CANARY, choose_lanes([[0]], [[0]], is_cuda=False)).canary_gap
 
 
 def test_an_engine_that_takes_its_weights_agrees(old, new):
