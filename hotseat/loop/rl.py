@@ -188,6 +188,7 @@ class RlRun:
             CANARY_TOLERANCE[config.train.dtype],
         )
         self._version = 0
+        self._canary_gap: float | None = None  # the last that is known
         self._lanes = settings.weight_lanes(config, plan, self._actor.call("device_type")[0] == "cuda")
         self._sender_host = _sender_host(plan, cluster)
         self._ledger = ledger
@@ -318,6 +319,7 @@ class RlRun:
         with self._turn("sync", "actor"):
             self._pushed = push_weights(self._actor, self._engines, version, self._canary, self._lanes, audience)
         self._seats.given_weights("rollout")
+        self._canary_gap = self._pushed.canary_gap if self._pushed.canary_gap is not None else self._canary_gap
         return self._pushed
 
     @contextmanager
@@ -328,6 +330,7 @@ class RlRun:
         with self._turn("rollout", "rollout"):
             if self._pushed.canary_gap is None:
                 self._pushed = ask_canary(self._engines, self._pushed, self._canary)
+                self._canary_gap = self._pushed.canary_gap
             yield
 
     # --- beside the phases --------------------------------------------------------------------------------------------
@@ -454,8 +457,9 @@ class RlRun:
             if mean is not None:
                 metrics[name] = mean
         metrics |= _gap_spread(reports)
-        if pushed.canary_gap is not None:
-            metrics["canary_gap"] = pushed.canary_gap
+        # Of this step's push, or, where engines answer when their cache is back, of the one before.
+        if self._canary_gap is not None:
+            metrics["canary_gap"] = self._canary_gap
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
         metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory

@@ -145,11 +145,14 @@ def _share_that_fits(here: _Step, role: str) -> float | None:
     if layout.share is None or layout.device_gib is None:
         return None
     memory = own.estimate(role)
-    # What an engine keeps beside its share.
-    beside = total(memory.fixed) if memory is not None and isinstance(own.memory, EngineMemory) else 0.0
-    room = (here.capacity - here.used({role: None}) - beside) / layout.device_gib / layout.procs_per_device
-    share = math.floor(min(room, 1.0) * 100) / 100
     least = memory.min_share if memory is not None and memory.min_share is not None else 0.0
+    others = here.used({role: None})
+    # What an engine keeps beside its share, seen where the share is large enough to be filled.
+    enough = max(layout.share, least)
+    filled = here.used({role: own.with_layout(share=enough)}) - others
+    beside = max(0.0, filled - enough * layout.device_gib * layout.procs_per_device)
+    room = (here.capacity - others - beside) / layout.device_gib / layout.procs_per_device
+    share = math.floor(min(room, 1.0) * 100) / 100
     if least > layout.share:  # it needs more, not less: the least that lets it start
         share = min(share, math.ceil(least * 100) / 100)
     elif share >= layout.share:

@@ -30,7 +30,7 @@ DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gath
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
 STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist in DeepSpeed's optimizer step
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
-ENGINE_WORKSPACE_GIB = 1.0  # attention workspace, sampler and input buffers of an engine; measured
+ENGINE_BUFFERS_GIB = 1.0  # attention workspace, sampler and input buffers that an engine keeps; measured
 CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its memory share; measured
 HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
 FITS_BELOW = 0.9  # of a device's memory: at most this fits well
@@ -301,7 +301,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         # Activations are gone when the optimizer steps, so the larger of the two is the peak.
         "train": _slack(role, back if total(back) >= total(step) else step),
         "forward": _slack(role, forward),
-        "push": (),
+        "push": tuple(gathered),
         "receive": (_blocks(role, "weight block, receiving", model, 1),),
     }
     fixed = _fixed(role, layout, layout.num_procs > 1)
@@ -470,6 +470,8 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         graphs = model.num_layers * CUDA_GRAPH_GIB_PER_LAYER
         formula = f"{model.num_layers} layers x {CUDA_GRAPH_GIB_PER_LAYER} GiB"
         fixed.append(Term(role, "captured graphs", graphs, formula))
+    buffers = Term(role, "engine buffers", ENGINE_BUFFERS_GIB if layout.has_device else 0.0, "constant")
+    fixed.append(buffers)
     tokens = min(ENGINE_BATCH_TOKENS, memory.slots * memory.max_tokens)
     width = (
         2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp
@@ -478,20 +480,20 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     workspace = Term(
         role,
         "engine workspace",
-        ENGINE_WORKSPACE_GIB + (tokens * width + rows / tp) / GIB,
-        f"{ENGINE_WORKSPACE_GIB} GiB + {_n(tokens)} tokens x {_n(width)} B + {memory.slots} slots x"
-        f" {_n(model.vocab_size)} x {memory.weight_bytes + FP32} B{_per(tp, 'tensor parallel')}",
+        (tokens * width + rows / tp) / GIB,
+        f"{_n(tokens)} tokens x {_n(width)} B + {memory.slots} slots x {_n(model.vocab_size)} x"
+        f" {memory.weight_bytes + FP32} B{_per(tp, 'tensor parallel')}",
     )
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
     one = memory.max_tokens * per_token / GIB
-    # The share covers weights, cache and what a step needs; context and graphs come on top.
-    rest = weights.gib + workspace.gib
+    # The share covers weights, cache, buffers and what a step needs; context and graphs come on top.
+    rest = weights.gib + buffers.gib + workspace.gib
     min_share = None
     if layout.share is not None and layout.device_gib is not None:
         left = layout.share * layout.device_gib - rest
         held = int(max(left, 0.0) * GIB / per_token)
         formula = (
-            f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, workspace)"
+            f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, buffers, workspace)"
             f" = {_n(held)} tokens of {_n(per_token)} B"
         )
         cache = Term(role, "kv cache", max(left, one), formula, Part.KV_CACHE)

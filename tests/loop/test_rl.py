@@ -316,7 +316,7 @@ def test_an_engine_that_scores_with_its_cache_answers_the_canary_in_its_turn(tas
     run(task, name="at-once", **offload)
     monkeypatch.setattr(TransformersEngine, "scores_with", frozenset({"weights", "kv_cache"}))
     records = run(task, name="later", **offload)
-    assert "canary_gap" not in records[-1]  # its answer is due with the next rollout
+    assert 0 < records[-1]["canary_gap"] < 1e-3
     assert same(weights(task, "at-once"), weights(task, "later"))
 
 

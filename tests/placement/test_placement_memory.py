@@ -174,9 +174,9 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
     assert parts(found, Part.WEIGHTS) == {"weights": 680}
     assert parts(found, Part.KV_CACHE) == {"kv cache": 5 * 100 * 16}
     assert found.min_share is None
-    # 500 tokens x 28 values x 2 bytes, 5 slots x 10 logits x 6 bytes, and the constant
-    constant = assumed.ENGINE_WORKSPACE_GIB * GIB
-    assert in_bytes(found.working["generate"]) == {"engine workspace": constant + 500 * 56 + 5 * 10 * 6}
+    # 500 tokens x 28 values x 2 bytes, 5 slots x 10 logits x 6 bytes
+    assert in_bytes(found.working["generate"]) == {"engine workspace": 500 * 56 + 5 * 10 * 6}
+    assert in_bytes(found.fixed)["engine buffers"] == assumed.ENGINE_BUFFERS_GIB * GIB
     assert in_bytes(found.fixed)["captured graphs"] == round(2 * assumed.CUDA_GRAPH_GIB_PER_LAYER * GIB, 3)
     assert "captured graphs" not in in_bytes(engine(cuda_graphs=False).fixed)
     assert "captured graphs" not in in_bytes(engine(engine="transformers").fixed)
@@ -185,9 +185,10 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
 def test_an_engine_with_a_share_fills_it_exactly():
     found = engine(share=0.5, model=shape("Llama-3-8B"))
     used = sum(t.gib for terms in found.parts.values() for t in terms)
-    used += sum(t.gib for t in found.working["generate"])
+    used += sum(t.gib for t in found.working["generate"]) + assumed.ENGINE_BUFFERS_GIB
     assert used == pytest.approx(40.0)  # context and graphs come on top
-    assert sum(t.gib for t in found.fixed) == pytest.approx(assumed.CONTEXT_GIB + 32 * assumed.CUDA_GRAPH_GIB_PER_LAYER)
+    beside = assumed.CONTEXT_GIB + 32 * assumed.CUDA_GRAPH_GIB_PER_LAYER
+    assert sum(t.gib for t in found.fixed) == pytest.approx(assumed.ENGINE_BUFFERS_GIB + beside)
     assert found.min_share < 0.5
 
 
