@@ -478,7 +478,8 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
         )
     print(
         f"    log-prob gap: mean {median('engine_gap'):.4f}, p99 {median('engine_gap_p99'):.4f}, max"
-        f" {median('engine_gap_max'):.3f}; canary {median('canary_gap'):.4f}; {median('sync/gb'):.2f} GB in"
+        f" {median('engine_gap_max'):.3f}; canary {records[-1].get('canary_gap', float('nan')):.4f};"
+        f" {median('sync/gb'):.2f} GB in"
         f" {median('sync/transfer_ms'):.1f} ms"
     )
     after = [record.get("memory/sync/device 0", 0.0) for record in result["records"]]
