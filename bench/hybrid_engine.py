@@ -219,7 +219,7 @@ def measure_engine(directory: Path) -> dict[str, Any]:
     from hotseat.loop.engines import EngineSettings, VllmSettings, make_engine
     from hotseat.types import Request, Sampling
 
-    vllm = VllmSettings(1, 0.4, True, False, str(directory / "engine-{rank}.log"))
+    vllm = VllmSettings(1, 0.4, True, False, str(directory / "logs"))
     engine = make_engine(EngineSettings(str(directory / "1.5B"), 1024, 256, (), "bfloat16", 1, vllm=vllm), 0)
     rng = random.Random(1)
     sampling = Sampling(max_new_tokens=NUM_NEW_TOKENS)
@@ -471,10 +471,10 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
     gib, copied = median("handover/gib"), median("handover/gib_copied")
     if gib:
         handed = median("time/put_aside") + median("time/bring_back")
-        ideal = copied * 2**30 / 55e9
+        ideal = copied * 2**30 / limits["to_host_gb_per_s"] / 1e9
         print(
             f"    handed over {gib:.2f} GiB, of which {copied:.2f} GiB copied: {handed:.3f} s,"
-            f" {handed / ideal if ideal else float('nan'):.2f} times what 55 GB/s allow"
+            f" {handed / ideal if ideal else float('nan'):.2f} times what {limits['to_host_gb_per_s']:.0f} GB/s allow"
         )
     print(
         f"    log-prob gap: mean {median('engine_gap'):.4f}, p99 {median('engine_gap_p99'):.4f}, max"

@@ -704,6 +704,7 @@ class RayRuntime:
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(self._reservation.visible[device] for device in process.devices),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # as the management library counts
         }
 
     # --- on the nodes ---------------------------------------------------------------------------------------------

@@ -170,6 +170,14 @@ class Leases:
                 self._changed.notify_all()
         return lease
 
+    def forget_use(self, devices: Iterable[int]) -> None:
+        """Somebody took the place of a dead holder: what was in use before is no measure of what is free now."""
+        with self._changed:
+            for device in devices:
+                if device in self._devices:
+                    self._devices[device].used_at_grant = None
+            self._changed.notify_all()
+
     def holders(self, device: int) -> tuple[Holder, ...]:
         """Who has the device now and has not reported it."""
         with self._changed:

@@ -41,7 +41,7 @@ class VllmSettings:
     memory_share: float | None  # None: the default; on a CPU the cache is as large as the slots need, whatever it says
     prefix_caching: bool
     enforce_eager: bool
-    log: str  # the file that its log goes to, `{rank}` filled in
+    logs: str  # the folder for its log
 
 
 def make_engine(settings: EngineSettings, rank: int) -> Engine:
@@ -68,7 +68,7 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
 
 
 def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Engine:
-    log = Path(vllm.log.format(rank=rank))
+    log = Path(vllm.logs) / f"rollout-{rank}.log"
     os.environ.update(vllm_engine.log_to(log))
     on_cpu = device_of_process().type == "cpu"
     share = None if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
@@ -82,24 +82,33 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         kv_cache_bytes=None
         if share is not None
         else vllm_engine.cache_bytes(
-            settings.model, settings.dtype, settings.num_slots * settings.max_length, settings.trust_remote_code
+            settings.model,
+            settings.dtype,
+            (settings.max_length, settings.num_slots),
+            vllm.tensor_parallel_size,
+            settings.trust_remote_code,
         ),
         prefix_caching=vllm.prefix_caching,
         enforce_eager=vllm.enforce_eager,
         trust_remote_code=settings.trust_remote_code,
     )
+    names = vllm_engine.weight_names(settings.model, settings.trust_remote_code)
     try:
         core = vllm_engine.Core(options, when_lost=_end_process if in_worker_process() else None)
     except Exception as error:
         raise vllm_engine.start_error(error, settings.model, log) from None
-    return vllm_engine.VllmEngine(
-        core,
-        vllm_engine.weight_names(settings.model, settings.trust_remote_code),
-        max_length=settings.max_length,
-        num_slots=settings.num_slots,
-        eos_token_ids=settings.eos_token_ids,
-        num_threads=settings.num_threads if on_cpu else None,
-    )
+    try:
+        return vllm_engine.VllmEngine(
+            core,
+            names,
+            max_length=settings.max_length,
+            num_slots=settings.num_slots,
+            eos_token_ids=settings.eos_token_ids,
+            num_threads=settings.num_threads if on_cpu else None,
+        )
+    except BaseException:
+        core.close()
+        raise
 
 
 def _end_process() -> None:

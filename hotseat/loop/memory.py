@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,22 +17,17 @@ if TYPE_CHECKING:
     from hotseat.cluster.lease import DeviceMemory
 
 
-@dataclass(frozen=True)
-class GroupMemory:
-    """Of all processes of a role together, in GiB."""
+def group_memory(group: Group) -> list[tuple[float, float]] | None:
+    """(GiB held, GiB that the allocator held beyond that) of each process of a role.
 
-    held: float  # on a GPU the most that was in use since last asked; else their resident memory now
-    unused: float  # that their allocators held beyond that
-
-
-def group_memory(group: Group) -> GroupMemory | None:
+    On a GPU the most that was in use since last asked; else resident memory.
+    """
     if has_gpu():
         with contextlib.suppress(RunError):  # whoever works with it next hears of it
-            found = group.call("held")
-            return GroupMemory(sum(h.peak for h in found) / 2**30, sum(h.unused for h in found) / 2**30)
+            return [(held.peak / 2**30, held.unused / 2**30) for held in group.call("held")]
         return None
     sizes = [_resident_bytes(pid) for pid in set(group.known_pids()) if pid is not None]
-    return GroupMemory(sum(sizes) / 2**30, 0.0) if sizes else None
+    return [(size / 2**30, 0.0) for size in sizes] or None
 
 
 class DeviceWatch:
@@ -61,17 +55,17 @@ class DeviceWatch:
     def close(self) -> None:
         self._ended.set()
         if self._devices:
-            self._thread.join()
+            self._thread.join(5.0)
 
     def _watch(self) -> None:
         while not self._ended.wait(self.PERIOD_S):
             self._look()
 
     def _look(self) -> None:
-        for device in self._devices:
-            found = self._measure(device)
-            if found is not None:
-                with self._lock:
+        with self._lock:
+            for device in self._devices:
+                found = self._measure(device)
+                if found is not None:
                     self._peaks[device] = max(self._peaks.get(device, 0), found.used)
 
 

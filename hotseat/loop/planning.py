@@ -69,8 +69,12 @@ def plan_on(config: Config, cluster: Any) -> Plan:
 
 
 def are_devices_logical(cluster: Any) -> bool:
-    """Whether the cluster's devices are none: its processes share CPUs."""
-    return all(node.device_bytes is None for node in cluster.nodes) and not has_gpu()
+    """Whether the cluster's devices are none: its processes share CPUs.
+
+    Of devices on other nodes than this one nothing is known; those are taken for real.
+    """
+    is_here = not any(node.num_devices for node in cluster.nodes[1:])
+    return is_here and all(node.device_bytes is None for node in cluster.nodes) and not has_gpu()
 
 
 def without_effect_on_cpus(config: Config) -> list[str]:

@@ -26,6 +26,7 @@ class Revival:
     """Runs what needs engines and hosts, replaces those that die meanwhile, and runs it again.
 
     reconnect: tells the hosts of the engines' processes. push: brings the current weights to all engines.
+    measures_its_device: an engine that starts takes a share of what it finds free, so others make way for it.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Revival:
         reconnect: Callable[[], object],
         push: Callable[[], object],
         say: Callable[[str], object],
+        measures_its_device: bool = False,
     ):
         self._engines = engines
         self._hosts = hosts
@@ -44,6 +46,7 @@ class Revival:
         self._reconnect = reconnect
         self._push = push
         self._say = say
+        self._measures_its_device = measures_its_device
         self._num_deaths = 0
         self.num_restarts = 0  # of engines
         self.num_host_restarts = 0
@@ -87,6 +90,8 @@ class Revival:
                 for rank in dead_engines:
                     self._say(f"engine {rank} died and is replaced ({_first_line(error)})")
                     self.num_restarts += 1
+                    if self._measures_its_device:
+                        self._seats.make_way("rollout", rank)
                     self._engines.restart(rank)
                     self._seats.replaced("rollout", rank)
                 for rank in dead_hosts:

@@ -33,6 +33,7 @@ from hotseat.loop.experience import assign
 from hotseat.loop.host import GroupFacts, HostSettings, RolloutHost
 from hotseat.loop.ledger import Ledger
 from hotseat.loop.memory import DeviceWatch, group_memory, has_gpu
+from hotseat.loop.planning import are_devices_logical
 from hotseat.loop.push import Canary, PushReport, ask_canary, push_weights
 from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
 from hotseat.loop.revival import Revival, start_up
@@ -110,6 +111,7 @@ class RlRun:
         assert algebra.num_steps is not None
         assert algebra.schedule_length is not None
         self._config = config
+        self._plan = plan
         self._algebra = algebra
         self.num_steps = algebra.num_steps
         self._timeout_s = config.cluster.call_timeout_s
@@ -140,7 +142,9 @@ class RlRun:
         self._say_fault = partial(journal.say, kind="fault")
         trust = config.trust_remote_code
         self._engines = launch("rollout", EngineWorker, settings.engine_settings(config, eos_token_ids, logs))
-        if measures_its_device(config):
+        # vLLM sizes its cache by what it finds on its device: nobody else may come or go there meanwhile.
+        self._measures_its_device = config.rollout.engine == "vllm" and not are_devices_logical(cluster)
+        if self._measures_its_device:
             start_up(self._engines, self._say_fault)
             for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
                 memory = cluster.device_memory(device)
@@ -188,6 +192,7 @@ class RlRun:
             CANARY_TOLERANCE[config.train.dtype],
         )
         self._version = 0
+        self._pushed: PushReport | None = None
         self._canary_gap: float | None = None  # the last that is known
         self._lanes = settings.weight_lanes(config, plan, self._actor.call("device_type")[0] == "cuda")
         self._sender_host = _sender_host(plan, cluster)
@@ -199,6 +204,7 @@ class RlRun:
             reconnect=self._reconnect,
             push=lambda: self._push(self._version - 1),
             say=self._say_fault,
+            measures_its_device=self._measures_its_device,
         )
         self._sample_again: Callable[[], Collected] | None = None
         self._hosts_at_collect = 0  # restarts of hosts until then
@@ -320,6 +326,11 @@ class RlRun:
             self._pushed = push_weights(self._actor, self._engines, version, self._canary, self._lanes, audience)
         self._seats.given_weights("rollout")
         self._canary_gap = self._pushed.canary_gap if self._pushed.canary_gap is not None else self._canary_gap
+        unseen = sorted(self._pushed.undigested)
+        if unseen and version == 0:
+            self._journal.say(
+                f"no digest reaches {len(unseen)} weights of the engines, as {unseen[0]}: the canary does"
+            )
         return self._pushed
 
     @contextmanager
@@ -328,7 +339,7 @@ class RlRun:
         if not self._seats.has_weights("rollout"):
             self._push(self._version - 1)
         with self._turn("rollout", "rollout"):
-            if self._pushed.canary_gap is None:
+            if self._pushed is not None and self._pushed.canary_gap is None:
                 self._pushed = ask_canary(self._engines, self._pushed, self._canary)
                 self._canary_gap = self._pushed.canary_gap
             yield
@@ -481,24 +492,20 @@ class RlRun:
 
     def _note_memory(self, phase: str, role: str) -> None:
         """Of each role, and of each device: there without what allocators hold and nobody used."""
-        peaks, unused = self._watch.peaks_gib(), 0.0
+        peaks = self._watch.peaks_gib()
         for name, group in self._groups.items():
             found = group_memory(group)
             if found is None:
                 continue
             if name == role or not has_gpu():
-                self._memory[f"memory/{phase}/{name}"] = found.held
-            unused += found.unused
-        for device, gib in peaks.items():
-            self._memory[f"memory/{phase}/device {device}"] = gib - unused / len(peaks)
+                self._memory[f"memory/{phase}/{name}"] = sum(held for held, _ in found)
+            for process, (_, unused) in zip(self._plan.role(name).processes, found, strict=False):
+                if len(process.devices) == 1 and process.devices[0] in peaks:  # what spans several has several of them
+                    peaks[process.devices[0]] -= unused
+        self._memory |= {f"memory/{phase}/device {device}": gib for device, gib in peaks.items()}
 
     def _policy_settings(self) -> Any:
         return settings.policy_settings(self._config, self._algebra.optimizer_steps_per_step, self._kl.coefficient)
-
-
-def measures_its_device(config: Config) -> bool:
-    """vLLM sizes its cache by what it finds on its device: nobody else may come or go there meanwhile."""
-    return config.rollout.engine == "vllm" and has_gpu()
 
 
 def _mean(reports: list[UpdateReport], name: str) -> float | None:

@@ -101,6 +101,27 @@ class Seats:
     def replaced(self, role: str, rank: int) -> None:
         """A process was replaced by a new one, which has all its parts on its devices."""
         self._aside[role, rank] = set()
+        self._leases.forget_use(self._processes[role, rank].devices)
+
+    def make_way(self, role: str, rank: int) -> None:
+        """Put aside what other roles have on a process's devices: it is about to start, and measures what is free."""
+        devices = set(self._processes[role, rank].devices)
+        for (other, number), process in self._processes.items():
+            if other == role or other not in self._groups or not devices & set(process.devices):
+                continue
+            parts = sorted(self._parts(other) - self._aside[other, number])
+            if parts and self._move("put_aside", "restart", other, number, parts, True) is not None:
+                self._aside[other, number] |= set(parts)
+
+    def _parts(self, role: str) -> set[Part]:
+        """That it can put aside, as far as the plan knows."""
+        return {
+            holding.part
+            for group in self._plan.groups
+            for step in group.steps
+            for holding in step.holdings
+            if holding.role == role
+        }
 
     def close(self) -> None:
         """End the last turn's lease."""
@@ -172,8 +193,7 @@ class Seats:
                         continue
                     for (role, rank), process in self._processes.items():
                         if device in process.devices and role not in step.roles and role in self._groups:
-                            if role != "rollout":  # an engine's allocator holds nothing that it does not use
-                                self._groups[role].call("release_cache", ranks=[rank], timeout_s=self._timeout_s)
+                            self._groups[role].call("release_cache", ranks=[rank], timeout_s=self._timeout_s)
 
     def _bring_back(self, step: Step) -> None:
         for (role, rank), aside in self._aside.items():

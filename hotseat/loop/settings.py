@@ -88,7 +88,7 @@ def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) 
         memory_share=rollout.memory_share,
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager,
-        log=str(logs / "rollout-{rank}.log"),
+        logs=str(logs),
     )
     return EngineSettings(
         model=config.actor.model,

@@ -54,6 +54,11 @@ def _held() -> Held:
     return Held(peak, unused)
 
 
+def _release_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @dataclass(frozen=True)
 class BatchSettings:
     """How a rank cuts its samples into micro-batches: so many sequences, or so many tokens."""
@@ -127,8 +132,7 @@ class ModelWorker:
 
     def release_cache(self) -> None:
         """Give memory that nothing uses back to the device."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _release_cache()
 
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._backend.put_aside(parts)
@@ -350,13 +354,16 @@ class EngineWorker:
     def finish_load(self, version: int, canary: Canary) -> Proof:
         digests = self._receiver.finish(version)
         is_away = bool(self._engine.health().aside & self._engine.scores_with)
-        return Proof(digests, None if is_away else self.score(canary))
+        return Proof(digests, None if is_away else self.score(canary), self._engine.undigested)
 
     def score(self, canary: Canary) -> list[list[float]]:
         return self._engine.score(canary.sequences, canary.temperature)
 
     def held(self) -> Held:
         return _held()
+
+    def release_cache(self) -> None:
+        _release_cache()
 
     def put_aside(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         return self._engine.put_aside(parts, keep_weights=keep_weights)

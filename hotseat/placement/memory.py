@@ -230,14 +230,15 @@ def _slack(role: str, terms: list[Term]) -> tuple[Term, ...]:
     return (*terms, slack)
 
 
-def _blocks(role: str, name: str, model: ModelShape, count: int) -> Term:
+def _blocks(role: str, name: str, model: ModelShape, count: int, num_bytes: int) -> Term:
     """Memory through which weights are sent, a block being read while the next is filled, or received."""
-    largest = model.vocab_size * model.hidden_size * 2 / GIB
+    largest = model.vocab_size * model.hidden_size * num_bytes / GIB
     return Term(
         role,
         name,
         count * max(WEIGHT_BLOCK_GIB, largest),
-        f"{count} x the larger of {WEIGHT_BLOCK_GIB} GiB and {_n(model.vocab_size)} x {_n(model.hidden_size)} x 2 B",
+        f"{count} x the larger of {WEIGHT_BLOCK_GIB} GiB and {_n(model.vocab_size)} x {_n(model.hidden_size)} x"
+        f" {num_bytes} B",
     )
 
 
@@ -302,11 +303,11 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         "train": _slack(role, back if total(back) >= total(step) else step),
         "forward": _slack(role, forward),
         "push": tuple(gathered),
-        "receive": (_blocks(role, "weight block, receiving", model, 1),),
+        "receive": (_blocks(role, "weight block, receiving", model, 1, memory.compute_bytes),),
     }
     fixed = _fixed(role, layout, layout.num_procs > 1)
     if memory.sends_weights and layout.has_device:
-        fixed += (_blocks(role, "weight blocks, sending", model, 2),)
+        fixed += (_blocks(role, "weight blocks, sending", model, 2, memory.compute_bytes),)
     return RoleMemory(fixed, parts, working, tuple(host))
 
 
@@ -441,7 +442,7 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
     terms += _forward_terms(role, model, memory, memory.micro_batch, memory.weight_bytes, tp)
     working: dict[Activity, tuple[Term, ...]] = {
         "forward": _slack(role, terms),
-        "receive": (_blocks(role, "weight block, receiving", model, 1),),
+        "receive": (_blocks(role, "weight block, receiving", model, 1, memory.weight_bytes),),
     }
     parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,)}
     return RoleMemory(_fixed(role, layout, shards > 1 or tp > 1), parts, working, tuple(host))
@@ -504,7 +505,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     working: dict[Activity, tuple[Term, ...]] = {
         "generate": (workspace,),
         "forward": (workspace,),
-        "receive": (_blocks(role, "weight block, receiving", model, 1),),
+        "receive": (_blocks(role, "weight block, receiving", model, 1, memory.weight_bytes),),
     }
     parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,), Part.KV_CACHE: (cache,)}
     return RoleMemory(tuple(fixed), parts, working, (process_on_host(role),), min_share)

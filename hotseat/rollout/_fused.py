@@ -56,7 +56,7 @@ def _of_parameter(
     def fused(sizes: Sequence[int], parts: Sequence[int], totals: Sequence[int], counted: Sequence[bool]) -> Any:
         names = packed.get(last, ())
         if len(names) != len(sizes) or live.shape[0] != sum(sizes):
-            return
+            return  # fused in another way: no digest reaches it
         for each, view, size, at, total, counts in zip(
             names, live.split(list(sizes)), sizes, parts, totals, counted, strict=True
         ):

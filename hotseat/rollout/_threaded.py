@@ -79,6 +79,7 @@ class ThreadedEngine(ABC):
     parts: frozenset[Part]
     can_put_aside: frozenset[Part]
     scores_with: frozenset[Part]
+    undigested: frozenset[str]
 
     def __init__(
         self,
@@ -350,8 +351,9 @@ class ThreadedEngine(ABC):
         try:
             self._end()
         except Exception as cause:
-            error = WorkerError(f"the engine's thread failed at its end: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
+            if error.__cause__ is None:  # else what went wrong first is what matters
+                error = WorkerError(f"the engine's thread failed at its end: {type(cause).__name__}: {cause}")
+                error.__cause__ = cause
         with self._wake:
             self._error = error
             futures: list[Future[Any]] = [future for _, future in self._commands]
@@ -497,7 +499,11 @@ class ThreadedEngine(ABC):
             if "weights" in self._aside:
                 raise RunError("weights put aside: bring back before loading new ones")
             self._loading, self._broken = version, None
-        self._prepare_load()
+        try:
+            self._prepare_load()
+        except BaseException as error:
+            self._break(f"{type(error).__name__}: {error}")
+            raise
 
     def _load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._loading is None:

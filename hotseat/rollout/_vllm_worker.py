@@ -28,8 +28,8 @@ class WorkerExtension:
     model_runner: Any  # vLLM's
     rank: int  # vLLM's
 
-    def hotseat_start(self, names: WeightNames) -> dict[str, int]:
-        """Get to know the weights; the bytes of each part on this rank's device."""
+    def hotseat_start(self, names: WeightNames) -> dict[str, Any]:
+        """Get to know the weights: bytes of each part on this rank's device, names that no digest reaches."""
         self.hotseat_names = names
         self.hotseat_pieces: list[Piece] = [
             piece for piece in pieces(self.model_runner.model, self.rank) if names.shape(piece.name) == piece.shape
@@ -38,7 +38,11 @@ class WorkerExtension:
         if not hasattr(self, "hotseat_temperature"):
             self.hotseat_temperature = 1.0
             versions.let_prompts_be_scored_at(self.model_runner, lambda: self.hotseat_temperature)
-        return versions.part_bytes(self)
+        reached = {piece.name for piece in self.hotseat_pieces}
+        return {
+            "bytes": versions.part_bytes(self),
+            "undigested": [name for name in names.first_names if name not in reached],
+        }
 
     def hotseat_score_at(self, temperature: float) -> None:
         self.hotseat_temperature = temperature

@@ -112,6 +112,10 @@ class Engine(Protocol):
     def digest(self) -> dict[str, int]:
         """`tensor_digest` of each live weight under each of its names: of what the next step would use."""
 
+    @property
+    def undigested(self) -> frozenset[str]:
+        """Weights that the engine has put into a form of its own, so that no digest reaches them."""
+
     def health(self) -> Health:
         """How it is. Answers at once, in the middle of a step too."""
 

@@ -87,6 +87,7 @@ class TransformersEngine(ThreadedEngine):
     parts: frozenset[Part] = frozenset(PARTS)
     can_put_aside: frozenset[Part] = frozenset(PARTS)
     scores_with: frozenset[Part] = frozenset({"weights"})
+    undigested: frozenset[str] = frozenset()
 
     def __init__(
         self,

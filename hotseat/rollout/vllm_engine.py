@@ -23,7 +23,7 @@ from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, Wei
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout._threaded import EngineSequence, ThreadedEngine
 from hotseat.rollout.engine import PARTS, Part
-from hotseat.rollout.vllm_versions import Core, CoreOptions, Sampled
+from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, Core, CoreOptions, Sampled
 from hotseat.types import Completion
 
 __all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "start_error", "weight_names"]
@@ -67,51 +67,56 @@ class VllmEngine(ThreadedEngine):
             call_timeout_s=call_timeout_s,
         )
         self._core = core
-        self._part_bytes = _add_up(core.call("hotseat_start", names))
-        self._running: dict[str, EngineSequence] = {}  # what vLLM has; touched by the background thread alone
-        self._num_scores = 0
+        started = core.call("hotseat_start", names, timeout_s=call_timeout_s)
+        self._part_bytes = _add_up(rank["bytes"] for rank in started)
+        self.undigested: frozenset[str] = frozenset(started[0]["undigested"])
+        # What vLLM has, by the name that it knows; touched by the background thread alone.
+        self._running: dict[str, EngineSequence] = {}
+        self._num_named = 0
         self._start()
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         for sequence in self._take_waiting(self._num_slots - len(self._running)):
-            request = sequence.request
-            self._running[request.id] = sequence
-            self._core.add(request, sequence.max_new_tokens, sorted(sequence.stop_ids))
+            # A name of our own: vLLM tells a step that is still in flight from a new request by its name alone.
+            self._num_named += 1
+            name = f"{self._num_named}/{sequence.request.id}"
+            self._running[name] = sequence
+            self._core.add(name, sequence.request, sequence.max_new_tokens, sorted(sequence.stop_ids))
         faults.reach("generation.during")
         self._take(self._core.step())
 
     def _take(self, found: list[Sampled]) -> None:
-        done: list[tuple[EngineSequence, Completion | HotseatError]] = []
+        done: list[tuple[str, Completion | HotseatError]] = []
         for sampled in found:
             sequence = self._running.get(sampled.request_id)
             if sequence is None:
                 continue  # aborted while it was in flight
             for token_id, log_prob in zip(sampled.token_ids, sampled.log_probs, strict=True):
                 if not math.isfinite(log_prob):
-                    done.append((sequence, sequence.not_finite(self._version)))
+                    done.append((sampled.request_id, sequence.not_finite(self._version)))
                     break
                 finish = sequence.append(token_id, log_prob, self._version)
                 self._num_sampled += 1
                 if finish is not None:
-                    done.append((sequence, sequence.completion(finish)))
+                    done.append((sampled.request_id, sequence.completion(finish)))
                     break
             else:
                 assert not sampled.is_finished, f"vLLM ended request {sampled.request_id!r} and we did not"
         self._last_step = time.monotonic()
-        for sequence, outcome in done:
-            del self._running[sequence.request.id]
-            if isinstance(outcome, HotseatError):
-                self._core.abort([sequence.request.id])
-        self._complete(done)
+        self._core.abort([name for name, outcome in done if isinstance(outcome, HotseatError)])
+        self._complete([(self._running.pop(name), outcome) for name, outcome in done])
 
     def _pause(self) -> None:
         self._take(self._core.drain())
 
     def _drop(self, sequences: list[EngineSequence]) -> None:
-        running = [s.request.id for s in sequences if self._running.pop(s.request.id, None) is not None]
-        self._core.abort(running)
+        wanted = {id(sequence) for sequence in sequences}
+        names = [name for name, sequence in self._running.items() if id(sequence) in wanted]
+        for name in names:
+            del self._running[name]
+        self._core.abort(names)
 
     def _end(self) -> None:
         self._core.close()
@@ -119,28 +124,43 @@ class VllmEngine(ThreadedEngine):
     # --- what is asked between steps ----------------------------------------------------------------------------------
 
     def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
-        scores: list[list[float]] = [[0.0] for _ in sequences]
+        longest = max(map(len, sequences), default=0)
+        if longest >= self._core.max_length:
+            raise UserError(
+                f"score: {longest} tokens; vLLM samples one more to score them, and the model has room for"
+                f" {self._core.max_length}: at most {self._core.max_length - 1}"
+            )
         self._pause()
-        self._num_scores += 1
-        asked = {f"score {self._num_scores}/{i}": i for i, tokens in enumerate(sequences) if len(tokens) > 1}
-        self._core.call("hotseat_score_at", temperature)
-        deadline = time.monotonic() + self._call_timeout_s
+        if self._running:
+            self._core.forget_cache()  # What is in flight makes room, and computes its keys again afterwards.
+        self._core.call("hotseat_score_at", temperature, timeout_s=self._call_timeout_s)
+        scores: list[list[float]] = [[0.0] for _ in sequences]
+        chosen = [index for index, tokens in enumerate(sequences) if len(tokens) > 1]
         with self._core.alone():
-            for name, index in asked.items():
-                self._core.add_to_score(name, sequences[index])
-            while asked:
-                for sampled in self._core.step():
-                    if sampled.prompt_log_probs is not None:
-                        scores[asked[sampled.request_id]] += sampled.prompt_log_probs
-                    if sampled.is_finished:
-                        del asked[sampled.request_id]
-                if time.monotonic() > deadline:
-                    self._core.abort(list(asked))
-                    raise DeadlineError(
-                        f"score: {len(asked)} of {len(sequences)} sequences had no answer in {self._call_timeout_s:g} s"
-                    )
+            for start in range(0, len(chosen), SCORED_AT_ONCE):
+                self._score_some(sequences, chosen[start : start + SCORED_AT_ONCE], scores)
             self._core.drain()
         return scores
+
+    def _score_some(self, sequences: Sequence[Sequence[int]], chosen: list[int], scores: list[list[float]]) -> None:
+        asked = {}
+        for index in chosen:
+            self._num_named += 1
+            name = f"{self._num_named}/score"
+            asked[name] = index
+            self._core.add_to_score(name, sequences[index])
+        deadline = time.monotonic() + self._call_timeout_s
+        while asked:
+            for sampled in self._core.step():
+                if sampled.prompt_log_probs is not None:
+                    scores[asked[sampled.request_id]] += sampled.prompt_log_probs
+                if sampled.is_finished:
+                    del asked[sampled.request_id]
+            if time.monotonic() > deadline:
+                self._core.abort(list(asked))
+                raise DeadlineError(
+                    f"score: {len(asked)} of {len(sequences)} sequences had no answer in {self._call_timeout_s:g} s"
+                )
 
     def _move_aside(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
         chosen = sorted(parts & self.can_put_aside)
@@ -148,14 +168,14 @@ class VllmEngine(ThreadedEngine):
             return 0, 0
         self._pause()
         self._core.forget_cache()
-        moved = self._core.call("hotseat_put_aside", chosen, keep_weights)
+        moved = self._core.call("hotseat_put_aside", chosen, keep_weights, timeout_s=self._call_timeout_s)
         return sum(left for left, _ in moved), sum(copied for _, copied in moved)
 
     def _move_back(self, parts: frozenset[Part]) -> tuple[int, int]:
         chosen = sorted(parts & self.can_put_aside)
         if not chosen:
             return 0, 0
-        moved = self._core.call("hotseat_bring_back", chosen)
+        moved = self._core.call("hotseat_bring_back", chosen, timeout_s=self._call_timeout_s)
         return sum(came for came, _ in moved), sum(copied for _, copied in moved)
 
     def _resident_bytes(self) -> dict[Part, int]:
@@ -166,26 +186,26 @@ class VllmEngine(ThreadedEngine):
 
     def _prepare_load(self) -> None:
         self._pause()
-        if "kv_cache" not in self._aside:
+        if "kv_cache" not in self._aside & self.can_put_aside:
             self._core.forget_cache()
-        self._core.call("hotseat_begin_load")
+        self._core.call("hotseat_begin_load", timeout_s=self._call_timeout_s)
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._core.tensor_parallel_size > 1 and isinstance(named_tensors, Iterator):
             # To other processes each goes with its own bytes, not with those of all the others that it is a view among.
             named_tensors = [(name, tensor.clone()) for name, tensor in named_tensors]
-        for problem in self._core.call("hotseat_load", named_tensors):
+        for problem in self._core.call("hotseat_load", named_tensors, timeout_s=self._call_timeout_s):
             if problem is not None:
                 raise WeightError(problem)
 
     def _missing(self) -> list[str]:
-        missing: list[str] = self._core.call("hotseat_missing")[0]
+        missing: list[str] = self._core.call("hotseat_missing", timeout_s=self._call_timeout_s)[0]
         return missing
 
     def _digest(self) -> dict[str, int]:
         counted: dict[str, list[int]] = {}
         copies: dict[tuple[str, tuple[int, ...]], int] = {}
-        for rank, found in enumerate(self._core.call("hotseat_digest")):
+        for rank, found in enumerate(self._core.call("hotseat_digest", timeout_s=self._call_timeout_s)):
             for name, offset, digest, is_counted in found:
                 if copies.setdefault((name, offset), digest) != digest:
                     raise WeightError(f"tensor-parallel rank {rank} holds another {name} than a rank before it")
@@ -205,15 +225,21 @@ def weight_names(model: str, trust_remote_code: bool) -> WeightNames:
     return WeightNames.of(empty)
 
 
-def cache_bytes(model: str, dtype: str, num_tokens: int, trust_remote_code: bool = False) -> int:
-    """Of a cache for so many tokens, at most 4 GiB: for a CPU, where vLLM would take most of the host's memory."""
+def cache_bytes(
+    model: str, dtype: str, sequences: tuple[int, int], tensor_parallel_size: int, trust_remote_code: bool = False
+) -> int:
+    """Of each rank's cache for sequences (tokens, how many), at most 4 GiB but one sequence in any case.
+
+    For a CPU, where vLLM would take most of the host's memory.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
-    return int(min(4 << 30, max(64 << 20, num_tokens * per_token)))
+    heads = max(1, heads // tensor_parallel_size)
+    one = sequences[0] * 2 * config.num_hidden_layers * heads * width * getattr(torch, dtype).itemsize
+    return int(max(64 << 20, 2 * one, min(4 << 30, sequences[1] * one)))
 
 
 def log_to(path: Path) -> dict[str, str]:

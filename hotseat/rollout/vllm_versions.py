@@ -22,6 +22,7 @@ from hotseat.errors import WorkerError
 from hotseat.types import Request
 
 OLDEST, NEWEST = (0, 25), (0, 32)
+SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
 _TAG_OF_PART = {"weights": "weights", "kv_cache": "kv_cache"}
 
@@ -91,12 +92,14 @@ class Core:
             from vllm.v1.executor import Executor
 
             self.is_cpu = is_cpu
+            # To score a sequence, one more token is sampled: room for it, if the model has it.
+            self.max_length = options.max_length + (0 if options.max_length == _max_positions(options) else 1)
             arguments = EngineArgs(
                 model=options.model,
                 skip_tokenizer_init=True,  # token ids in, token ids out
                 dtype=options.dtype,
-                max_model_len=options.max_length + 1,  # to score a sequence, one more token is sampled
-                max_num_seqs=options.num_slots,
+                max_model_len=self.max_length,
+                max_num_seqs=options.num_slots + SCORED_AT_ONCE,
                 tensor_parallel_size=options.tensor_parallel_size,
                 distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else "uni",
                 enable_prefix_caching=options.prefix_caching,
@@ -130,13 +133,13 @@ class Core:
         if not self._is_closing:
             when_lost()
 
-    def add(self, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
+    def add(self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
         from vllm import SamplingParams
 
         sampling = request.sampling
         is_greedy = sampling.temperature == 0
         self._add(
-            request.id,
+            name,
             request.token_ids,
             SamplingParams(
                 temperature=sampling.temperature,
@@ -236,6 +239,13 @@ class Core:
         self._client.shutdown()
 
 
+def _max_positions(options: CoreOptions) -> int | None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 @contextmanager
 def _settings(options: CoreOptions) -> Iterator[bool]:
     """What vLLM reads from its environment while it starts; whether it is the CPU build."""
@@ -321,22 +331,19 @@ def put_aside(parts: Sequence[str], keep_weights: bool) -> tuple[int, int]:
     from vllm.device_allocator.cumem import libcudart, unmap_and_release
 
     tags = {_TAG_OF_PART[part] for part in parts}
-    num_bytes = num_copied = 0
     # vLLM's own `sleep` takes all parts at once, and the oldest versions do not see that one is asleep already.
-    for pointer, data in _pointers():
-        if data.tag not in tags or data.is_asleep:
-            continue
-        size = data.handle[1]
+    chosen = [(pointer, data) for pointer, data in _pointers() if data.tag in tags and not data.is_asleep]
+    copies: dict[int, torch.Tensor] = {}
+    for pointer, data in chosen:  # first what can fail: host memory may run out
         if data.tag == "weights" and keep_weights:
-            kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            libcudart.cudaMemcpy(kept.data_ptr(), pointer, size)
-            data.cpu_backup_tensor = kept
-            num_copied += size
+            copies[pointer] = torch.empty(data.handle[1], dtype=torch.uint8, pin_memory=True)
+            libcudart.cudaMemcpy(copies[pointer].data_ptr(), pointer, data.handle[1])
+    for pointer, data in chosen:
+        data.cpu_backup_tensor = copies.get(pointer)
         unmap_and_release(data.handle)
         data.is_asleep = True
-        num_bytes += size
     torch.cuda.empty_cache()
-    return num_bytes, num_copied
+    return sum(data.handle[1] for _, data in chosen), sum(copy.numel() for copy in copies.values())
 
 
 def bring_back(model_runner: Any, parts: Sequence[str]) -> tuple[int, int]:

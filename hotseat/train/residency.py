@@ -15,6 +15,7 @@ from torch import Tensor
 from hotseat.types import Moved
 
 _ROUND = 512  # bytes; torch's allocator rounds every size up to a multiple
+_SMALL = 1 << 20  # bytes; up to this it takes memory from elsewhere
 
 
 class Shelf:
@@ -55,7 +56,8 @@ class Shelf:
     def _reserve(self) -> None:
         """One piece of device memory for all that comes back: hundreds of pieces take as long to get as to fill."""
         if self._device.type == "cuda":
-            size = sum(-(-num_bytes // _ROUND) * _ROUND for _, num_bytes in self._stored)
+            large = [num_bytes for _, num_bytes in self._stored if num_bytes > _SMALL]
+            size = sum(-(-num_bytes // _ROUND) * _ROUND for num_bytes in large)
             # Given back at once to torch's allocator, which cuts it up for the storages.
             torch.empty(size, dtype=torch.uint8, device=self._device)
 

@@ -198,3 +198,35 @@ rollout: {engine: vllm, memory_share: 0.4}
         with seats.turn("rollout", "rollout"):
             pass
         assert groups["actor"].calls == calls
+
+
+def test_a_process_that_replaces_a_dead_one_may_hold_more_than_there_was() -> None:
+    """Its lease was granted when its weights were away; the new process has them."""
+    used = [10 << 30]
+    gone: set[int] = set()
+    seats, _ = make_seats(
+        COLOCATED,
+        "1x1",
+        measure=lambda device: DeviceMemory(used[0]),
+        is_gone=lambda holder: holder.pid in gone,
+    )
+    with seats.turn("rollout", "rollout"):
+        pass
+    gone.add(100)
+    used[0] = 13 << 30
+    seats.replaced("rollout", 0)
+    with seats.turn("update", "actor"):
+        pass
+
+
+def test_others_make_way_for_an_engine_that_starts_anew() -> None:
+    seats, groups = make_seats(COLOCATED, "1x1")
+    with seats.turn("sync", "actor"):
+        pass
+    groups["actor"].taken()
+    seats.make_way("rollout", 0)
+    assert groups["actor"].taken() == [("put_aside", ["weights"], True, (0,))]  # the rest had left before
+    seats.replaced("rollout", 0)
+    with seats.turn("sync", "actor"):
+        pass
+    assert ("bring_back", ["weights"], (0,)) in groups["actor"].taken()

@@ -337,6 +337,50 @@ def abort_gives_what_there_is_and_frees_the_slot(subject: Subject) -> None:
         assert running.result(PATIENCE_S).finish == "abort"
 
 
+def an_id_can_be_used_again_at_once(subject: Subject) -> None:
+    with subject.engine(max_length=600) as engine:
+        (expected,) = engine.generate([request("same", [4, 4], seed=9)])
+        for _ in range(3):
+            running = engine.submit(request("same", max_new_tokens=500))
+            sample_some(engine)
+            assert engine.abort() == ["same"]
+            assert running.result(PATIENCE_S).finish == "abort"
+            assert_same(subject, engine.generate([request("same", [4, 4], seed=9)])[0], expected)
+        stop = expected.token_ids[3]
+        num_tokens = expected.token_ids.index(stop) + 1
+        for _ in range(3):
+            (stopped,) = engine.generate([request("same", [4, 4], seed=9, stop_token_ids=(stop,))])
+            assert stopped.token_ids == expected.token_ids[:num_tokens]
+            assert_same(subject, engine.generate([request("same", [4, 4], seed=9)])[0], expected)
+
+
+def scoring_does_not_disturb_what_is_in_flight(subject: Subject) -> None:
+    asked = [request("a", max_new_tokens=100), request("b", [4, 4], max_new_tokens=80)]
+    sequences = [list(range(1, 20)), [7] * 16] * 6
+    with subject.engine(num_slots=2, max_length=600) as engine:
+        expected, scores = engine.generate(asked), engine.score(sequences, 0.7)
+        futures = [engine.submit(r) for r in asked]
+        sample_some(engine)
+        for found, expected_scores in zip(engine.score(sequences, 0.7), scores, strict=True):
+            assert found == pytest.approx(expected_scores, abs=subject.tolerance)
+        for future, completion in zip(futures, expected, strict=True):
+            assert_same(subject, future.result(PATIENCE_S), completion)
+
+
+def prefixes_are_forgotten_also_while_the_cache_is_away(subject: Subject) -> None:
+    asked = request("a", range(1, 60))
+    with subject.engine() as engine:
+        engine.load_weights(named_weights(subject.model(1)), version=1)
+        (expected,) = engine.generate([asked])
+        engine.load_weights(named_weights(subject.model(0)), version=2)
+        engine.generate([asked])
+        engine.put_aside(["kv_cache"])
+        engine.load_weights(named_weights(subject.model(1)), version=3)
+        engine.bring_back(["kv_cache"])
+        (found,) = engine.generate([asked])
+        assert_same(subject, replace(found, versions=expected.versions), expected)
+
+
 def pause_keeps_sequences_and_they_go_on_under_new_weights(subject: Subject) -> None:
     with subject.engine(max_length=600) as engine:
         (undisturbed,) = engine.generate([request("undisturbed", max_new_tokens=60)])
@@ -603,6 +647,9 @@ CHECKS: list[Callable[[Subject], None]] = [
     many_callers_share_few_slots,
     prompts_that_are_too_much_for_one_step_are_answered_like_others,
     abort_gives_what_there_is_and_frees_the_slot,
+    an_id_can_be_used_again_at_once,
+    scoring_does_not_disturb_what_is_in_flight,
+    prefixes_are_forgotten_also_while_the_cache_is_away,
     pause_keeps_sequences_and_they_go_on_under_new_weights,
     pause_and_resume_change_nothing_else,
     a_closed_engine_says_so,
