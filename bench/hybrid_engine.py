@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.trl_side import time_grpo
+from lib.words import save_prompts, save_tokenizer
+
 NUM_PROMPTS, GROUP_SIZE, PROMPT_LENGTH, NUM_NEW_TOKENS = 32, 8, 23, 512
 NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE
 NUM_WARM_UP = 2  # steps that do not count
@@ -116,17 +119,13 @@ def shape(model: str) -> Any:
 def make_model(directory: Path, model: str) -> None:
     """Random weights, a tokenizer with one word per token, and prompts."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
     path, vocab_size = directory / model, VOCAB_SIZES[model]
     if (path / "prompts.jsonl").exists():
         return
-    words = {f"w{index}": index for index in range(vocab_size)} | {"<eos>": vocab_size}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="<eos>").save_pretrained(path)
+    words = [*(f"w{index}" for index in range(vocab_size)), "<eos>"]
+    save_tokenizer(path, words)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -134,12 +133,10 @@ def make_model(directory: Path, model: str) -> None:
     torch.set_default_dtype(torch.float32)
     made.to(torch.bfloat16).save_pretrained(path)
     rng = random.Random(0)
-    rows = [
-        {"input": " ".join(f"w{rng.randrange(1, vocab_size)}" for _ in range(PROMPT_LENGTH)), "label": ""}
-        for _ in range(20 * NUM_PROMPTS)
-    ]
-    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    num_rows = 20 * NUM_PROMPTS
     (directory / "reward.py").write_text(REWARD)
+    prompts = [rng.choices(words[1:-1], k=PROMPT_LENGTH) for _ in range(num_rows)]
+    save_prompts(path / "prompts.jsonl", prompts, [""] * num_rows)
 
 
 # --- what the device can do -------------------------------------------------------------------------------------------
@@ -360,58 +357,31 @@ def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
 
 
 def run_trl(directory: Path, name: str, num_steps: int = 2) -> dict[str, Any]:
-    import torch
-    from datasets import load_dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
     make_model(directory, "1.5B")
     is_checkpointed, micro_batch = TRL[name]
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            torch.cuda.synchronize()
-            ends.append(time.perf_counter())
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [sum(map(ord, text)) / 1e5 for text in completions]
 
-    rows = load_dataset("json", data_files=str(directory / "1.5B" / "prompts.jsonl"), split="train")
-    trainer = GRPOTrainer(
-        model=str(directory / "1.5B"),
-        reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=str(directory / name),
-            max_steps=num_steps,
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=NUM_SAMPLES // micro_batch,
-            num_generations=GROUP_SIZE,
-            max_completion_length=NUM_NEW_TOKENS,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            bf16=True,
-            model_init_kwargs={"dtype": "bfloat16"},
-            gradient_checkpointing=is_checkpointed,
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_enable_sleep_mode=True,
-            vllm_gpu_memory_utilization=0.4,
-            vllm_max_model_length=1024,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1000,
-        ),
-        train_dataset=rows.rename_column("input", "prompt"),
-        callbacks=[Clock()],
+    seconds = time_grpo(
+        directory / "1.5B",
+        directory / "1.5B" / "prompts.jsonl",
+        directory / name,
+        reward,
+        max_steps=num_steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=NUM_SAMPLES // micro_batch,
+        num_generations=GROUP_SIZE,
+        max_completion_length=NUM_NEW_TOKENS,
+        bf16=True,
+        model_init_kwargs={"dtype": "bfloat16"},
+        gradient_checkpointing=is_checkpointed,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_enable_sleep_mode=True,
+        vllm_gpu_memory_utilization=0.4,
+        vllm_max_model_length=1024,
     )
-    trainer.train()
-    seconds = [end - begin for begin, end in itertools.pairwise(ends)]
     return {"seconds": seconds, "step_s": min(seconds[1:])}
 
 

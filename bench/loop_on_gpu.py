@@ -12,16 +12,17 @@ step counts.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
+
+from lib.trl_side import time_grpo
+from lib.words import save_prompts, save_tokenizer
 
 NUM_PROMPTS, GROUP_SIZE, PROMPT_LENGTH, NUM_NEW_TOKENS = 32, 8, 64, 256
 NUM_WARM_UP = 2  # steps that do not count
@@ -48,15 +49,10 @@ def reward_func(queries, prompts, labels):
 
 def make_task(directory: Path, num_rows: int) -> None:
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = {f"w{index}": index for index in range(VOCAB_SIZE)} | {"<eos>": VOCAB_SIZE}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="<eos>")
-    fast.save_pretrained(directory / "model")
+    words = [*(f"w{index}" for index in range(VOCAB_SIZE)), "<eos>"]
+    save_tokenizer(directory / "model", words)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -75,60 +71,30 @@ def make_task(directory: Path, num_rows: int) -> None:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(directory / "model")
     rng = random.Random(0)
-    rows = [
-        {"input": " ".join(f"w{rng.randrange(1, VOCAB_SIZE)}" for _ in range(PROMPT_LENGTH)), "label": ""}
-        for _ in range(num_rows)
-    ]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [rng.choices(words[1:-1], k=PROMPT_LENGTH) for _ in range(num_rows)]
+    save_prompts(directory / "prompts.jsonl", prompts, [""] * num_rows)
     (directory / "reward.py").write_text(REWARD)
 
 
 def time_trl(directory: Path, num_steps: int) -> tuple[list[float], dict[str, float]]:
-    import torch
-    from datasets import load_dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            torch.cuda.synchronize()
-            ends.append(time.perf_counter())
-
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [sum(map(ord, text)) / 1e5 for text in completions]
 
-    rows = load_dataset("json", data_files=str(directory / "prompts.jsonl"), split="train")
-    trainer = GRPOTrainer(
-        model=str(directory / "model"),
-        reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=str(directory / "trl"),
-            max_steps=num_steps,
-            per_device_train_batch_size=64,
-            gradient_accumulation_steps=4,
-            num_generations=GROUP_SIZE,
-            max_completion_length=NUM_NEW_TOKENS,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            bf16=True,
-            model_init_kwargs={"dtype": "float32"},
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1000,
-        ),
-        train_dataset=rows.rename_column("input", "prompt"),
-        callbacks=[Clock()],
+    seconds = time_grpo(
+        directory / "model",
+        directory / "prompts.jsonl",
+        directory / "trl",
+        reward,
+        max_steps=num_steps,
+        per_device_train_batch_size=64,
+        gradient_accumulation_steps=4,
+        num_generations=GROUP_SIZE,
+        max_completion_length=NUM_NEW_TOKENS,
+        bf16=True,
+        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing=False,
     )
-    trainer.train()
-    return [end - begin for begin, end in itertools.pairwise(ends)], {}
+    return seconds, {}
 
 
 def time_hotseat(directory: Path, num_steps: int) -> tuple[list[float], dict[str, float]]:

@@ -24,9 +24,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
+
+from lib.trl_side import time_grpo
+from lib.words import save_prompts, save_tokenizer
 
 NUM_PROMPTS, GROUP_SIZE, NUM_NEW_TOKENS = 32, 8, 24
 NUM_WARM_UP = 3  # steps that do not count
@@ -64,15 +66,10 @@ def make_task(directory: Path, num_rows: int) -> None:
     import random
 
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     words = ["<pad>", *(f"w{index}" for index in range(NUM_WORDS - 1)), "<eos>"]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.save_pretrained(directory / "model")
+    save_tokenizer(directory / "model", words)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=NUM_WORDS,
@@ -89,30 +86,17 @@ def make_task(directory: Path, num_rows: int) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(directory / "model")
     rng = random.Random(0)
-    rows = [
-        {"input": " ".join(rng.choices(words[1:-1], k=8)), "label": f"w{rng.randrange(NUM_WORDS - 1)}"}
-        for _ in range(num_rows)
-    ]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = [rng.choices(words[1:-1], k=8) for _ in range(num_rows)]
+    labels = [f"w{rng.randrange(NUM_WORDS - 1)}" for _ in range(num_rows)]
+    save_prompts(directory / "prompts.jsonl", prompts, labels)
     for kind, formula in REWARDS.items():
         (directory / f"{kind}.py").write_text(REWARD_FILE.format(formula=formula))
 
 
 def time_trl(directory: Path, num_steps: int, kind: str) -> list[float]:
     import torch
-    from datasets import load_dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(2)
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
 
     def reward(completions: list[str], label: list[str], **kwargs: Any) -> list[float]:
         return [
@@ -120,34 +104,21 @@ def time_trl(directory: Path, num_steps: int, kind: str) -> list[float]:
             for text, word in zip(completions, label, strict=True)
         ]
 
-    rows = load_dataset("json", data_files=str(directory / "prompts.jsonl"), split="train")
-    trainer = GRPOTrainer(
-        model=str(directory / "model"),
-        reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=str(directory / "trl"),
-            max_steps=num_steps,
-            per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
-            gradient_accumulation_steps=1,
-            num_generations=GROUP_SIZE,
-            max_completion_length=NUM_NEW_TOKENS,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            temperature=1.0,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            logging_steps=1000,
-        ),
-        train_dataset=rows.rename_column("input", "prompt"),
-        callbacks=[Clock()],
+    return time_grpo(
+        directory / "model",
+        directory / "prompts.jsonl",
+        directory / "trl",
+        reward,
+        max_steps=num_steps,
+        per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE,
+        gradient_accumulation_steps=1,
+        num_generations=GROUP_SIZE,
+        max_completion_length=NUM_NEW_TOKENS,
+        temperature=1.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
     )
-    trainer.train()
-    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def time_hotseat(directory: Path, num_steps: int, kind: str, side: str) -> tuple[list[float], dict[str, float]]:

@@ -1,0 +1,49 @@
+"""TRL's GRPOTrainer on the same task: the seconds of each of its steps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def time_grpo(
+    model: Path, prompts: Path, output: Path, reward: Callable[..., list[float]], **config: Any
+) -> list[float]:
+    import torch
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(output),
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            logging_steps=1000,
+            **config,
+        ),
+        train_dataset=load_dataset("json", data_files=str(prompts), split="train").rename_column("input", "prompt"),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return [end - begin for begin, end in itertools.pairwise(ends)]
