@@ -110,7 +110,7 @@ def test_an_error_in_the_background_ends_the_run(task, kind):
     ):
         run(task, kind, "run", "checkpoint.every=2", "checkpoint.background=true")
     steps = [line["step"] for line in read_lines(task / "runs" / "run" / "metrics.jsonl")]
-    assert steps[-1] in (4, 5)  # at the next step's end at the latest
+    assert 4 <= steps[-1] <= 6  # at the next save at the latest: steps take milliseconds
     assert f"go on after step 2: hotseat resume {task}/runs/run" in caught.value.__notes__
     whole = run(task, kind, "whole")
     assert main(["resume", str(task / "runs" / "run")]) == 0

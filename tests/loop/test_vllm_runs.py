@@ -1,5 +1,6 @@
 """Whole runs that sample with vLLM's CPU build. An engine takes some ten seconds to start, so the runs are few."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -29,9 +30,12 @@ from hotseat.observe import read_lines
 from hotseat.rollout import TransformersEngine
 from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 MARK = "TEST_VLLM"  # in the environment of everything that a run of these tests starts
 # Heads of a width that vLLM takes, and no token without a text: samples are recorded as text.

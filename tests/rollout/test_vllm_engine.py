@@ -7,6 +7,7 @@ model 0.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,15 +17,16 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PreTrainedModel
 
+from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
+
 from . import conformance
 from .conformance import PATIENCE_S, Subject, named_weights
 from .test_transformers_engine import random_model
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names  # noqa: E402
-
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 SHAPE = {
     "vocab_size": 67,

@@ -12,9 +12,6 @@ import torch
 
 from . import conformance
 from .conformance import Subject, named_weights, request
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from .test_transformers_engine import random_model
 from .test_vllm_engine import MODEL, Shared
 

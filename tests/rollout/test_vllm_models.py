@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -19,58 +20,24 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 
 from hotseat.algorithms.digest import combine_digests, tensor_digest
 from hotseat.errors import WorkerError
+from hotseat.rollout._fused import Piece, pieces
+from hotseat.rollout._live_weights import WeightNames
+from hotseat.rollout.vllm_engine import VllmEngine
 
 from . import conformance
 from .conformance import Subject, named_weights, reference_log_probs, request
 from .parcels import Parcel
 from .test_transformers_engine import random_model
+from .test_vllm_engine import SHAPE, Shared
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from vllm.model_executor.layers.linear import (  # noqa: E402
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-
-from hotseat.rollout._fused import Piece, pieces  # noqa: E402
-from hotseat.rollout._live_weights import WeightNames  # noqa: E402
-from hotseat.rollout.vllm_engine import VllmEngine  # noqa: E402
-
-from .test_vllm_engine import SHAPE, Shared  # noqa: E402
-
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 # --- where the weights are --------------------------------------------------------------------------------------------
 
 HEAD, WIDTH = 4, 6
-
-
-class Qkv(QKVParallelLinear):
-    """As vLLM would make it for one of several ranks, without the processes of the others."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, heads: int, kv_heads: int, rank: int, size: int):
-        nn.Module.__init__(self)
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
-        self.tp_rank, self.tp_size = rank, size
-        self.head_size = self.v_head_size = HEAD
-        self.total_num_heads, self.total_num_kv_heads = heads, kv_heads
-        self.num_heads, self.num_kv_heads = heads // size, max(1, kv_heads // size)
-        self.num_kv_head_replicas = max(1, size // kv_heads)
-
-
-class GateUp(MergedColumnParallelLinear):
-    def __init__(self, weight: torch.Tensor, sizes: list[int], rank: int, size: int):
-        nn.Module.__init__(self)
-        self.weight = nn.Parameter(weight)
-        self.output_sizes, self.tp_rank, self.tp_size = sizes, rank, size
-
-
-class Down(RowParallelLinear):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, rank: int, size: int):
-        nn.Module.__init__(self)
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
-        self.tp_rank, self.tp_size = rank, size
 
 
 class Model(nn.Module):
@@ -104,6 +71,8 @@ def check_whole(ranks: list[dict[str, Piece]], whole: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, 1), (4, 2), (2, 2), (1, 2), (2, 4), (1, 4)])
 def test_a_rank_holds_its_heads_of_queries_keys_and_values(kv_heads: int, size: int) -> None:
+    from .vllm_layers import Qkv
+
     heads = 4
     torch.manual_seed(0)
     whole = {}
@@ -128,6 +97,8 @@ def test_a_rank_holds_its_heads_of_queries_keys_and_values(kv_heads: int, size: 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rank_holds_its_rows_of_gate_and_up_and_its_columns_of_down(size: int) -> None:
+    from .vllm_layers import Down, GateUp
+
     torch.manual_seed(0)
     gate, up = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     down, bias = torch.randn(WIDTH, 8), torch.randn(WIDTH)
@@ -161,6 +132,8 @@ def test_a_rank_holds_its_rows_of_gate_and_up_and_its_columns_of_down(size: int)
 
 def test_a_fused_parameter_of_an_unknown_layout_is_no_piece() -> None:
     """Its weights are then missing from the digest, which the trainer notices, rather than digested wrongly."""
+    from .vllm_layers import Qkv
+
     odd = Qkv(torch.randn(5, WIDTH), torch.randn(5), 4, 4, 0, 1)
     assert found(Model(qkv_proj=odd), 0) == {}
 

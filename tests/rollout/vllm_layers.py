@@ -1,0 +1,37 @@
+"""Layers of one tensor-parallel rank as vLLM would make them, without the processes of the others.
+
+In a module of their own: vLLM takes seconds to import, and most test runs do without it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+
+HEAD = 4  # width of a head
+
+
+class Qkv(QKVParallelLinear):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, heads: int, kv_heads: int, rank: int, size: int):
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.tp_rank, self.tp_size = rank, size
+        self.head_size = self.v_head_size = HEAD
+        self.total_num_heads, self.total_num_kv_heads = heads, kv_heads
+        self.num_heads, self.num_kv_heads = heads // size, max(1, kv_heads // size)
+        self.num_kv_head_replicas = max(1, size // kv_heads)
+
+
+class GateUp(MergedColumnParallelLinear):
+    def __init__(self, weight: torch.Tensor, sizes: list[int], rank: int, size: int):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(weight)
+        self.output_sizes, self.tp_rank, self.tp_size = sizes, rank, size
+
+
+class Down(RowParallelLinear):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, rank: int, size: int):
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+        self.tp_rank, self.tp_size = rank, size
