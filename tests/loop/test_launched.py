@@ -96,6 +96,7 @@ def losses(task: Path, name: str) -> list:
     return [(line["step"], line["loss"]) for line in read_lines(task / "runs" / name / "metrics.jsonl")]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
     """Invariant 5 with two ranks, one of which is killed; then there is nothing left to do."""

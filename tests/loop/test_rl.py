@@ -274,6 +274,7 @@ def test_placement_and_runtime_change_no_bit(task):
         assert same(expected, weights(task, name)), name
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(600)
 def test_how_weights_travel_changes_no_bit(task):

@@ -145,6 +145,7 @@ def test_what_vllm_cannot_do_on_a_cpu_is_said_once_and_nothing_is_put_aside(colo
     assert not any("time/put_aside" in record for record in colocated.metrics)
 
 
+@pytest.mark.long
 def test_two_engines_on_devices_of_their_own_share_the_work_and_change_no_maths(colocated: Ended, task: Path) -> None:
     sampled = [Fault("generation.during", "0", by=f"rollout:{rank}") for rank in range(2)]  # noted, and nothing happens
     apart = run(task, "apart", "{actor: 0, rollout: 1-2}", "train.num_episodes=2", faults=sampled)
@@ -245,6 +246,7 @@ def test_engines_and_ranks_that_do_not_fit_the_devices_are_refused_before_anythi
     assert not (task / "runs").exists()
 
 
+@pytest.mark.long
 def test_a_model_that_vllm_does_not_know_is_one_error_that_names_the_engine_and_is_not_tried_again(
     tmp_path: Path,
 ) -> None:

@@ -58,6 +58,7 @@ def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
     assert (last["engine_restarts"], last["host_restarts"], last["samples_failed"]) == (3, 1, 0)
 
 
+@pytest.mark.long
 def test_engines_that_are_replaced_are_met_anew_by_the_broadcast(task):
     """Scenario 4, where weights are broadcast: the group of the dead is given up, and the others join the next."""
     undisturbed = run_undisturbed(task, num_passes=2)
@@ -234,6 +235,7 @@ def test_stopped_at_a_point(task, victim, point):
         assert differences(undisturbed, run.run_dir) == []
 
 
+@pytest.mark.long
 def test_a_rank_of_the_trainer_that_is_stopped_ends_the_run_by_name(task):
     """Scenario 9: within the limit, naming rank and operation; the run is resumable."""
     with Faulty(task, num_passes=2, placement=TWO_RANKS, cluster=SILENCE) as run:
@@ -264,6 +266,7 @@ def test_a_call_that_never_ends_is_diagnosed(task):
         assert "in a collective with the other ranks" in hang
 
 
+@pytest.mark.long
 def test_sigterm_saves_the_step_under_way(task):
     """Scenario 14: the step under way is finished and saved; nothing is left, on Ray either."""
     with Faulty(task, num_passes=3) as run:

@@ -242,10 +242,11 @@ class FakeCore:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         if method == "hotseat_load":
             self.sent += arguments
-        return [{} if method == "hotseat_start" else None] * self.tensor_parallel_size
+        started = {"bytes": {}, "undigested": []}
+        return [started if method == "hotseat_start" else None] * self.tensor_parallel_size
 
     def drain(self) -> list[Any]:
         return []

@@ -111,6 +111,7 @@ def test_more_layers_compile_nothing(num_layers: int) -> None:
     assert counts == [NUM_GRAPHS]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_with_the_compiler_of_torch() -> None:

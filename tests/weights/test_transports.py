@@ -96,6 +96,7 @@ def test_a_receiver_that_never_comes_is_named_in_time(pair):
     assert isinstance(pair[0].answer(), RunError)  # which did not wait for ever either
 
 
+@pytest.mark.long
 def test_a_receiver_that_dies_in_the_middle_is_named_and_the_others_go_on():
     named = weights(6, num=4, size=8 << 20)  # 32 MiB each: more than what connections buffer
     sender = Sender(lambda: iter(named), bucket_bytes=32 << 20)
