@@ -105,7 +105,9 @@ class VllmEngine(ThreadedEngine):
             else:
                 assert not sampled.is_finished, f"vLLM ended request {sampled.request_id!r} and we did not"
         self._last_step = time.monotonic()
-        self._core.abort([name for name, outcome in done if isinstance(outcome, HotseatError)])
+        refused = [name for name, outcome in done if isinstance(outcome, HotseatError)]
+        if refused:
+            self._core.abort(refused)
         self._complete([(self._running.pop(name), outcome) for name, outcome in done])
 
     def _pause(self) -> None:
