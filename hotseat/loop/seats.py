@@ -99,13 +99,14 @@ class Seats:
         self._without_weights.discard(role)
 
     def replaced(self, role: str, rank: int) -> None:
-        """A process was replaced by a new one, which has all its parts on its devices."""
-        self._aside[role, rank] = set()
-        self._leases.forget_use(self._processes[role, rank].devices)
+        """A process was replaced by a new one, which has all its parts on its devices, if it has any."""
+        if (role, rank) in self._processes:
+            self._aside[role, rank] = set()
+            self._leases.forget_use(self._processes[role, rank].devices)
 
     def make_way(self, role: str, rank: int) -> None:
         """Put aside what other roles have on a process's devices: it is about to start, and measures what is free."""
-        devices = set(self._processes[role, rank].devices)
+        devices = set(self._processes[role, rank].devices) if (role, rank) in self._processes else set()
         for (other, number), process in self._processes.items():
             if other == role or other not in self._groups or not devices & set(process.devices):
                 continue

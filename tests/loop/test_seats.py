@@ -217,6 +217,14 @@ def test_a_process_that_replaces_a_dead_one_may_hold_more_than_there_was() -> No
     seats.replaced("rollout", 0)
     with seats.turn("update", "actor"):
         pass
+    assert seats.log()[-1].died == ("rollout[0] (pid 100)",)
+
+
+def test_a_process_without_devices_can_be_replaced_too() -> None:
+    seats, groups = make_seats("cluster: {component_placement: {actor: 0, rollout: cpu*1}}", "1x1")
+    seats.make_way("rollout", 0)
+    seats.replaced("rollout", 0)
+    assert groups["actor"].calls == []
 
 
 def test_others_make_way_for_an_engine_that_starts_anew() -> None:
