@@ -16,7 +16,7 @@ from hotseat.data import Example, PromptOrder, digest_of
 from hotseat.loop.losses import SupervisedObjective
 from hotseat.loop.workers import BatchSettings, device_of_process
 from hotseat.train.backend import TrainOptions, UpdateReport
-from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.make import make_backend
 from hotseat.types import MicroBatch
 
 
@@ -63,7 +63,7 @@ class SupervisedWorker:
         rank: int,
         num_ranks: int,
     ):
-        self._backend = FSDPBackend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
+        self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
         self._examples = examples
         self._held_out = held_out
         self._batch_size = batch_size

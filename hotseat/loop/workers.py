@@ -29,7 +29,7 @@ from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObject
 from hotseat.loop.push import Canary, Proof
 from hotseat.loop.records import Recorder, TokenRecord
 from hotseat.train.backend import TrainOptions, UpdateReport
-from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_count, split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import BUCKET_BYTES, Audience, Bucket, Lane, Receiver, Sender
@@ -92,7 +92,7 @@ class ModelWorker:
     """One rank of a model behind a training backend: it scores, and can be put aside."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
-        self._backend = FSDPBackend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
+        self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
         """Log-probs of each segment of each sample, by sample id."""

@@ -12,6 +12,7 @@ from hotseat.train.backend import (
     UpdateReport,
 )
 from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.make import make_backend
 from hotseat.train.packing import join, split_by_count, split_by_tokens, spread_over_ranks, take
 from hotseat.train.schedule import Schedule, ScheduleKind
 
@@ -29,6 +30,7 @@ __all__ = [
     "TrainOptions",
     "UpdateReport",
     "join",
+    "make_backend",
     "split_by_count",
     "split_by_tokens",
     "spread_over_ranks",

@@ -25,6 +25,7 @@ Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 Precision = Literal["fp32", "bf16_master", "bf16"]
+Head = Literal["policy", "value"]  # log-probs over the vocabulary, or one number: a critic, a reward model
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class AdamW:
 class TrainOptions:
     """What every backend is told."""
 
+    head: Head = "policy"
+    value_head_prefix: str = "score"  # of the names of a value model's head in the checkpoint it is loaded from
     # bf16_master: 16-bit compute from 32-bit weights, gradients summed in 32 bits. bf16: everything in 16 bits.
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
@@ -57,6 +60,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
             raise UserError(f"precision {self.precision!r}: choose one of {', '.join(get_args(Precision))}")
+        if self.head not in get_args(Head):
+            raise UserError(f"head {self.head!r}: choose one of {', '.join(get_args(Head))}")
         if self.layout not in get_args(LayoutKind):
             raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -69,10 +74,17 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says about a micro-batch, with gradient. 0 where `MicroBatch.mask` is not set."""
+    """What the model says about a micro-batch, with gradient. [num_tokens] each, 0 where `MicroBatch.mask` is not set.
 
-    log_probs: Tensor  # [num_tokens] of each token given what precedes it in its segment, at the temperature
-    entropy: Tensor | None  # [num_tokens] of the distribution it was drawn from; None unless asked for
+    Each belongs to a token given what precedes it in its segment. A policy has log-probs, a value model has values.
+    """
+
+    log_probs: Tensor | None = None  # at the temperature
+    entropy: Tensor | None = None  # of the distribution the token was drawn from; only if asked for
+    values: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [value for value in (self.log_probs, self.entropy, self.values) if value is not None]
 
 
 class Loss(Protocol):
@@ -121,6 +133,9 @@ class Backend(Protocol):
         Entry t is the log-prob of token t given what precedes it in its segment, of the distribution at the
         temperature. 0 for the first token of a segment and where the mask is not set: those are not computed.
         """
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Together. As `log_probs`, of a value model: entry t is its number for what precedes token t."""
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float) -> UpdateReport:
         """Together. One optimizer step from this rank's micro-batches and all others'.

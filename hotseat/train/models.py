@@ -1,8 +1,12 @@
-"""A causal language model as training sees it: tokens in, log-probs of the wanted ones out."""
+"""Models as training sees them: tokens in, and out of each wanted one its log-prob (a policy) or a number (a value
+model: critic or reward model).
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.utils._triton import has_triton
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
-from hotseat.errors import NotBuiltError
+from hotseat.errors import NotBuiltError, UserError
 from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
+from hotseat.train.backend import Head, TrainOptions
 from hotseat.train.logprobs import Compiler, token_log_probs
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.types import MicroBatch
+
+_SCORE = "score"  # what transformers calls the head of a model with one label
 
 
 class Policy(nn.Module):
@@ -30,15 +43,11 @@ class Policy(nn.Module):
         self.model = model
         self.compiler: Compiler | None = None
 
-    def forward(
-        self, inputs: ModelInput, temperature: float, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-prob and entropy [num_wanted] each."""
-        packed = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
-        hidden = self.model.base_model(input_ids=inputs.input_ids, use_cache=False, **packed).last_hidden_state
+    def forward(self, inputs: ModelInput, temperature: float, with_entropy: bool = False) -> dict[str, Tensor]:
+        """`log_probs`, and `entropy` if asked for: [num_wanted] each."""
         head = self.model.get_output_embeddings()
-        return token_log_probs(
-            gather(hidden.flatten(0, 1), inputs.rows),
+        log_probs, entropy = token_log_probs(
+            _hidden(self.model, inputs),
             head.weight,
             inputs.targets,
             temperature=temperature,
@@ -46,25 +55,85 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
             compiler=self.compiler,
         )
+        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
 
-def load_model(source: str | Path | PreTrainedModel, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+class ValueModel(nn.Module):
+    """The model's body, then one number for each wanted token, from what precedes it."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        self.compiler: Compiler | None = None
+
+    def forward(self, inputs: ModelInput, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
+        """`values` [num_wanted] float32."""
+        return {"values": getattr(self.model, _SCORE)(_hidden(self.model, inputs)).squeeze(-1).float()}
+
+
+def _hidden(model: PreTrainedModel, inputs: ModelInput) -> Tensor:
+    """[num_wanted, hidden_size]: what the body says in front of each wanted token."""
+    packed = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
+    hidden = model.base_model(input_ids=inputs.input_ids, use_cache=False, **packed).last_hidden_state
+    return gather(hidden.flatten(0, 1), inputs.rows)
+
+
+def load_model(
+    source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
     """From a folder or hub name, or a model that is already there, which is then ours to change."""
     if isinstance(source, PreTrainedModel):
         return source.to(dtype)
-    return AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+    common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    if options.head == "policy":
+        return AutoModelForCausalLM.from_pretrained(source, **common)
+    return _load_value_model(source, options.value_head_prefix, common)
+
+
+def _load_value_model(source: str | Path, head_prefix: str, common: dict[str, Any]) -> PreTrainedModel:
+    """A model with one label. The head of a model that has none, such as a language model's, is made anew."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=common["trust_remote_code"])
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(
+            f"{source} is a {type(config).__name__.removesuffix('Config')}, for which transformers has no model with a"
+            " head of one number: choose another model for the critic or the reward"
+        )
+    config.num_labels = 1
+    renamed = {} if head_prefix == _SCORE else {"key_mapping": {rf"^{head_prefix}\.": f"{_SCORE}."}}
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        source, config=config, output_loading_info=True, **common, **renamed
     )
+    head = getattr(model, _SCORE)
+    if any(name.startswith(f"{_SCORE}.") for name in info["missing_keys"]):
+        # Small, so that a critic starts near zero; and the same in every process.
+        with torch.no_grad():
+            std = 1 / (head.weight.shape[1] + 1)
+            head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(0)) * std)
+    missing = [name for name in info["missing_keys"] if not name.startswith(f"{_SCORE}.")]
+    if missing:
+        raise UserError(
+            f"{source} lacks weights of a {type(model).__name__}, such as {missing[0]}: it is another model"
+        )
+    return model
+
+
+def compiles(wanted: bool | None, device: torch.device) -> bool:
+    if wanted is not None:
+        return wanted
+    # Triton builds a small C library for each kernel.
+    has_compiler = "CC" in os.environ or any(map(shutil.which, ("cc", "gcc", "clang")))
+    return device.type == "cuda" and has_triton() and has_compiler
 
 
 def prepare_model(
     model: PreTrainedModel,
     *,
+    head: Head,
     layout: LayoutKind,
     gradient_checkpointing: bool,
     compiler: Compiler | None = None,
-) -> tuple[Policy, LayoutKind]:
-    """The policy around a loaded model, and the layout it can run.
+) -> tuple[Policy | ValueModel, LayoutKind]:
+    """What gives log-probs or values around a loaded model, and the layout it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
     run as they are.
@@ -82,9 +151,13 @@ def prepare_model(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    policy = Policy(model)
-    _check_head(policy)
-    if layout != "padded" and not (can_pack and _packs(policy)):
+    wrapped: Policy | ValueModel
+    if head == "policy":
+        wrapped = Policy(model)
+        _check_head(wrapped)
+    else:
+        wrapped = ValueModel(model)
+    if layout != "padded" and not (can_pack and _packs(wrapped)):
         if layout != "auto":
             raise NotBuiltError(
                 f"{type(model).__name__} cannot run {layout}: its layers do not keep segments apart; set the layout to"
@@ -94,8 +167,8 @@ def prepare_model(
     if compiler is not None:
         # After the probes, which would be compiled for themselves; before sharding, which renames the layers' classes.
         compile_layers(model, compiler)
-        policy.compiler = compiler
-    return policy, layout
+        wrapped.compiler = compiler
+    return wrapped, layout
 
 
 def compile_layers(model: PreTrainedModel, compiler: Compiler) -> None:
@@ -145,7 +218,7 @@ def _check_head(policy: Policy) -> None:
     probe = take(_probe(model), [1])
     with torch.no_grad():
         logits = model(input_ids=probe.token_ids[None].to(model.device), use_cache=False).logits[0]  # [5, vocab_size]
-        ours = policy(model_input(probe, "padded", device=model.device), 1.0)[0]
+        ours = policy(model_input(probe, "padded", device=model.device), 1.0)["log_probs"]
     theirs = logits[:-1].double().log_softmax(-1).gather(-1, probe.token_ids[1:, None].to(model.device)).squeeze(-1)
     if not _is_close(ours, theirs, logits.dtype):
         raise NotBuiltError(
@@ -154,11 +227,11 @@ def _check_head(policy: Policy) -> None:
         )
 
 
-def _packs(policy: Policy) -> bool:
+def _packs(wrapped: Policy | ValueModel) -> bool:
     """Whether packed segments stay apart, and find the context they share: a model may have layers that our attention
     does not reach."""
-    device, dtype = policy.model.device, next(policy.parameters()).dtype
-    apart = _probe(policy.model)
+    device, dtype = wrapped.model.device, next(wrapped.parameters()).dtype
+    apart = _probe(wrapped.model)
     # The same two segments behind a context of three tokens.
     context = apart.token_ids[:3]
     alike = MicroBatch(
@@ -171,8 +244,8 @@ def _packs(policy: Policy) -> bool:
     )
     with torch.no_grad():
         for probe, kind in ((apart, "packed"), (alike, "shared")):
-            padded = policy(model_input(probe, "padded", device=device), 1.0)[0]
-            packed = policy(model_input(probe, kind, device=device), 1.0)[0]
+            [padded] = wrapped(model_input(probe, "padded", device=device), 1.0).values()
+            [packed] = wrapped(model_input(probe, kind, device=device), 1.0).values()
             if not _is_close(packed, padded, dtype):
                 return False
     return True

@@ -1,0 +1,505 @@
+"""What training backends have in common: rounds of micro-batches, the guard against updates that are not finite, what
+is aside, and snapshots. `FSDPBackend` and `ZeroBackend` add how weights are sharded, stepped, streamed and stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hotseat import faults
+from hotseat.errors import BatchError, NonFiniteError, RunError
+from hotseat.train.backend import (
+    PARTS,
+    Loss,
+    Outputs,
+    Part,
+    TrainOptions,
+    UpdateReport,
+    check_parts,
+    check_temperature,
+    needs_entropy,
+)
+from hotseat.train.packing import LayoutKind, model_input
+from hotseat.train.ranks import Ranks
+from hotseat.train.residency import Shelf
+from hotseat.types import MicroBatch, Moved
+
+_MAX_NAMED = 16  # samples in an error message
+_LAST_WRITE_S = 5.0  # for a snapshot that is being written when the backend is closed
+
+
+class Trainer(ABC):
+    """One rank. See `Backend` for the contract."""
+
+    kind: ClassVar[dict[str, Any]]  # what wrote a checkpoint: the backend's name and its format's number
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        ranks: Ranks,
+        device: torch.device,
+        model: PreTrainedModel,
+        layout: LayoutKind,
+        has_flash: bool,
+    ):
+        self._options = options
+        self._ranks = ranks
+        self._device = device
+        self._model = model
+        self._layout: LayoutKind = layout
+        self._has_flash = has_flash
+        self._version = 0
+        self._num_skipped = 0
+        self._skipped_samples: list[tuple[str, ...]] = []  # of the last updates in a row that were not finite
+        self._shelves: dict[Part, Shelf] = {part: Shelf(device) for part in PARTS}
+        self._aside: set[Part] = set()
+        self._is_halfway = False  # an update failed while it summed gradients
+        self._writing: Future[None] | None = None  # of a snapshot
+        self._is_closed = False
+
+    # --- what a backend adds ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _module(self) -> nn.Module:
+        """What is called for a forward."""
+
+    @abstractmethod
+    def _before_forward(self, is_last: bool) -> None:
+        """Of a micro-batch to learn from; `is_last` of this update."""
+
+    @abstractmethod
+    def _backward(self, total: Tensor, is_last: bool) -> None:
+        """Add the gradients of a loss; `is_last` of this update."""
+
+    @abstractmethod
+    def _grad_norm(self) -> float:
+        """Of all gradients of all ranks together, when all of them are summed."""
+
+    @abstractmethod
+    def _step(self, grad_norm: float, learning_rate: float) -> None:
+        """Clip, and change the weights."""
+
+    @abstractmethod
+    def _forget_gradients(self) -> None: ...
+
+    @abstractmethod
+    def _can_go_on(self) -> bool:
+        """Whether the rank can still be used after an update failed while it summed gradients."""
+
+    @abstractmethod
+    def _tensors(self, part: Part) -> list[Tensor]:
+        """What `put_aside` takes off the device."""
+
+    @abstractmethod
+    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """As `weights`."""
+
+    @abstractmethod
+    def _stored(self) -> dict[str, Tensor]:
+        """The live tensors that a checkpoint holds of this rank."""
+
+    @abstractmethod
+    def _write(self, directory: Path, state: dict[str, Tensor]) -> None:
+        """Together, perhaps in a thread. Put what `_to_save` gave, or a copy of it, on disk."""
+
+    @abstractmethod
+    def _read(self, directory: Path, state: dict[str, Tensor]) -> None:
+        """Together. Fill tensors, such as `_to_save` gives, from disk."""
+
+    @abstractmethod
+    def _after_scoring(self) -> None:
+        """After forwards without a backward."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Let go of what holds memory."""
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def movable(self) -> frozenset[Part]:
+        return frozenset(PARTS) if self._device.type == "cuda" else frozenset()
+
+    def gather_facts(self, fact: Any, what: str) -> list[Any]:
+        return self._ranks.gather(fact, what)
+
+    # --- forward and backward -----------------------------------------------------------------------------------------
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        check_temperature(temperature)
+        self._need("log_probs", "weights")
+        self._need_head("policy", "log_probs")
+        return self._score(micro_batches, "log_probs", temperature)
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        self._need("values", "weights")
+        self._need_head("value", "values")
+        return self._score(micro_batches, "values", 1.0)
+
+    def _score(self, micro_batches: Sequence[MicroBatch], what: str, temperature: float) -> list[Tensor]:
+        found: list[tuple[Tensor, MicroBatch]] = []
+        try:
+            with torch.no_grad():
+                for batch in self._in_step(micro_batches):
+                    scores = getattr(self._forward(batch or _company(), temperature), what)
+                    if batch is not None:
+                        found.append((scores, batch))
+        finally:
+            self._after_scoring()
+        # Only now: each copy waits until the device is done.
+        each = iter([scores.to(batch.token_ids.device) for scores, batch in found])
+        return [next(each) if batch.num_tokens > 0 else torch.zeros(0) for batch in micro_batches]
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float) -> UpdateReport:
+        check_temperature(temperature)
+        self._need("update", "weights", "gradients", "optimizer")
+        if self._options.optimizer is None:
+            raise RunError("update of a model that was loaded without an optimizer, only to be scored")
+        work = self._in_step(micro_batches)
+        if not work:
+            raise BatchError("update without a micro-batch on any rank: nothing to learn from")
+        losses, metrics = self._sum_gradients(work, loss, temperature)
+        grad_norm = self._grad_norm()
+        mine: list[float] = torch.stack(losses).tolist() if losses else []
+        facts = self._ranks.gather(
+            {
+                "loss": sum(mine),
+                "metrics": _sum_metrics(metrics),
+                "tokens": sum(batch.num_tokens for batch in micro_batches),
+                "sampled": sum(int(batch.mask.sum()) for batch in micro_batches),
+                "suspects": () if math.isfinite(sum(mine)) else _suspects(micro_batches, mine),
+                "samples": () if math.isfinite(grad_norm) else _first_samples(micro_batches),
+            },
+            "add up the losses of an update",
+        )
+        step_loss = sum(fact["loss"] for fact in facts)
+        learning_rate = self._options.schedule.learning_rate(self._version)
+        faults.reach("update.middle")
+        is_finite = math.isfinite(step_loss) and math.isfinite(grad_norm)
+        if is_finite:
+            self._step(grad_norm, learning_rate)
+            self._version += 1
+        self._forget_gradients()
+        self._count(is_finite, step_loss, grad_norm, facts)
+        return UpdateReport(
+            version=self._version,
+            loss=step_loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            is_skipped=not is_finite,
+            num_skipped=self._num_skipped,
+            num_tokens=sum(fact["tokens"] for fact in facts),
+            num_sampled=sum(fact["sampled"] for fact in facts),
+            metrics=_add_up([fact["metrics"] for fact in facts]),
+        )
+
+    def _sum_gradients(
+        self, work: Sequence[MicroBatch | None], loss: Loss, temperature: float
+    ) -> tuple[list[Tensor], list[Mapping[str, Tensor | float]]]:
+        """Gradients summed over `work` and all ranks; the loss and metrics of each micro-batch of this rank."""
+        losses, metrics = [], []
+        # Until the last micro-batch gradients are kept where a failure would leave them for the next update.
+        self._is_halfway = True
+        for index, batch in enumerate(work):
+            if index:
+                faults.reach("update.micro-batch")
+            is_last = index == len(work) - 1
+            self._before_forward(is_last)
+            if batch is None:
+                outputs = self._forward(_company(), temperature, needs_entropy(loss))
+                self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
+                continue
+            there = batch.to(self._device)  # before the forward, so that nothing waits for the forward's end
+            outputs = self._forward(batch, temperature, needs_entropy(loss))
+            total, sums = loss(outputs, there)
+            if not total.requires_grad:
+                raise RunError(
+                    f"the loss {type(loss).__name__} has no gradient: compute it from what its first argument"
+                    " holds, without detach"
+                )
+            self._backward(total, is_last)
+            losses.append(total.detach())
+            metrics.append(sums)
+        self._is_halfway = False
+        return losses, metrics
+
+    def _in_step(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch | None]:
+        """This rank's micro-batches, then None until it has as many as the rank that has most."""
+        real = [batch for batch in micro_batches if batch.num_tokens > 0]
+        most = self._ranks.max(len(real), "agree on the number of micro-batches")
+        return [*real, *[None] * (most - len(real))]
+
+    def _forward(self, batch: MicroBatch, temperature: float, with_entropy: bool = False) -> Outputs:
+        inputs = model_input(batch, self._layout, device=self._device, has_flash=self._has_flash)
+        found: dict[str, Tensor] = self._module()(inputs, temperature, with_entropy)
+
+        def flat(values: Tensor) -> Tensor:
+            return values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
+
+        return Outputs(**{name: flat(values) for name, values in found.items()})
+
+    def _count(self, is_finite: bool, loss: float, grad_norm: float, facts: list[dict[str, Any]]) -> None:
+        if is_finite:
+            self._skipped_samples = []
+            return
+        self._num_skipped += 1
+        suspects = tuple(sample for fact in facts for sample in fact["suspects"])
+        self._skipped_samples.append(suspects or tuple(sample for fact in facts for sample in fact["samples"]))
+        if len(self._skipped_samples) < self._options.max_non_finite:
+            return
+        named = list(dict.fromkeys(sample for samples in self._skipped_samples for sample in samples))
+        more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+        raise NonFiniteError(
+            f"{len(self._skipped_samples)} updates in a row were not finite (last: loss {loss}, gradient norm"
+            f" {grad_norm}), after version {self._version}; samples: {', '.join(named[:_MAX_NAMED])}{more}. Look at"
+            " their rewards and advantages, or lower the learning rate"
+        )
+
+    # --- residency ----------------------------------------------------------------------------------------------------
+
+    def put_aside(self, parts: Collection[Part]) -> Moved:
+        self._need("put_aside")
+        check_parts(parts)
+        moved = Moved(0, 0, 0.0)
+        for part in (part for part in PARTS if part in parts and part not in self._aside):
+            if part in self.movable:
+                moved += self._shelves[part].put_aside(self._tensors(part))
+            self._aside.add(part)
+        return moved
+
+    def bring_back(self, parts: Collection[Part]) -> Moved:
+        self._need("bring_back")
+        check_parts(parts)
+        moved = Moved(0, 0, 0.0)
+        for part in (part for part in PARTS if part in parts and part in self._aside):
+            if part in self.movable:
+                moved += self._shelves[part].bring_back()
+            self._aside.remove(part)
+        return moved
+
+    def _need(self, what: str, *parts: Part) -> None:
+        if self._is_closed:
+            raise RunError(f"{what} of a backend that is closed")
+        if self._is_halfway and not self._can_go_on():
+            raise RunError(f"{what} after an update that failed halfway: load the last checkpoint in a new process")
+        if self._is_halfway:
+            self._forget_gradients()
+            self._is_halfway = False
+        missing = [part for part in parts if part in self._aside]
+        if missing:
+            raise RunError(f"{what} needs {' and '.join(missing)} on the device: bring them back first")
+
+    def _need_head(self, head: str, what: str) -> None:
+        if self._options.head != head:
+            raise RunError(f"{what} of a {self._options.head} model, which has a head of another kind")
+
+    # --- weights out, and on disk -------------------------------------------------------------------------------------
+
+    def weights(self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> Iterator[tuple[str, Tensor]]:
+        self._need("weights", "weights")
+        return self._stream(dtype, bucket_bytes)
+
+    def save(self, directory: str | Path) -> None:
+        self._write(Path(directory), self._to_save("save"))
+
+    def snapshot(self, directory: str | Path) -> None:
+        state = self._to_save("snapshot")
+        copied = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        writing: Future[None] = Future()
+
+        def write() -> None:
+            try:
+                self._write(Path(directory), copied)
+            except BaseException as error:  # torch's own is no `Exception`
+                writing.set_exception(error)
+            else:
+                writing.set_result(None)
+            finally:
+                copied.clear()  # who keeps the future must not keep the memory
+
+        self._writing = writing
+        # Not a pool: its threads would be waited for when the interpreter ends, and a disk may hang.
+        threading.Thread(target=write, name="checkpoint", daemon=True).start()
+
+    def is_written(self) -> bool:
+        if self._writing is None:
+            return True
+        if not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def _to_save(self, what: str) -> dict[str, Tensor]:
+        """All that `save` writes: the live tensors, counters and random states."""
+        self._need(what, "weights", "optimizer")
+        if self._writing is not None:
+            raise RunError(f"{what} while the snapshot before is being written: wait until `is_written` says it is")
+        counters = {"version": self._version, "num_skipped": self._num_skipped}
+        state = self._stored() | {f"counter.{name}": torch.tensor(value) for name, value in counters.items()}
+        state[f"random.cpu.{self._ranks.rank}"] = torch.get_rng_state()
+        if self._device.type == "cuda":
+            state[f"random.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def _write_kind(self, directory: Path) -> None:
+        """Together. The folder, and what wrote it."""
+        if self._ranks.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "backend.json").write_text(json.dumps(self.kind | {"num_ranks": self._ranks.size}) + "\n")
+        self._ranks.wait_to_save("create the folder of a checkpoint")
+        faults.reach("save.during")
+
+    def saved_bytes(self) -> int:
+        return sum(local(tensor).nbytes for tensor in self._stored().values())
+
+    def load(self, directory: str | Path) -> None:
+        self._need("load", "weights", "optimizer")
+        directory = Path(directory)
+        kind = _read_kind(directory, self.kind)
+        counters = {name: torch.tensor(0) for name in ("version", "num_skipped")}
+        state = self._stored() | {f"counter.{name}": value for name, value in counters.items()}
+        random: dict[str, Tensor] = {}
+        # With another number of ranks nothing says which random state continues which: each rank goes on with its own.
+        if kind["num_ranks"] == self._ranks.size:
+            random["cpu"] = torch.get_rng_state()
+            if self._device.type == "cuda":
+                random["cuda"] = torch.cuda.get_rng_state(self._device)
+            state |= {f"random.{kind}.{self._ranks.rank}": value for kind, value in random.items()}
+        self._read(directory, state)
+        self._version, self._num_skipped = int(counters["version"]), int(counters["num_skipped"])
+        self._skipped_samples = []
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"], self._device)
+
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        self._need("export", "weights")
+        whole = {}
+        for name, tensor in self.weights(dtype=dtype):
+            if self._ranks.rank == 0:
+                whole[name] = tensor.to("cpu", copy=True)
+        if self._ranks.rank == 0:
+            # Without weights of its own, and unsharded: only what it knows about names and files is wanted.
+            with torch.device("meta"):
+                shell = type(self._model)(copy.deepcopy(self._model.config)).to(dtype or _dtype(self._model))
+            shell.generation_config = self._model.generation_config
+            shell.save_pretrained(directory, state_dict=whole)
+        self._ranks.wait("export the model")
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._writing is not None:
+            wait([self._writing], timeout=_LAST_WRITE_S)  # its folder may be removed next
+        del self._model, self._shelves
+        self._drop()
+        self._ranks.close()
+
+
+def _company() -> MicroBatch:
+    """What a rank without work runs, so that the others are not alone in a collective.
+
+    Of all that is counted, nothing is one and no two are equal: a compiler would take either for a rule.
+    """
+    return MicroBatch(
+        token_ids=torch.zeros(13, dtype=torch.int64),
+        offsets=torch.tensor([0, 4, 13]),
+        mask=torch.arange(13) >= 11,
+        weights=torch.zeros(13),
+        sample_ids=("", ""),
+    )
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _sum_metrics(metrics: Sequence[Mapping[str, Tensor | float]]) -> dict[str, Any]:
+    """Each metric's sum over micro-batches, with one transfer from the device."""
+    values = [(name, value) for sums in metrics for name, value in sums.items()]
+    tensors = [value.detach().double().reshape(-1) for _, value in values if isinstance(value, Tensor)]
+    numbers = iter(torch.cat(tensors).tolist() if tensors else [])
+
+    def number(value: Tensor | float) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return next(numbers) if value.ndim == 0 else [next(numbers) for _ in range(value.numel())]
+
+    return _add_up([{name: number(value)} for name, value in values])
+
+
+def _add_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    totals: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name not in totals:
+                totals[name] = value
+            elif isinstance(value, list):
+                totals[name] = [a + b for a, b in zip(totals[name], value, strict=True)]
+            else:
+                totals[name] = max(totals[name], value) if name.endswith("_max") else totals[name] + value
+    return totals
+
+
+def _suspects(micro_batches: Sequence[MicroBatch], losses: Sequence[float]) -> tuple[str, ...]:
+    """Samples of the micro-batches whose loss is not finite: those with a value that is not, or else all."""
+    found: list[str] = []
+    real = [batch for batch in micro_batches if batch.num_tokens > 0]
+    for batch, loss in zip(real, losses, strict=True):
+        if math.isfinite(loss):
+            continue
+        is_bad = torch.zeros(batch.num_segments, dtype=torch.bool)
+        segment = batch.layout.token_segment.cpu()
+        for values in (batch.weights, *batch.fields.values()):
+            bad = ~values.detach().cpu().double().isfinite().reshape(values.shape[0], -1).all(-1)
+            is_bad[segment[bad] if values.shape[0] == batch.num_tokens else bad] = True
+        chosen = is_bad.nonzero().squeeze(-1).tolist() or range(batch.num_segments)
+        found += [batch.sample_ids[place] for place in chosen]
+    return tuple(dict.fromkeys(found))
+
+
+def _first_samples(micro_batches: Sequence[MicroBatch]) -> tuple[str, ...]:
+    """All samples of this rank."""
+    return tuple(dict.fromkeys(sample for batch in micro_batches for sample in batch.sample_ids))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is sharded, or all of one that is not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _read_kind(directory: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        kind: dict[str, Any] = json.loads((directory / "backend.json").read_text())
+    except FileNotFoundError:
+        raise RunError(f"{directory} holds no state of a training backend: it has no backend.json") from None
+    if {key: kind.get(key) for key in expected} != expected:
+        raise RunError(
+            f"{directory} was saved by the {kind.get('backend')} backend, format {kind.get('format')}; this is"
+            f" {expected['backend']}, format {expected['format']}: go on with the backend that wrote it"
+        )
+    return kind
