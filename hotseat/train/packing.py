@@ -132,6 +132,21 @@ def join(batches: Sequence[MicroBatch]) -> MicroBatch:
     )
 
 
+def with_ends(batch: MicroBatch) -> MicroBatch:
+    """Each segment with one token more, the only one under the mask: a value model's number there is for the segment.
+
+    Fields are dropped, weights are 0: they are the caller's to set, at `offsets[1:] - 1`.
+    """
+    num_segments = batch.num_segments
+    offsets = batch.offsets + torch.arange(num_segments + 1)
+    ends = offsets[1:] - 1
+    mask = torch.zeros(int(offsets[-1]), dtype=torch.bool)
+    mask[ends] = True
+    token_ids = torch.zeros(len(mask), dtype=batch.token_ids.dtype)
+    token_ids[~mask] = batch.token_ids
+    return MicroBatch(token_ids, offsets, mask, torch.zeros(len(mask)), {}, batch.sample_ids)
+
+
 def _members(batch: MicroBatch, units: Sequence[Hashable] | None) -> list[list[int]]:
     """The segments of each unit, units in order of first appearance; by default a unit is a sample id."""
     members: dict[Hashable, list[int]] = {}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hotseat.errors import BatchError
 from hotseat.train import join, split_by_count, split_by_tokens, spread_over_ranks, take
-from hotseat.train.packing import model_input
+from hotseat.train.packing import model_input, with_ends
 from hotseat.types import MicroBatch
 
 
@@ -49,6 +49,15 @@ def test_join_undoes_a_cut() -> None:
     for name in ("token_ids", "offsets", "mask", "weights"):
         assert torch.equal(getattr(again, name), getattr(whole, name))
     assert all(torch.equal(again.fields[name], whole.fields[name]) for name in whole.fields)
+
+
+def test_a_number_for_a_segment_stands_after_its_last_token() -> None:
+    ended = with_ends(segments([2, 3]))
+    assert ended.offsets.tolist() == [0, 3, 7]
+    assert ended.mask.nonzero().squeeze(-1).tolist() == [2, 6]
+    assert ended.token_ids[~ended.mask].tolist() == [0, 1, 2, 3, 4]
+    wanted = model_input(ended, "packed")
+    assert wanted.input_ids[0][wanted.rows].tolist() == [1, 4]  # the model has seen the last token of each
 
 
 def test_segments_of_like_length_are_counted_off_together() -> None:
