@@ -484,11 +484,18 @@ class RlRun:
     @contextmanager
     def _turn(self, phase: str, role: str) -> Iterator[None]:
         with self._seats.turn(phase, role):
+            self._forget_memory()
             started_s = time.monotonic()
-            self._watch.peaks_gib()
             yield
-        self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
+            self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
         self._note_memory(phase, role)
+
+    def _forget_memory(self) -> None:
+        """What was in use until now, while parts came and went, is not this turn's."""
+        self._watch.peaks_gib()
+        if has_gpu():
+            for group in self._groups.values():
+                group_memory(group)
 
     def _note_memory(self, phase: str, role: str) -> None:
         """Of each role, and of each device: there without what allocators hold and nobody used."""
