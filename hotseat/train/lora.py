@@ -88,13 +88,15 @@ def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[s
     unmatched = [target for target, names in wanted.items() if not names]
     if unmatched or not wanted:
         hint = "; a single word is a pattern for whole names: write a list" if isinstance(targets, str) else ""
-        raise UserError(f"lora.target_modules: no layer is called {' or '.join(unmatched) or 'nothing'}; {have}{hint}")
+        raise UserError(
+            f"train.lora.target_modules: no layer is called {' or '.join(unmatched) or 'nothing'}; {have}{hint}"
+        )
     names = list(dict.fromkeys(name for found in wanted.values() for name in found))
     other = [name for name in names if name not in linear]
     if other:
         raise UserError(
-            f"lora.target_modules: {other[0]} ({type(modules[other[0]]).__name__}) cannot have an adapter: only linear"
-            f" layers below the head can; {have}"
+            f"train.lora.target_modules: {other[0]} ({type(modules[other[0]]).__name__}) cannot have an adapter: only"
+            f" linear layers below the head can; {have}"
         )
     return names
 
