@@ -60,15 +60,15 @@ def test_a_policy_of_adapters_learns_and_engines_sample_from_the_merged_weights(
         task,
         rl_yaml(task),
         *LORA,
-        "train.num_episodes=8",
+        "train.num_episodes=4",
         "actor.optimizer.learning_rate=0.03",
         "algorithm.kl.coef=0.001",
     )
-    first, last = (sum(record["reward"] for record in part) / 4 for part in (records[1:5], records[-4:]))
-    assert last > first + 0.3
+    first, last = (sum(record["reward"] for record in part) / 2 for part in (records[1:3], records[-2:]))
+    assert last > first + 1
     # Adapters have moved far from the reference, the engine with them: digests, canary and log-probs agree.
     assert records[-1]["kl"] > 0.01
-    assert [record["version"] for record in records[1:]] == [float(step) for step in range(1, 17)]
+    assert [record["version"] for record in records[1:]] == [float(step) for step in range(1, 9)]
     assert max(record["engine_gap"] for record in records[1:]) < 1e-5
     assert max(record["canary_gap"] for record in records[1:]) < 1e-5
     base = weights(task / "model")
