@@ -74,8 +74,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "sequences over several devices",
         options=("train.sequence_parallel_head_stride",),
     ),
-    Unbuilt("train.lora.rank", "LoRA", options=("train.lora",)),
-    Unbuilt("train.ema.enabled", "a moving average of the weights", options=("train.ema",)),
     Unbuilt("train.full_determinism", "deterministic kernels"),
     Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
     Unbuilt("use_modelscope", "ModelScope"),

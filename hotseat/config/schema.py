@@ -433,18 +433,18 @@ class Lora(Section):
     rank: NotNegative = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: Positive = 16
-    """Scale of the adapters."""
-    dropout: Fraction = 0.0
-    """Dropout in front of the adapters."""
+    """Their product is scaled by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout in front of the adapters, in updates alone: what is scored and sampled never has any."""
     target_modules: list[str] | str = "all-linear"
-    """Modules that get adapters."""
+    """Linear layers that get adapters: ends of their names, or a pattern for whole names."""
 
 
 class Ema(Section):
     enabled: bool = False
-    """Keep a moving average of the policy."""
+    """Keep a moving average of what is trained, and export it beside the model."""
     beta: Fraction = 0.992
-    """Its decay per optimizer step."""
+    """What it keeps of itself in an optimizer step."""
 
 
 class Train(Section):

@@ -101,10 +101,8 @@ def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
 def _not_priced(config: Config) -> list[str]:
     """Options that change the memory in a way that the figures do not show."""
     found = []
-    if config.train.lora.rank:
-        found.append("train.lora.rank: the figures are for training all weights; adapters take less")
-    if config.train.ema.enabled:
-        found.append("train.ema.enabled: the average, as large as the weights, is not in the figures")
+    if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
+        found.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
     if config.actor.optimizer.kind == "muon":
         found.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
     return found
@@ -223,7 +221,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             spec,
             tensor_parallel=_tensor_parallel(config),
             can_put_aside=_TRAINED,
-            memory=_train_memory(config),
+            memory=_train_memory(config, role),
         )
     score_tokens, score_batch = _score_batch(config)
     return replace(
@@ -239,7 +237,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
     )
 
 
-def _train_memory(config: Config) -> TrainMemory:
+def _train_memory(config: Config, role: str) -> TrainMemory:
     train = config.train
     compute = _BYTES[train.dtype]
     is_deepspeed = train.backend == "deepspeed"
@@ -264,6 +262,8 @@ def _train_memory(config: Config) -> TrainMemory:
         gradient_checkpointing=train.gradient_checkpointing,
         packing=train.packing,
         sends_weights=config.task == "rl",
+        adapter_rank=train.lora.rank,
+        has_average=train.ema.enabled and role == "actor",
     )
 
 

@@ -429,9 +429,9 @@ class RlRun:
         every = self._config.eval.every
         return step == self.num_steps or (every is not None and step % every == 0)
 
-    def export(self, path: Path) -> None:
+    def export(self, path: Path, is_averaged: bool = False) -> None:
         with self._seats.turn("update", "actor"):
-            self._actor.call("export", str(path))
+            self._actor.call("export", str(path), is_averaged)
 
     def metrics(
         self,

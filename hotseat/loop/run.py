@@ -93,6 +93,7 @@ def _start_rl(config: Config) -> dict[str, float]:
     batch_algebra(config, num_ranks)
     _check_transport(config, dry)
     tokenizer = load_tokenizer(config)
+    _check_adapters(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     with ExitStack() as stack:
@@ -139,6 +140,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     from hotseat.loop.inputs import load_tokenizer, sft_examples
 
     tokenizer = load_tokenizer(config)
+    _check_adapters(config)
     examples, held_out, notes = sft_examples(config, tokenizer)
     if launched:
         return _run_launched(config, tokenizer, examples, held_out, notes)
@@ -195,7 +197,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
                 parts,
                 found,
             )
-        _export(config, run_dir, lambda path: actor.call("export", str(path)), tokenizer, journal)
+        _export(config, run_dir, lambda path, *how: actor.call("export", str(path), *how), tokenizer, journal)
     return final
 
 
@@ -307,13 +309,25 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
             evaluate = worker.evaluate if held_out else None
             led = LedSaver(saver, ensemble)
             final = _train_supervised(config, algebra, worker.step, evaluate, journal, led, parts, found)
-            _export(config, run_dir, lambda path: worker.export(str(path)), tokenizer if rank == 0 else None, journal)
+            written = tokenizer if rank == 0 else None
+            _export(config, run_dir, lambda path, *how: worker.export(str(path), *how), written, journal)
         return final
     finally:
         worker.close()
 
 
 # --- what both share --------------------------------------------------------------------------------------------------
+
+
+def _check_adapters(config: Config) -> None:
+    """Whether the layers that are to have adapters exist, before any weights load."""
+    from hotseat.loop import settings
+    from hotseat.train.lora import check_targets
+
+    lora = settings.lora_options(config)
+    if lora is not None:
+        assert config.actor.model is not None
+        check_targets(config.actor.model, lora.target_modules, "policy", config.trust_remote_code)
 
 
 def _open_run(
@@ -455,9 +469,16 @@ def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed
 
 
 def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, journal: Any) -> None:
-    """The Hugging Face model, with its tokenizer."""
+    """The Hugging Face model, with its tokenizer, and beside it the moving average if there is one."""
     path = Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / "model"
     journal.phase("export")
+    # The model last: where it is, all was exported.
+    if config.train.ema.enabled:
+        average = path.with_name(f"{path.name}_ema")
+        export(average, True)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(average)
+        journal.say(f"moving average: {average}")
     export(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)

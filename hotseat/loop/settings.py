@@ -12,7 +12,7 @@ from hotseat.loop.losses import PolicyObjective
 from hotseat.loop.planning import VLLM_SLOTS
 from hotseat.loop.workers import BatchSettings, PolicySettings
 from hotseat.placement import Plan
-from hotseat.train.backend import AdamW, Precision, TrainOptions
+from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import Lanes, choose_lanes
@@ -61,12 +61,22 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
             min_ratio=optimizer.min_learning_rate_ratio,
         ),
         max_grad_norm=optimizer.max_grad_norm or None,
+        lora=lora_options(config) if is_trained else None,
+        average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
         layout="auto" if train.packing else "padded",
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
     )
+
+
+def lora_options(config: Config) -> LoraOptions | None:
+    lora = config.train.lora
+    if lora.rank == 0:
+        return None
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
+    return LoraOptions(lora.rank, lora.alpha, lora.dropout, targets, config.seed)
 
 
 def _precision(config: Config) -> Precision:

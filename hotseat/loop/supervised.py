@@ -88,9 +88,9 @@ class SupervisedWorker:
         num_tokens = sum(count for _, count in facts)
         return ExampleLoss(sum(nll for nll, _ in facts) / max(1, num_tokens), num_tokens)
 
-    def export(self, directory: str) -> None:
+    def export(self, directory: str, is_averaged: bool = False) -> None:
         """Together."""
-        self._backend.export(Path(directory))
+        self._backend.export(Path(directory), is_averaged=is_averaged)
 
     def save(self, directory: str) -> None:
         """Together."""

@@ -271,9 +271,9 @@ class ActorWorker(ModelWorker):
         digests = self._backend.digest(dtype=self._dtype)
         return Proof(digests, [scored[name].tolist() for name in batch.sample_ids])
 
-    def export(self, directory: str) -> None:
+    def export(self, directory: str, is_averaged: bool = False) -> None:
         """Together."""
-        self._backend.export(Path(directory))
+        self._backend.export(Path(directory), is_averaged=is_averaged)
 
     def close(self) -> None:
         self._sender.close()

@@ -57,6 +57,8 @@ class TrainMemory:
     FSDP with fp32 weights cast to bf16 is `weight_bytes=4, master_bytes=0`; bf16 weights with an fp32 copy in the
     optimizer is `weight_bytes=2, master_bytes=4`; pure bf16 is `weight_bytes=2, master_bytes=0, moment_bytes=2`.
     `zero_stage` holds for FSDP too: 3 gathers layer by layer, 1 and 2 the whole model for each step, 0 copies it.
+    With `adapter_rank` only adapters beside every linear layer are trained, and these sizes are theirs: the frozen base
+    is in the type of the computation.
     """
 
     max_tokens: int  # of the longest sequence, prompt and answer together
@@ -77,6 +79,8 @@ class TrainMemory:
     packing: bool = True
     chunked_logprobs: bool = True
     sends_weights: bool = False  # to engines: the blocks for it are kept from push to push
+    adapter_rank: int = 0  # 0: all weights are trained
+    has_average: bool = False  # a moving average of what is trained is kept on the host, in fp32
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -84,6 +88,10 @@ class TrainMemory:
         )
         if self.zero_stage not in (0, 1, 2, 3):
             raise PlacementError(f"zero_stage is {self.zero_stage}: it must be 0, 1, 2 or 3")
+
+    def num_trained(self, model: ModelShape) -> int:
+        """Parameters that have gradients and optimizer state."""
+        return model.num_adapter_parameters(self.adapter_rank) if self.adapter_rank else model.num_parameters
 
     @property
     def is_sharded(self) -> bool:
@@ -249,31 +257,36 @@ def _per(divisor: int, what: str) -> str:
 def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) -> RoleMemory:
     tp = layout.tensor_parallel
     shards = max(1, layout.num_procs // tp)
-    n = model.num_parameters
+    n = memory.num_trained(model)
     weight_cut = shards if memory.is_sharded else 1
     is_fsdp_cut = memory.backend == "fsdp" and memory.zero_stage > 0
     gradient_cut = shards if memory.zero_stage >= 2 or is_fsdp_cut else 1
     optimizer_cut = shards if memory.zero_stage >= 1 else 1
 
-    def share(name: str, num_bytes: int, cut: int, part: Part) -> Term:
-        formula = f"{_n(n)} parameters x {num_bytes} B{_per(cut, 'ranks')}{_per(tp, 'tensor parallel')}"
-        return _bytes(role, name, n * num_bytes / cut / tp, formula, part)
+    def share(name: str, num_bytes: int, cut: int, part: Part, count: int = n) -> Term:
+        formula = f"{_n(count)} parameters x {num_bytes} B{_per(cut, 'ranks')}{_per(tp, 'tensor parallel')}"
+        return _bytes(role, name, count * num_bytes / cut / tp, formula, part)
 
-    weights = share("weights", memory.weight_bytes, weight_cut, Part.WEIGHTS)
+    weights = [share("weights", memory.weight_bytes, weight_cut, Part.WEIGHTS)]
+    if memory.adapter_rank:
+        base = share("weights", memory.compute_bytes, weight_cut, Part.WEIGHTS, model.num_parameters)
+        weights = [base, replace(weights[0], name="adapters")]
     gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
     moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
     state = [moments]
     if memory.master_bytes:
         state.append(share("master weights", memory.master_bytes, optimizer_cut, Part.OPTIMIZER))
     host = [process_on_host(role)]
+    if memory.has_average:
+        host.append(share("moving average (pinned)", FP32, weight_cut, Part.WEIGHTS))
     parts: dict[Part, tuple[Term, ...]] = {
-        Part.WEIGHTS: (weights,),
+        Part.WEIGHTS: tuple(weights),
         Part.GRADIENTS: (gradients,),
         Part.OPTIMIZER: tuple(state),
     }
     if memory.weight_offload:
-        host.append(replace(weights, name="weights, streamed (pinned)"))
-        parts[Part.WEIGHTS] = (replace(weights, gib=0.0, formula="on the host"),)
+        host += [replace(term, name=f"{term.name}, streamed (pinned)") for term in weights]
+        parts[Part.WEIGHTS] = tuple(replace(term, gib=0.0, formula="on the host") for term in weights)
     if memory.optimizer_offload:
         host += [replace(term, name=f"{term.name} (pinned)") for term in state]
         parts[Part.OPTIMIZER] = tuple(replace(term, gib=0.0, formula="on the host") for term in state)
@@ -302,7 +315,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         # Activations are gone when the optimizer steps, so the larger of the two is the peak.
         "train": _slack(role, back if total(back) >= total(step) else step),
         "forward": _slack(role, forward),
-        "push": tuple(gathered),
+        "push": (*gathered, *_merging(role, memory, model, tp)),
         "receive": (_blocks(role, "weight block, receiving", model, 1, memory.compute_bytes),),
     }
     fixed = _fixed(role, layout, layout.num_procs > 1)
@@ -334,11 +347,23 @@ def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp
     return [_bytes(role, "gathered weights", live * memory.compute_bytes / tp, formula)]
 
 
+def _merging(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> list[Term]:
+    """Adapters on their way to engines: whole ones, and of the largest weight their product and the sum, in fp32."""
+    if not memory.adapter_rank:
+        return []
+    n, largest = memory.num_trained(model), model.hidden_size * max(model.intermediate_size, model.q_size)
+    formula = f"({_n(n)} adapters + 2 x {_n(largest)} of the largest weight) x {FP32} B{_per(tp, 'tensor parallel')}"
+    return [_bytes(role, "merging", (n + 2 * largest) * FP32 / tp, formula)]
+
+
 def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
     """Gradients on their way to the ranks that keep them."""
     if shards == 1:
         return []
-    if memory.backend == "fsdp" and memory.zero_stage > 0:
+    if memory.adapter_rank:
+        count = min(memory.num_trained(model), DEEPSPEED_BUCKET_ELEMENTS)
+        how = f"{_n(count)} parameters"
+    elif memory.backend == "fsdp" and memory.zero_stage > 0:
         count = model.num_embedding_parameters + model.num_layer_parameters
         how = (
             f"({_n(model.num_embedding_parameters)} outside the layers + one layer of {_n(model.num_layer_parameters)})"

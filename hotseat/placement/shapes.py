@@ -81,6 +81,19 @@ class ModelShape:
         layers = (self.num_layers - self.num_dense_layers) * self.num_layer_parameters
         return self.num_embedding_parameters + layers + self.num_dense_layers * self.num_dense_layer_parameters
 
+    def num_adapter_parameters(self, rank: int) -> int:
+        """Of low-rank adapters beside every linear layer: rank x (in + out) each, and a scalar head, trained whole.
+
+        The experts of a mixture are no linear layers to transformers, and get none.
+        """
+        h = self.hidden_size
+        attention = 4 * h + 2 * self.q_size + 2 * self.kv_size
+        num_plain = self.num_dense_layers if self.num_experts else self.num_layers
+        mlps = num_plain * 3 * (h + self.intermediate_size)
+        if self.shared_expert_size:
+            mlps += (self.num_layers - num_plain) * 3 * (h + self.shared_expert_size)
+        return rank * (self.num_layers * attention + mlps) + (h if self.head == "scalar" else 0)
+
     @property
     def mlp_width(self) -> int:
         """Intermediate values that one token makes in a layer: of the experts it takes, in a mixture."""

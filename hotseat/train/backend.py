@@ -41,6 +41,22 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class LoraOptions:
+    """Adapters instead of weights are trained; see `lora`.
+
+    Dropout in front of adapters is the one dropout there is, and only in the forwards of `update`: `log_probs` and
+    `values` never drop, so that what is scored is the policy that engines sample from. In rl a ratio to old log-probs
+    then scatters around one from the first step of a rollout, which is why the default is 0.
+    """
+
+    rank: int
+    alpha: float = 16
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] | str = "all-linear"  # ends of names; or a pattern for whole names
+    seed: int = 0  # of the first values, and of what is dropped
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """What every backend is told."""
 
@@ -51,6 +67,8 @@ class TrainOptions:
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
     schedule: Schedule = field(default_factory=Schedule)
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
+    lora: LoraOptions | None = None  # None: all weights are trained
+    average_decay: float | None = None  # beta of the moving average of what is trained; None: there is none
     gradient_checkpointing: bool = False
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     layout: LayoutKind = "auto"  # see `packing`
@@ -66,6 +84,13 @@ class TrainOptions:
             raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise UserError(f"gradients clipped to norm {self.max_grad_norm}: set it above 0, or to none to not clip")
+        if self.lora is not None and (self.lora.rank < 1 or not 0 <= self.lora.dropout < 1):
+            raise UserError(
+                f"adapters of rank {self.lora.rank} with dropout {self.lora.dropout}: the rank must be 1 or more, the"
+                " dropout at least 0 and below 1"
+            )
+        if self.average_decay is not None and not 0 <= self.average_decay <= 1:
+            raise UserError(f"a moving average that keeps {self.average_decay} of itself: set it to 0 to 1")
         if self.max_non_finite < 1:
             raise UserError(f"stop after {self.max_non_finite} updates that are not finite: set it to 1 or more")
         if not self.timeout_s > 0:
@@ -159,6 +184,8 @@ class Backend(Protocol):
     def weights(self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> Iterator[tuple[str, Tensor]]:
         """Together, and to the end. Every weight once, whole, under its Hugging Face name, tied ones under the first.
 
+        Adapters are merged into their weights.
+
         Sharded weights are gathered a bucket at a time, after conversion to `dtype`. A tensor may be the live weight or
         a piece of the bucket: it is to be read, not kept, and only until the next one is asked for.
         """
@@ -168,6 +195,8 @@ class Backend(Protocol):
 
     def save(self, directory: str | Path) -> None:
         """Together. Weights, optimizer, version and random state, each rank its share, into a folder all ranks see.
+
+        With adapters, of the weights only those that are trained: `load` makes sure that the others are the same.
 
         The caller makes a checkpoint of it (manifest, rename): what is written here contains pickle, and is neither
         hashed nor made current.
@@ -189,8 +218,12 @@ class Backend(Protocol):
     def load(self, directory: str | Path) -> None:
         """Together. What `save` wrote, also by another number of ranks. The caller has checked the manifest."""
 
-    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Together. A Hugging Face model in safetensors, written by the first rank. The tokenizer is the caller's."""
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, is_averaged: bool = False) -> None:
+        """Together. A Hugging Face model in safetensors, written by the first rank. The tokenizer is the caller's.
+
+        With adapters they are merged into it, and are in PEFT's format in `adapter/` beside it. `is_averaged`: of the
+        moving average instead of the weights.
+        """
 
     def close(self) -> None:
         """Give memory and connections back. Nothing can be called afterwards but `close`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,17 +19,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import RunError
 from hotseat.train.attention import has_flash
+from hotseat.train.average import MovingAverage
 from hotseat.train.backend import Part, TrainOptions
 from hotseat.train.logprobs import Compiler
+from hotseat.train.lora import base_names
 from hotseat.train.models import compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
-from hotseat.train.trainer import Trainer, convert, local
+from hotseat.train.trainer import Merge, Trainer, convert, local
 
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,6 +45,7 @@ class FSDPBackend(Trainer):
     """
 
     kind = {"backend": "fsdp", "format": 1}  # noqa: RUF012
+    has_adapters = has_average = True
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class FSDPBackend(Trainer):
         _compiler: Compiler = "inductor",
     ):
         device = torch.device(device)
-        dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+        # A frozen base is never stepped: more bits than it is computed with would be of no use.
+        is_16_bit = options.precision == "bf16" or (options.precision == "bf16_master" and options.lora is not None)
+        dtype = torch.bfloat16 if is_16_bit else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
         self._wrapped, layout = prepare_model(
             loaded,
@@ -63,7 +68,11 @@ class FSDPBackend(Trainer):
             layout=options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
             compiler=_compiler if compiles(options.compile, device) else None,
+            lora=options.lora,
         )
+        for weight in loaded.parameters():
+            if weight.requires_grad and options.precision == "bf16_master":
+                weight.data = weight.data.float()
         self._saved_names = set(loaded.state_dict())
         ranks = Ranks(device, options.timeout_s, always_group=options.precision == "bf16_master")
         if ranks.size > 1 or options.precision == "bf16_master":
@@ -76,6 +85,11 @@ class FSDPBackend(Trainer):
         self._weights = dict(loaded.named_parameters())
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
         self._optimizer = None if options.optimizer is None else _adamw(self._trained, options)
+        self._host_mesh = None  # of the average: a DTensor is where its mesh is
+        if options.average_decay is not None:
+            self._average = MovingAverage(self._shards(), options.average_decay)
+            if isinstance(self._wrapped, FSDPModule):
+                self._host_mesh = init_device_mesh("cpu", (ranks.size,))
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
@@ -136,53 +150,73 @@ class FSDPBackend(Trainer):
     # --- weights out --------------------------------------------------------------------------------------------------
 
     def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        dtype, merge = self._outward(dtype), self._merging()
         bucket: list[tuple[str, DTensor]] = []
         size = 0
         for name, weight in self._state().items():
             if not isinstance(weight, DTensor):
-                yield name, convert(weight, dtype)
+                yield name, convert(merge(name, weight, 0), dtype)
                 continue
             num_bytes = weight.numel() * (dtype or weight.dtype).itemsize
             if bucket and (size + num_bytes > bucket_bytes or (dtype or weight.dtype) != (dtype or bucket[0][1].dtype)):
-                yield from self._gather(bucket, dtype)
+                yield from self._gather(bucket, dtype, merge)
                 bucket, size = [], 0
             bucket.append((name, weight))
             size += num_bytes
         if bucket:
-            yield from self._gather(bucket, dtype)
+            yield from self._gather(bucket, dtype, merge)
 
     def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
         self._need("digest", "weights")
+        return self._digests(self._state(), self._outward(dtype), self._merging())
+
+    def _base_digest(self) -> dict[str, int]:
+        frozen = {name: tensor for name, tensor in self._state().items() if name not in self._trained}
+        return self._digests(frozen, None, _as_they_are)
+
+    def _digests(self, state: Mapping[str, Tensor], dtype: torch.dtype | None, merge: Merge) -> dict[str, int]:
         # Every rank hashes the rows it holds: digests of slices add up, so nothing is gathered but the digests.
-        state, offsets = self._state(), {}
-        for name, tensor in state.items():
-            if isinstance(tensor, DTensor):
-                first_row = self._ranks.rank * -(-tensor.shape[0] // self._ranks.size)
-                offsets[name] = (first_row, *[0] * (tensor.ndim - 1))
+        first_rows = {name: self._first_row(tensor) for name, tensor in state.items() if isinstance(tensor, DTensor)}
+        offsets = {name: (first_row, *[0] * (state[name].ndim - 1)) for name, first_row in first_rows.items()}
         # What is the same on every rank counts once.
         here = {name: tensor for name, tensor in state.items() if name in offsets or self._ranks.rank == 0}
-        mine = named_digests(((name, convert(local(tensor), dtype)) for name, tensor in here.items()), offsets)
+        rows = ((name, merge(name, local(tensor), first_rows.get(name, 0))) for name, tensor in here.items())
+        mine = named_digests(((name, convert(tensor, dtype)) for name, tensor in rows), offsets)
         everyone = self._ranks.gather(mine, "add up the digests of the weights")
         return {name: combine_digests(part[name] for part in everyone if name in part) for name in state}
 
+    def _first_row(self, weight: Tensor) -> int:
+        """Of those that this rank holds."""
+        return self._ranks.rank * -(-weight.shape[0] // self._ranks.size)
+
     def _state(self) -> dict[str, Tensor]:
-        """Weights, then buffers that are saved, each once under its first name."""
-        state = {name: weight.detach() for name, weight in self._weights.items()}
+        """Weights without adapters, then buffers that are saved, each once under its first name."""
+        state = {plain: self._weights[name].detach() for name, plain in base_names(list(self._weights)).items()}
         return state | {name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_names}
 
-    def _gather(self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    def _gather(
+        self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, merge: Merge
+    ) -> Iterator[tuple[str, Tensor]]:
         """One all-gather for the whole bucket. Rank r holds rows r·n to (r + 1)·n of each, n = ceil(rows / ranks)."""
         size = self._ranks.size
         shapes = [(-(-weight.shape[0] // size), *weight.shape[1:]) for _, weight in bucket]
         counts = [math.prod(shape) for shape in shapes]
         send = torch.zeros(sum(counts), dtype=dtype or bucket[0][1].dtype, device=self._device)
-        for (_, weight), place in zip(bucket, send.split(counts), strict=True):
-            rows = weight.to_local()
+        for (name, weight), place in zip(bucket, send.split(counts), strict=True):
+            rows = merge(name, weight.to_local(), self._first_row(weight))
             place[: rows.numel()].copy_(rows.reshape(-1))
         received = send.new_empty(size, send.numel())
         _all_gather(received.view(-1), send)
         for (name, weight), shape, part in zip(bucket, shapes, received.split(counts, dim=1), strict=True):
             yield name, part.reshape(size * shape[0], *shape[1:])[: weight.shape[0]]
+
+    def _whole(self, names: Collection[str]) -> dict[str, Tensor]:
+        weights = {name: self._trained[name].detach() for name in names}
+        sharded = [(name, weight) for name, weight in weights.items() if isinstance(weight, DTensor)]
+        return weights | (dict(self._gather(sharded, None, _as_they_are)) if sharded else {})
+
+    def _shards(self) -> dict[str, Tensor]:
+        return {name: local(weight.detach()) for name, weight in self._trained.items()}
 
     # --- on disk ------------------------------------------------------------------------------------------------------
 
@@ -200,16 +234,36 @@ class FSDPBackend(Trainer):
             raise RunError(f"{directory} does not fit this model and optimizer: {reasons}") from error
 
     def _stored(self) -> dict[str, Tensor]:
-        """The live tensors that a checkpoint holds, by name: weights, and what the optimizer knows of each."""
-        stored = {f"weight.{name}": tensor for name, tensor in self._state().items()}
+        """The live tensors that a checkpoint holds, by name: weights, and what the optimizer knows of each.
+
+        Of a model with adapters only what is trained: the rest is a hundred times as much, and in the model's own
+        files, which `load` compares by their digests.
+        """
+        trained = {name: weight.detach() for name, weight in self._trained.items()}
+        stored = {f"weight.{name}": tensor for name, tensor in (trained if self._adapters else self._state()).items()}
         if self._optimizer is not None:
             for name, weight in self._trained.items():
                 for key, value in self._optimizer.state[weight].items():
                     stored[f"optimizer.{name}.{key}"] = value
+        if self._average is not None:
+            for name, shard in self._average.shards.items():
+                stored[f"average.{name}"] = self._like(self._trained[name], shard)
         return stored
+
+    def _like(self, weight: Tensor, shard: Tensor) -> Tensor:
+        """A piece of host memory as what this rank holds of something as large as a weight."""
+        if not isinstance(weight, DTensor):
+            return shard
+        return DTensor.from_local(
+            shard, self._host_mesh, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
+        )
 
     def _drop(self) -> None:
         del self._wrapped, self._optimizer, self._weights, self._trained
+
+
+def _as_they_are(name: str, rows: Tensor, first_row: int) -> Tensor:
+    return rows
 
 
 def _shard(

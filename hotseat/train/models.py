@@ -24,8 +24,9 @@ from transformers import (
 
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
-from hotseat.train.backend import Head, TrainOptions
+from hotseat.train.backend import Head, LoraOptions, TrainOptions
 from hotseat.train.logprobs import Compiler, token_log_probs
+from hotseat.train.lora import add_adapters
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.types import MicroBatch
 
@@ -83,7 +84,9 @@ def load_model(
 ) -> PreTrainedModel:
     """From a folder or hub name, or a model that is already there, which is then ours to change."""
     if isinstance(source, PreTrainedModel):
-        return source.to(dtype)
+        for weight in source.parameters():  # not buffers, such as the frequencies of positions: they keep their bits
+            weight.data = weight.data.to(dtype)
+        return source
     common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if options.head == "policy":
         return AutoModelForCausalLM.from_pretrained(source, **common)
@@ -132,19 +135,23 @@ def prepare_model(
     layout: LayoutKind,
     gradient_checkpointing: bool,
     compiler: Compiler | None = None,
+    lora: LoraOptions | None = None,
 ) -> tuple[Policy | ValueModel, LayoutKind]:
     """What gives log-probs or values around a loaded model, and the layout it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
     run as they are.
 
-    Dropout is switched off: the log-probs of the update must be of the same distribution as the engine's.
+    Dropout is switched off: the log-probs of the update must be of the same distribution as the engine's. That of
+    adapters is added afterwards; see `LoraOptions`.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
+    if lora is not None:
+        add_adapters(model, lora, head)
     can_pack = bool(getattr(model, "_supports_attention_backend", False))
     if can_pack:
         model.set_attn_implementation(ATTENTION)

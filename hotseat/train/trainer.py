@@ -9,8 +9,9 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hotseat import faults
-from hotseat.errors import BatchError, NonFiniteError, RunError
+from hotseat.errors import BatchError, NonFiniteError, NotBuiltError, RunError
+from hotseat.train.average import MovingAverage
 from hotseat.train.backend import (
     PARTS,
     Loss,
@@ -32,10 +34,14 @@ from hotseat.train.backend import (
     check_temperature,
     needs_entropy,
 )
+from hotseat.train.lora import Adapter, dropouts, find_adapters, save_adapter
 from hotseat.train.packing import LayoutKind, model_input
 from hotseat.train.ranks import Ranks
 from hotseat.train.residency import Shelf
 from hotseat.types import MicroBatch, Moved
+
+# Rows of a weight as they leave, from its name, the live rows and the index of the first of them.
+Merge = Callable[[str, Tensor, int], Tensor]
 
 _MAX_NAMED = 16  # samples in an error message
 _LAST_WRITE_S = 5.0  # for a snapshot that is being written when the backend is closed
@@ -45,6 +51,8 @@ class Trainer(ABC):
     """One rank. See `Backend` for the contract."""
 
     kind: ClassVar[dict[str, Any]]  # what wrote a checkpoint: the backend's name and its format's number
+    has_adapters: ClassVar[bool] = False  # has `_whole` and `_base_digest`, and sends weights through `_merging`
+    has_average: ClassVar[bool] = False  # has `_shards`, and stores the average
 
     def __init__(
         self,
@@ -55,6 +63,13 @@ class Trainer(ABC):
         layout: LayoutKind,
         has_flash: bool,
     ):
+        lacks = {
+            "LoRA": options.lora is not None and not self.has_adapters,
+            "a moving average of the weights": options.average_decay is not None and not self.has_average,
+        }
+        if any(lacks.values()):
+            missing = " and ".join(what for what, is_missing in lacks.items() if is_missing)
+            raise NotBuiltError(f"the {self.kind['backend']} backend does not have {missing}: train with another")
         self._options = options
         self._ranks = ranks
         self._device = device
@@ -66,6 +81,12 @@ class Trainer(ABC):
         self._skipped_samples: list[tuple[str, ...]] = []  # of the last updates in a row that were not finite
         self._shelves: dict[Part, Shelf] = {part: Shelf(device) for part in PARTS}
         self._aside: set[Part] = set()
+        self._adapters: dict[str, Adapter] = {} if options.lora is None else find_adapters(model)
+        self._dropouts = [] if options.lora is None else dropouts(model)
+        self._base: dict[str, int] | None = None  # digests of what is frozen, when they are known
+        self._average: MovingAverage | None = None
+        if options.lora is not None and options.lora.dropout > 0:
+            torch.manual_seed(options.lora.seed + ranks.rank)  # so that the same run drops the same
         self._is_halfway = False  # an update failed while it summed gradients
         self._writing: Future[None] | None = None  # of a snapshot
         self._is_closed = False
@@ -123,6 +144,18 @@ class Trainer(ABC):
     def _after_scoring(self) -> None:
         """After forwards without a backward."""
 
+    def _whole(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Together. Trained weights by the model's own names, gathered."""
+        raise NotImplementedError
+
+    def _base_digest(self) -> dict[str, int]:
+        """Together. As `digest`, of what is not trained."""
+        raise NotImplementedError
+
+    def _shards(self) -> dict[str, Tensor]:
+        """What this rank holds of the trained weights: the live tensors, by the model's own names."""
+        raise NotImplementedError
+
     @abstractmethod
     def _drop(self) -> None:
         """Let go of what holds memory."""
@@ -155,6 +188,7 @@ class Trainer(ABC):
 
     def _score(self, micro_batches: Sequence[MicroBatch], what: str, temperature: float) -> list[Tensor]:
         found: list[tuple[Tensor, MicroBatch]] = []
+        self._drop_out(False)
         try:
             with torch.no_grad():
                 for batch in self._in_step(micro_batches):
@@ -196,6 +230,8 @@ class Trainer(ABC):
         if is_finite:
             self._step(grad_norm, learning_rate)
             self._version += 1
+            if self._average is not None:
+                self._average.update(self._shards())
         self._forget_gradients()
         self._count(is_finite, step_loss, grad_norm, facts)
         return UpdateReport(
@@ -215,6 +251,7 @@ class Trainer(ABC):
     ) -> tuple[list[Tensor], list[Mapping[str, Tensor | float]]]:
         """Gradients summed over `work` and all ranks; the loss and metrics of each micro-batch of this rank."""
         losses, metrics = [], []
+        self._drop_out(True)
         # Until the last micro-batch gradients are kept where a failure would leave them for the next update.
         self._is_halfway = True
         for index, batch in enumerate(work):
@@ -254,6 +291,10 @@ class Trainer(ABC):
             return values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
 
         return Outputs(**{name: flat(values) for name, values in found.items()})
+
+    def _drop_out(self, is_on: bool) -> None:
+        for dropout in self._dropouts:
+            dropout.train(is_on)
 
     def _count(self, is_finite: bool, loss: float, grad_norm: float, facts: list[dict[str, Any]]) -> None:
         if is_finite:
@@ -316,6 +357,23 @@ class Trainer(ABC):
         self._need("weights", "weights")
         return self._stream(dtype, bucket_bytes)
 
+    def _outward(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The type in which weights leave if nobody asks for one: their own. A frozen base may have fewer bits than
+        what is trained, and than the two merged."""
+        if dtype is not None or not self._adapters:
+            return dtype
+        return torch.bfloat16 if self._options.precision == "bf16" else torch.float32
+
+    def _merging(self) -> Merge:
+        """Together. What merges adapters into weights that leave; it waits for nobody itself."""
+        factors = self._whole([name for each in self._adapters.values() for name in (each.a, each.b)])
+
+        def merged(name: str, rows: Tensor, first_row: int) -> Tensor:
+            adapter = self._adapters.get(name)
+            return rows if adapter is None else adapter.merge(rows, first_row, factors[adapter.a], factors[adapter.b])
+
+        return merged
+
     def save(self, directory: str | Path) -> None:
         self._write(Path(directory), self._to_save("save"))
 
@@ -352,6 +410,8 @@ class Trainer(ABC):
         self._need(what, "weights", "optimizer")
         if self._writing is not None:
             raise RunError(f"{what} while the snapshot before is being written: wait until `is_written` says it is")
+        if self._adapters and self._base is None:
+            self._base = self._base_digest()
         counters = {"version": self._version, "num_skipped": self._num_skipped}
         state = self._stored() | {f"counter.{name}": torch.tensor(value) for name, value in counters.items()}
         state[f"random.cpu.{self._ranks.rank}"] = torch.get_rng_state()
@@ -363,7 +423,10 @@ class Trainer(ABC):
         """Together. The folder, and what wrote it."""
         if self._ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "backend.json").write_text(json.dumps(self.kind | {"num_ranks": self._ranks.size}) + "\n")
+            kind = self.kind | {"num_ranks": self._ranks.size}
+            if self._base is not None:
+                kind["base"] = {"model": self._model.name_or_path, "digests": self._base}
+            (directory / "backend.json").write_text(json.dumps(kind) + "\n")
         self._ranks.wait_to_save("create the folder of a checkpoint")
         faults.reach("save.during")
 
@@ -374,6 +437,7 @@ class Trainer(ABC):
         self._need("load", "weights", "optimizer")
         directory = Path(directory)
         kind = _read_kind(directory, self.kind)
+        self._check_base(directory, kind.get("base"))
         counters = {name: torch.tensor(0) for name in ("version", "num_skipped")}
         state = self._stored() | {f"counter.{name}": value for name, value in counters.items()}
         random: dict[str, Tensor] = {}
@@ -391,8 +455,31 @@ class Trainer(ABC):
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self._device)
 
-    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    def _check_base(self, directory: Path, base: dict[str, Any] | None) -> None:
+        """Together. A checkpoint of adapters is worth nothing on another model."""
+        if (base is not None) != bool(self._adapters):
+            had, has = ("adapters", "all weights") if base is not None else ("all weights", "adapters")
+            raise RunError(f"{directory} was saved when {had} were trained, and now {has} are: set LoRA as it was then")
+        if base is None:
+            return
+        if self._base is None:
+            self._base = self._base_digest()
+        other = [name for name in self._base | base["digests"] if self._base.get(name) != base["digests"].get(name)]
+        if other:
+            raise RunError(
+                f"{directory} holds adapters of {base['model'] or 'a model'}, which was another than"
+                f" {self._model.name_or_path or 'this one'} is now: {other[0]} differs, {len(other)} weights in all; go"
+                " on with the model that they were trained on"
+            )
+
+    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, is_averaged: bool = False) -> None:
         self._need("export", "weights")
+        if is_averaged and self._average is None:
+            raise RunError("export of a moving average that was not asked for when training began")
+        with self._average.in_place_of(self._shards()) if is_averaged and self._average else nullcontext():
+            self._export(Path(directory), self._outward(dtype))
+
+    def _export(self, directory: Path, dtype: torch.dtype | None) -> None:
         whole = {}
         for name, tensor in self.weights(dtype=dtype):
             if self._ranks.rank == 0:
@@ -401,8 +488,13 @@ class Trainer(ABC):
             # Without weights of its own, and unsharded: only what it knows about names and files is wanted.
             with torch.device("meta"):
                 shell = type(self._model)(copy.deepcopy(self._model.config)).to(dtype or _dtype(self._model))
-            shell.generation_config = self._model.generation_config
+            if self._options.head == "policy":
+                shell.generation_config = self._model.generation_config
             shell.save_pretrained(directory, state_dict=whole)
+        if self._adapters:
+            trained = self._whole(self._shards())
+            if self._ranks.rank == 0:
+                save_adapter(directory / "adapter", self._model, trained)
         self._ranks.wait("export the model")
 
     def close(self) -> None:
@@ -411,7 +503,7 @@ class Trainer(ABC):
         self._is_closed = True
         if self._writing is not None:
             wait([self._writing], timeout=_LAST_WRITE_S)  # its folder may be removed next
-        del self._model, self._shelves
+        del self._model, self._shelves, self._dropouts, self._average
         self._drop()
         self._ranks.close()
 

@@ -449,11 +449,12 @@ def test_optimizers_together_and_one_by_one():
     assert (config.actor.optimizer.kind, config.actor.optimizer.muon.learning_rate) == ("muon", 0.01)
 
 
-def test_lora_modules_are_one_word_or_several():
+def test_lora_modules_are_names_or_all():
     assert split("--lora_rank 8 --target_modules q_proj v_proj --bf16").config.train.lora.target_modules == [
         "q_proj",
         "v_proj",
     ]
+    assert split("--lora_rank 8 --target_modules q_proj").config.train.lora.target_modules == ["q_proj"]
     assert split("--lora_rank 8 --target_modules all-linear").config.train.lora.target_modules == "all-linear"
 
 
@@ -646,12 +647,12 @@ def test_a_group_of_one_prints_but_does_not_start():
 
 
 def test_what_is_not_built_is_named_by_flag_and_default():
-    found = split("--advantage_estimator gae --lora_rank 8 --actor.freeze_visual_encoder --async_train")
+    found = split("--advantage_estimator gae --use_liger_kernel --actor.freeze_visual_encoder --async_train")
     assert dict(found.not_built) == {
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--async_train": "rollout beside training",
         "--backend (deepspeed by default)": "the DeepSpeed backend",
         "--advantage_estimator": "the critic",
-        "--lora_rank": "LoRA",
+        "--use_liger_kernel": "Liger kernels",
     }
     assert dict(translate("train_rm", ["--backend", "fsdp"], {}).not_built) == {"train_rm": "training reward models"}

@@ -36,7 +36,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def make_task(directory: Path, seed: int = 0, **shape: int) -> Path:
+def make_task(directory: Path, seed: int = 0, **shape: float) -> Path:
     """A tiny Llama over digits, prompts `1+2=` with a digit as label, and a reward that counts sevens.
 
     shape: of the model, where it is to have another.

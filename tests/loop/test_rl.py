@@ -194,7 +194,7 @@ def test_what_a_run_lacks_is_said_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    assert "train.lora.rank: LoRA" in refused(NotBuiltError, task, "train.lora.rank=8")
+    assert "train.liger_kernel: Liger kernels" in refused(NotBuiltError, task, "train.liger_kernel=true")
 
 
 def test_batches_that_do_not_divide_are_refused(task):

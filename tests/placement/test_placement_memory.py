@@ -128,6 +128,27 @@ def test_deepspeed_buckets():
     assert terms["gradient reduction"] == 5e8 * 4
 
 
+def test_adapters_counted_by_hand():
+    # Rank 3 beside 7 layers: q 4 + 4, k and v 4 + 2, output 4 + 4, gate, up and down 4 + 6: 58, twice, times 3.
+    assert SMALL.num_adapter_parameters(3) == 348
+    assert SMALL.with_scalar_head().num_adapter_parameters(3) == 348 + 4
+    found = train(adapter_rank=3, weight_bytes=4, master_bytes=0, has_average=True)
+    assert parts(found, Part.WEIGHTS) == {"weights": 340 * 2 / 4, "adapters": 348 * 4 / 4}
+    assert parts(found, Part.GRADIENTS) == {"gradients": 348 * 4 / 4}
+    assert parts(found, Part.OPTIMIZER) == {"optimizer moments": 348 * 8 / 4}
+    assert working(found, "train")["gradient reduction"] == 348 * 4
+    assert in_bytes(found.working["push"])["merging"] == (348 + 2 * 4 * 6) * 4
+    assert in_bytes(found.host)["moving average (pinned)"] == 348
+    plain = train(has_average=True)
+    assert in_bytes(plain.host)["moving average (pinned)"] == 340
+
+
+def test_experts_get_no_adapters():
+    mixture = ModelShape(2, 4, 6, 2, 1, 2, 10, num_experts=4, experts_per_token=2, shared_expert_size=5)
+    # Attention as above; of the MLPs, only the expert that all tokens take: 3 x (4 + 5).
+    assert mixture.num_adapter_parameters(1) == 2 * (28 + 27)
+
+
 def test_offload_moves_terms_to_the_host():
     found = train(optimizer_offload=True, backend="deepspeed")
     assert sum(parts(found, Part.OPTIMIZER).values()) == 0

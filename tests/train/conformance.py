@@ -258,14 +258,14 @@ def the_cut_into_micro_batches_does_not_matter(make: Make, directory: Path) -> N
 
 
 def packed_equals_padded(make: Make, directory: Path) -> None:
-    _assert_same_training(make, replace(OPTIONS, layout="padded"), replace(OPTIONS, layout="packed"))
+    assert_same_training(make, replace(OPTIONS, layout="padded"), replace(OPTIONS, layout="packed"))
 
 
 def gradient_checkpointing_changes_nothing(make: Make, directory: Path) -> None:
-    _assert_same_training(make, OPTIONS, replace(OPTIONS, gradient_checkpointing=True))
+    assert_same_training(make, OPTIONS, replace(OPTIONS, gradient_checkpointing=True))
 
 
-def _assert_same_training(make: Make, one: TrainOptions, other: TrainOptions) -> None:
+def assert_same_training(make: Make, one: TrainOptions, other: TrainOptions) -> None:
     results = []
     for options in (one, other):
         backend = make(tiny_model(), options)
@@ -653,7 +653,7 @@ Scenario = Callable[[Make, int, int, Path], Any]
 SHARES = {"even": (2, 2), "uneven": (3, 1), "one_rank_is_empty": (4, 0), "the_first_rank_is_empty": (0, 4)}
 
 
-def _share(batches: list[MicroBatch], shares: tuple[int, int], rank: int, num_ranks: int) -> list[MicroBatch]:
+def share_of(batches: list[MicroBatch], shares: tuple[int, int], rank: int, num_ranks: int) -> list[MicroBatch]:
     if num_ranks == 1:
         return batches
     first, _ = shares
@@ -667,7 +667,7 @@ def _trains(shares: tuple[int, int], options: TrainOptions = OPTIONS) -> Scenari
         for step in range(3):
             work = split_by_count(some_segments(12, seed=step), 3)
             assert len(work) == 4
-            reports.append(backend.update(_share(work, shares, rank, num_ranks), ClippedLoss(0.01), 0.9))
+            reports.append(backend.update(share_of(work, shares, rank, num_ranks), ClippedLoss(0.01), 0.9))
         facts = [
             (report.loss, report.grad_norm, report.num_tokens, report.num_sampled, report.metrics["clipped"])
             for report in reports

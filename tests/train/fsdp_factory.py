@@ -6,6 +6,10 @@ from transformers import PreTrainedModel
 
 from hotseat.train import FSDPBackend, TrainOptions
 
+from . import adapters, conformance
+
+SCENARIOS = conformance.SCENARIOS | adapters.SCENARIOS
+
 
 def make(model: PreTrainedModel, options: TrainOptions) -> FSDPBackend:
     return FSDPBackend(model, options, unit_bytes=0)

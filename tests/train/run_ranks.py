@@ -79,15 +79,16 @@ def wait_for_an_absent_rank(rank: int) -> str:
 
 def main(factory: str, directory: Path) -> None:
     suite = importlib.import_module(f"{__package__}.conformance")
-    make = importlib.import_module(factory).make
+    made_by = importlib.import_module(factory)
+    scenarios = getattr(made_by, "SCENARIOS", suite.SCENARIOS)  # a backend may have more to show
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Started here, so that it outlives the backends of each scenario.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     results: dict[str, Any] = {}
-    for name, scenario in suite.SCENARIOS.items():
+    for name, scenario in scenarios.items():
         print(f"{name} ...", flush=True)
         try:
-            results[name] = scenario(make, rank, num_ranks, directory)
+            results[name] = scenario(made_by.make, rank, num_ranks, directory)
         except Exception:
             # The others may be waiting for this rank: report, and let their own deadline end them.
             results[name] = traceback.format_exc()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hotseat.errors import RunError, UserError
 from hotseat.train import FSDPBackend, TrainOptions
 
-from . import conformance, fsdp_factory
+from . import adapters, conformance, fsdp_factory
 from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model
 from .run_ranks import ABSENT, run_ranks
 
@@ -28,6 +28,13 @@ def test_one_rank(check: Any, tmp_path: Path) -> None:
     check(fsdp_factory.make, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("check", adapters.ONE_RANK, ids=lambda check: check.__name__)
+def test_one_rank_with_adapters(check: Any, tmp_path: Path) -> None:
+    check(fsdp_factory.make, tmp_path)
+
+
 # --- two ranks --------------------------------------------------------------------------------------------------------
 
 
@@ -36,16 +43,17 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     """All scenarios in one group of processes: starting one costs more than the scenarios."""
     directory = tmp_path_factory.mktemp("ranks")
     conformance.save_alone(fsdp_factory.make, directory)
+    adapters.save_alone(fsdp_factory.make, directory)
     return directory, run_ranks(NUM_RANKS, fsdp_factory.__name__, directory, timeout_s=240)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", conformance.SCENARIOS)
+@pytest.mark.parametrize("name", fsdp_factory.SCENARIOS)
 def test_two_ranks_are_as_one(name: str, group: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     _, results = group
     for rank, result in enumerate(results):
         assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
-    alone = conformance.SCENARIOS[name](fsdp_factory.make, 0, 1, tmp_path)
+    alone = fsdp_factory.SCENARIOS[name](fsdp_factory.make, 0, 1, tmp_path)
     conformance.assert_group_agrees(alone, [result[name] for result in results])
 
 

@@ -77,8 +77,8 @@ def symmetric(values: list[float]) -> list[float]:
     return [-values[0], values[0]] if len(values) == 1 else values
 
 
-def one_or_several(values: list[str]) -> str | list[str]:
-    return values[0] if len(values) == 1 else values
+def all_or_some(values: list[str]) -> str | list[str]:
+    return values[0] if values == ["all-linear"] else values
 
 
 def _flag(name: str, dotted: str | None, sets: str | Iterable[str] = (), **more: Any) -> Flag:
@@ -145,7 +145,7 @@ def _shared(model: str) -> tuple[Flag, ...]:
             "train.lora.target_modules",
             default=["all-linear"],
             num_values=(1, MANY),
-            convert=one_or_several,
+            convert=all_or_some,
         ),
         _float("--aux_loss_coef", f"--{model}.aux_loss_coef", 0.0, "algorithm.aux_loss_coef"),
         # DeepSpeed

@@ -1,0 +1,165 @@
+"""Low-rank adapters (Hu et al., "LoRA", 2021), which PEFT puts beside a model's linear layers.
+
+A layer of weight W [out, in] gets A [rank, in] and B [out, rank] and computes W x + s B A x, s = alpha / rank. Only A
+and B are trained, and the head of a value model, which may be new. W never changes: what leaves the trainer for engines
+and exports is W + s B A under W's own name, made weight by weight on the way out.
+
+PEFT is imported where it is used: most runs have no adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hotseat.errors import UserError
+from hotseat.train.backend import Head, LoraOptions
+
+ALL_LINEAR = "all-linear"
+_NAME = "default"  # PEFT's, of the only adapter
+_LINEAR = (nn.Linear, Conv1D)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Beside one weight. `a` and `b` are the model's names of the two factors."""
+
+    a: str
+    b: str
+    scale: float
+    is_transposed: bool  # the weight is [in, out], as GPT-2 has it
+
+    def merge(self, rows: Tensor, first_row: int, a: Tensor, b: Tensor) -> Tensor:
+        """Rows of W + s B A in 32 bits, from those of W.
+
+        The product is always of the whole factors: one of fewer rows may be rounded otherwise, and the same adapter
+        would have another digest on another number of ranks. Scaled and added in two steps for the same reason: a
+        fused one is not used for every element.
+        """
+        product = (b.float() @ a.float()).mul_(self.scale)
+        if self.is_transposed:
+            product = product.T
+        return rows.float() + product[first_row : first_row + rows.shape[0]]
+
+
+def add_adapters(model: PreTrainedModel, options: LoraOptions, head: Head) -> None:
+    """In place: linear layers get adapters, all else is frozen but a value model's head.
+
+    B starts at zero, so the model computes what it did. A is drawn from the seed: the same in every process.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = find_targets(model, options.target_modules)
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=names,
+        task_type="CAUSAL_LM" if head == "policy" else "SEQ_CLS",
+        fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        inject_adapter_in_model(config, model, _NAME)
+    assert find_adapters(model).keys() == {f"{name}.weight" for name in names}
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(_is_adapter(name) or (head == "value" and name.startswith(f"{_head_name(model)}.")))
+
+
+def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[str]:
+    """Names of the layers that are meant: ends of names, a pattern for whole names, or "all-linear"."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    linear = [name for name, module in modules.items() if isinstance(module, _LINEAR) and name != _head_name(model)]
+    if targets == ALL_LINEAR and linear:
+        return linear
+    wanted = {target: [name for name in modules if _is_meant(name, target)] for target in targets}
+    if isinstance(targets, str):
+        wanted = {targets: [name for name in modules if re.fullmatch(targets, name)]}
+    have = f"{type(model).__name__} has {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
+    unmatched = [target for target, names in wanted.items() if not names]
+    if unmatched or not wanted:
+        hint = "; a single word is a pattern for whole names: write a list" if isinstance(targets, str) else ""
+        raise UserError(
+            f"train.lora.target_modules: no layer is called {' or '.join(unmatched) or 'nothing'}; {have}{hint}"
+        )
+    names = list(dict.fromkeys(name for found in wanted.values() for name in found))
+    other = [name for name in names if name not in linear]
+    if other:
+        raise UserError(
+            f"train.lora.target_modules: {other[0]} ({type(modules[other[0]]).__name__}) cannot have an adapter: only"
+            f" linear layers below the head can; {have}"
+        )
+    return names
+
+
+def check_targets(source: str, targets: Sequence[str] | str, head: Head, trust_remote_code: bool) -> None:
+    """`find_targets` of a model whose weights are not loaded."""
+    if targets == ALL_LINEAR:
+        return
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    kind = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
+    with torch.device("meta"):
+        find_targets(kind.from_config(config, trust_remote_code=trust_remote_code), targets)
+
+
+def find_adapters(model: nn.Module) -> dict[str, Adapter]:
+    """By the name that their weight has without them."""
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        f"{name}.weight": Adapter(
+            f"{name}.lora_A.{_NAME}.weight",
+            f"{name}.lora_B.{_NAME}.weight",
+            module.scaling[_NAME],
+            module.fan_in_fan_out,
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def base_names(names: Sequence[str]) -> dict[str, str]:
+    """For each of the model's names that is not an adapter's, the one it has without adapters."""
+    return {name: name.replace(".base_layer.", ".") for name in names if not _is_adapter(name)}
+
+
+def dropouts(model: nn.Module) -> list[nn.Module]:
+    """In front of adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    return [module.lora_dropout for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def save_adapter(directory: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """All that was trained, by the model's names, as PEFT saves it: for `PeftModel.from_pretrained` onto the base."""
+    config = copy.copy(model.peft_config[_NAME])
+    config.inference_mode = True
+    config.base_model_name_or_path = model.name_or_path
+    # Only now: told so from the start, PEFT would put a copy of the head beside it.
+    config.modules_to_save = sorted({name.partition(".")[0] for name in weights if not _is_adapter(name)}) or None
+    config.save_pretrained(directory)
+    named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in weights.items()}
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _is_meant(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _head_name(model: PreTrainedModel) -> str:
+    """Of the module behind the body."""
+    output = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if output is not None and module is output), "score")
