@@ -117,13 +117,16 @@ def shape(model: str) -> Any:
 
 
 def make_model(directory: Path, model: str) -> None:
-    """Random weights, a tokenizer with one word per token, and prompts."""
+    """Random weights, a tokenizer with one word per token, and prompts; by a process whose device memory goes with it."""
+    if not (directory / model / "prompts.jsonl").exists():
+        subprocess.run([sys.executable, __file__, "--one", f"model {model}", "--directory", str(directory)], check=True)
+
+
+def write_model(directory: Path, model: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     path, vocab_size = directory / model, VOCAB_SIZES[model]
-    if (path / "prompts.jsonl").exists():
-        return
     words = [*(f"w{index}" for index in range(vocab_size)), "<eos>"]
     save_tokenizer(path, words)
     torch.manual_seed(0)
@@ -466,6 +469,9 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if arguments.one is not None:
         name = arguments.one
+        if name.startswith("model "):
+            write_model(directory, name.removeprefix("model "))
+            return
         if name == "limits":
             found = measure_limits(directory)
         elif name == "engine":
