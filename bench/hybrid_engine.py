@@ -117,7 +117,7 @@ def shape(model: str) -> Any:
 
 
 def make_model(directory: Path, model: str) -> None:
-    """Random weights, a tokenizer with one word per token, and prompts; by a process whose device memory goes with it."""
+    """Random weights, a tokenizer with one word per token, and prompts, by a process that leaves no memory in use."""
     if not (directory / model / "prompts.jsonl").exists():
         subprocess.run([sys.executable, __file__, "--one", f"model {model}", "--directory", str(directory)], check=True)
 

@@ -267,8 +267,8 @@ def test_parts_leave_only_as_far_as_they_must():
     assert found.verdict == "fits"
     assert states(found, 0, "rollout") == {"actor": "wgo", "rollout": "WK"}
     found = make_plan("1x2xH200", [actor(), rollout(share=0.6)])
-    # In two: 83.4 + 7.5 weights + 44.9 optimizer are over 125, so the optimizer is on the host. In update the cache makes
-    # room, in sync it is not back yet.
+    # In two: 83.4 + 7.5 weights + 44.9 optimizer are over 125, so the optimizer is on the host. In update the cache
+    # makes room, in sync it is not back yet.
     assert states(found, 0, "rollout") == {"actor": "wg(o)", "rollout": "WK"}
     assert states(found, 0, "prepare") == {"actor": "Wg(o)", "rollout": "wk"}
     assert states(found, 0, "update") == {"actor": "WGO", "rollout": "w[k]"}
