@@ -35,13 +35,7 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("task", "training reward models", ("rm",), options=("algorithm.reward_modelling",)),
-    Unbuilt(
-        "task",
-        "preference optimisation",
-        ("dpo",),
-        options=("algorithm.dpo", "data.prompt_key", "data.chosen_key", "data.rejected_key"),
-    ),
+    Unbuilt("task", "preference optimisation", ("dpo",), options=("algorithm.dpo",)),
     Unbuilt("flow", "flows other than the task's own"),
     Unbuilt("overlap", "rollout beside training"),
     Unbuilt("train.backend", "the DeepSpeed backend", ("deepspeed",), options=("train.deepspeed",)),

@@ -307,8 +307,9 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         ("train.max_tokens_per_device", config.train.max_tokens_per_device),
         ("rollout.max_tokens_per_device", rollout.max_tokens_per_device if config.task == "rl" else None),
     ):
-        if budget is not None and budget < data.max_length:
-            found.append((key, f"{budget} holds no sequence of data.max_length, {data.max_length} tokens"))
+        what, least = ("pair", 2 * data.max_length) if config.task in ("rm", "dpo") else ("sequence", data.max_length)
+        if budget is not None and budget < least:
+            found.append((key, f"{budget} holds no {what} of data.max_length, {least} tokens"))
     if data.probs is not None and data.path is not None:
         num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
         if num_paths != num_probs:

@@ -366,8 +366,6 @@ class RewardModelling(Section):
     """Pairwise loss."""
     margin: bool = False
     """Use the data's margin column."""
-    fp32_loss: bool = False
-    """Compute the loss in fp32."""
     value_head_prefix: str = "score"
     """Name of the reward head's parameters in the checkpoint that is written."""
 

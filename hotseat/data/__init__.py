@@ -5,7 +5,7 @@
     make_examples  rows -> token sequences with a mask of what to learn (sft)
     make_pairs     rows -> a better and a worse answer each (rm, dpo)
     PromptOrder    which prompt comes when
-    digest_of      tells whether prompts or examples are the same as before
+    digest_of      tells whether prompts, examples or pairs are the same as before
 
 Everything wrong with the data raises one `DataError` that names file, line and key. None of this needs a model.
 """

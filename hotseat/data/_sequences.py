@@ -91,9 +91,12 @@ def _beginning(template: ChatTemplate, messages: Messages, text: str, key: str, 
 
 
 class Tokeniser:
-    """Drafts to sequences: each ends with the end-of-sequence token, once, and has at most `max_length` tokens."""
+    """Drafts to sequences: each ends with the end-of-sequence token, once, and has at most `max_length` tokens.
 
-    def __init__(self, tokenizer: Any, max_length: int | None):
+    A sequence that is cut there ends otherwise, unless `keep_end`: then that token takes the place of its last.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int | None, *, keep_end: bool = False):
         if tokenizer.eos_token_id is None:
             raise DataError(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no end-of-sequence token, and a model"
@@ -101,6 +104,7 @@ class Tokeniser:
             )
         self._tokenizer = tokenizer
         self._max_length = max_length
+        self._keep_end = keep_end
 
     def sequences(self, drafts: Sequence[Draft]) -> Iterator[TokenSequence | BadValue]:
         """One for each draft, in order."""
@@ -154,6 +158,8 @@ class Tokeniser:
         token_ids = torch.from_numpy(np.array(ids, dtype=np.int64))
         if is_truncated:
             token_ids, mask = token_ids[: self._max_length].clone(), mask[: self._max_length].clone()
+            if self._keep_end:
+                token_ids[-1] = self._tokenizer.eos_token_id
         return TokenSequence(token_ids, mask, is_truncated)
 
 

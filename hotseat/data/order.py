@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from hotseat.data.pairs import Pair
 from hotseat.errors import DataError
 
 
@@ -81,13 +83,20 @@ class PromptOrder:
 
 
 def digest_of(items: Iterable[Any]) -> str:
-    """Of prompts or examples, one after another: of what the model will see of each, and its label."""
+    """Of prompts, examples or pairs, one after another: of what the model will see of each, and its label."""
     digest = hashlib.blake2b(digest_size=16)
-    for item in items:
-        token_ids = np.asarray(item.token_ids, dtype=np.int64)
-        label = repr(getattr(item, "label", None)).encode()
-        mask = np.asarray(getattr(item, "mask", ()), dtype=np.bool_)
+    for sequence, told in chain.from_iterable(map(_parts, items)):
+        token_ids = np.asarray(sequence.token_ids, dtype=np.int64)
+        label = repr(told).encode()
+        mask = np.asarray(getattr(sequence, "mask", ()), dtype=np.bool_)
         digest.update(f"{len(token_ids)} {len(label)} {len(mask)} ".encode())
         for part in (token_ids.tobytes(), label, mask.tobytes()):
             digest.update(part)
     return digest.hexdigest()
+
+
+def _parts(item: Any) -> list[tuple[Any, Any]]:
+    """The token sequences of an item, each with what is told with it."""
+    if isinstance(item, Pair):
+        return [(item.chosen, item.margin), (item.rejected, None)]
+    return [(item, getattr(item, "label", None))]

@@ -50,6 +50,7 @@ def make_pairs(
     apply_chat_template: bool = False,
     chat_template: str | None = None,
     max_length: int | None = None,
+    keep_end: bool = False,
 ) -> tuple[list[Pair], PairReport]:
     """Pairs in the order of the rows.
 
@@ -57,10 +58,13 @@ def make_pairs(
     `prompt_key`; without `prompt_key` it is a whole conversation, of which the last message is the answer. Otherwise
     an answer is a string after the prompt, which is put into `input_template`, or by itself. A row may have a number
     under `margin_key`.
+
+    With `keep_end` a sequence that is cut at `max_length` ends with the end-of-sequence token like any other: a reward
+    is read there.
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
-    tokeniser = Tokeniser(tokenizer, max_length)
+    tokeniser = Tokeniser(tokenizer, max_length, keep_end=keep_end)
 
     def draft_of(values: Mapping[str, Any], key: str) -> Draft:
         if template is None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from hotseat.config import Config
-from hotseat.data import Example, Row, load_rows, make_examples, make_prompts
+from hotseat.data import PairReport, Row, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop import settings
+from hotseat.loop.lessons import Imitation, Lesson, Preference
 from hotseat.types import Prompt
+
+Made = TypeVar("Made")  # of rows, with a report
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -41,38 +46,96 @@ def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 
 def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """(prompts to learn from, prompts to evaluate on, what to tell the user)."""
-    assert config.data.path is not None
-    prompts, report = _prompts(config, tokenizer, config.data.path, config.data.split, config.data.max_samples)
+    (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report)]
-    held_out: list[Prompt] = []
-    if config.eval.path is not None:
-        held_out, report = _prompts(config, tokenizer, config.eval.path, config.eval.split, config.eval.max_samples)
-        notes.append(_described("evaluation prompts", report))
-    return prompts, held_out, notes
+    if evaluation is None:
+        return prompts, [], notes
+    return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
 
 
-def sft_examples(config: Config, tokenizer: Any) -> tuple[list[Example], list[Example], list[str]]:
-    """(examples, held-out examples, what to tell the user)."""
-    assert config.data.path is not None
-    examples, report = _examples(config, tokenizer, config.data.path, config.data.split, config.data.max_samples)
+@dataclass(frozen=True)
+class Taught:
+    """What a supervised run teaches, and from what."""
+
+    lesson: Lesson[Any]
+    items: list[Any]
+    held_out: list[Any]
+    notes: list[str]  # to tell the user
+
+
+def supervised(config: Config, tokenizer: Any) -> Taught:
+    """Lesson and data of the task."""
+    return _preference(config, tokenizer) if config.task == "rm" else _imitation(config, tokenizer)
+
+
+def _imitation(config: Config, tokenizer: Any) -> Taught:
+    (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
     notes = [
         f"{report.num_examples:,} examples, {report.num_learned_tokens:,} tokens to learn"
         f" ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped without an answer)"
     ]
-    held_out: list[Example] = []
-    if config.eval.path is not None:
-        held_out, _ = _examples(config, tokenizer, config.eval.path, config.eval.split, config.eval.max_samples)
-    return examples, held_out, notes
+    return Taught(Imitation(), examples, [] if evaluation is None else evaluation[0], notes)
 
 
-def _rows(config: Config, path: str, split: str, max_samples: int | None) -> list[Row]:
-    probs = config.data.probs if path == config.data.path else None
-    return load_rows(path, split=split, probs=probs, seed=config.seed, max_samples=max_samples)
+def _preference(config: Config, tokenizer: Any) -> Taught:
+    (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
+    section = config.algorithm.reward_modelling
+    if section.margin and not any(pair.margin for pair in pairs):
+        raise UserError(
+            "algorithm.reward_modelling.margin is true, but no row of data.path has a number other than 0 under"
+            " 'margin': add that column, or leave the option unset"
+        )
+    pad_token_id, notes = _filling(tokenizer)
+    lesson = Preference(section.loss, section.margin, pad_token_id)
+    if evaluation is None:
+        without = "no pairs are held out (eval.path): the model's mean and std are of pairs it learned from"
+        return Taught(lesson, pairs, [], [_told("pairs", report), without, *notes])
+    told = [_told("pairs", report), _told("held-out pairs", evaluation[1])]
+    return Taught(lesson, pairs, evaluation[0], told + notes)
 
 
-def _prompts(config: Config, tokenizer: Any, path: str, split: str, max_samples: int | None) -> Any:
+def _filling(tokenizer: Any) -> tuple[int, list[str]]:
+    """The token that stands for filling when transformers scores a batch, and what to tell about it.
+
+    transformers reads a reward at the last token that is not filling. That is the end of the sequence if filling is any
+    token but that. A tokenizer that has no such pad token gets one of its special tokens.
+    """
+    end = tokenizer.eos_token_id
+    if tokenizer.pad_token_id not in (None, end):
+        return tokenizer.pad_token_id, []
+    special = (index for index, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special)
+    candidates = (tokenizer.unk_token_id, tokenizer.bos_token_id, *special)
+    found = next((index for index in candidates if index not in (None, end)), None)
+    problem = "has no pad token, without which transformers scores no batches"
+    if tokenizer.pad_token_id is not None:
+        problem = "has its end token as pad token, so that transformers would read rewards a token early"
+    if found is None:
+        # An ordinary token would be cut differently out of texts if the tokenizer held it for a special one.
+        found = 0 if end != 0 else 1
+        how = f"fill batches with token id {found}, which the exported config.json names"
+    else:
+        tokenizer.pad_token_id = found
+        how = f"{tokenizer.pad_token!r} is exported as such"
+    return found, [f"the tokenizer {problem}: {how}"]
+
+
+def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made | None]:
+    """What is made of the rows to learn from, and of those to evaluate on."""
+    data, evaluation = config.data, config.eval
+    assert data.path is not None
+    learned = load_rows(data.path, split=data.split, probs=data.probs, seed=config.seed, max_samples=data.max_samples)
+    if evaluation.path is None:
+        return make(learned), None
+    probs = data.probs if evaluation.path == data.path else None
+    return make(learned), make(
+        load_rows(
+            evaluation.path, split=evaluation.split, probs=probs, seed=config.seed, max_samples=evaluation.max_samples
+        )
+    )
+
+
+def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
-    rows = _rows(config, path, split, max_samples)
     return make_prompts(
         rows,
         tokenizer,
@@ -85,9 +148,8 @@ def _prompts(config: Config, tokenizer: Any, path: str, split: str, max_samples:
     )
 
 
-def _examples(config: Config, tokenizer: Any, path: str, split: str, max_samples: int | None) -> Any:
+def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
-    rows = _rows(config, path, split, max_samples)
     return make_examples(
         rows,
         tokenizer,
@@ -99,6 +161,29 @@ def _examples(config: Config, tokenizer: Any, path: str, split: str, max_samples
         multiturn=data.multiturn,
         pretrain_mode=data.pretrain_mode,
         max_length=data.max_length,
+    )
+
+
+def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
+    data = config.data
+    return make_pairs(
+        rows,
+        tokenizer,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        prompt_key=data.prompt_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        chat_template=data.chat_template,
+        max_length=data.max_length,
+        keep_end=True,
+    )
+
+
+def _told(what: str, report: PairReport) -> str:
+    return (
+        f"{report.num_pairs:,} {what} ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped"
+        f" without an answer, {report.num_dropped_identical:,} dropped with the same answer twice)"
     )
 
 

@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
@@ -31,6 +32,9 @@ from hotseat.loop.planning import (
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver, sole_owner
 from hotseat.placement import Inventory, Plan
+
+if TYPE_CHECKING:
+    from hotseat.loop.inputs import Taught
 
 MAX_LOGICAL_DEVICES = 64
 
@@ -137,25 +141,26 @@ def _check_transport(config: Config, dry: Plan) -> None:
 
 
 def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
-    from hotseat.loop.inputs import load_tokenizer, sft_examples
+    from hotseat.loop.inputs import load_tokenizer, supervised
 
     tokenizer = load_tokenizer(config)
     _check_adapters(config)
-    examples, held_out, notes = sft_examples(config, tokenizer)
+    taught = supervised(config, tokenizer)
     if launched:
-        return _run_launched(config, tokenizer, examples, held_out, notes)
+        return _run_launched(config, tokenizer, taught)
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
-    algebra = batch_algebra(config, num_ranks, len(examples))
+    algebra = batch_algebra(config, num_ranks, len(taught.items))
     with ExitStack() as stack:
-        run_dir, saver, found = _open_run(config, stack, notes, examples)
+        run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items)
         if found is not None and _is_finished(found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
         from hotseat.loop.care import looked_after
         from hotseat.loop.supervised import SupervisedWorker
 
-        journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
+        columns = _supervised_columns(taught)
+        journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
         stack.callback(_report, run_dir, journal)
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = plan_on(config, cluster)
@@ -164,7 +169,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         actor = cluster.launch(
             "actor",
             SupervisedWorker,
-            args=_supervised_args(config, algebra, examples, held_out),
+            args=_supervised_args(config, algebra, taught),
             per_rank=[{"rank": rank, "num_ranks": num_ranks} for rank in range(num_ranks)],
             processes=plan.role("actor").processes,
             num_threads=config.cluster.threads_per_process,
@@ -190,8 +195,9 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             final = _train_supervised(
                 config,
                 algebra,
+                taught,
                 lambda: actor.call("step")[0],
-                (lambda: actor.call("evaluate")[0]) if held_out else None,
+                lambda: actor.call("evaluate")[0],
                 journal,
                 saver,
                 parts,
@@ -201,24 +207,32 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     return final
 
 
-_SUPERVISED_COLUMNS = {
-    "loss": "loss {:.4f}",
-    "eval/loss": "held out {:.4f}",
-    "grad_norm": "gradient {:.2f}",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "step_s": "{:.2f} s",
-}
+def _supervised_columns(taught: Taught) -> dict[str, str]:
+    return {
+        "loss": "loss {:.4f}",
+        "eval/loss": "held out {:.4f}",
+        **taught.lesson.columns,
+        "grad_norm": "gradient {:.2f}",
+        "tokens_per_s": "{:,.0f} tokens/s",
+        "step_s": "{:.2f} s",
+    }
 
 
-def _supervised_args(config: Config, algebra: BatchAlgebra, examples: Any, held_out: Any) -> tuple[Any, ...]:
+def _supervised_args(config: Config, algebra: BatchAlgebra, taught: Taught) -> tuple[Any, ...]:
     from hotseat.loop import settings
 
     assert algebra.schedule_length is not None
+    options = replace(
+        settings.train_options(config, algebra.schedule_length),
+        head=taught.lesson.head,
+        value_head_prefix=config.algorithm.reward_modelling.value_head_prefix,
+    )
     return (
         config.actor.model,
-        settings.train_options(config, algebra.schedule_length),
-        examples,
-        held_out,
+        options,
+        taught.lesson,
+        taught.items,
+        taught.held_out,
         config.train.batch_size,
         settings.train_batches(config),
         config.seed,
@@ -229,6 +243,7 @@ def _supervised_args(config: Config, algebra: BatchAlgebra, examples: Any, held_
 def _train_supervised(
     config: Config,
     algebra: BatchAlgebra,
+    taught: Taught,
     step_once: Any,
     evaluate: Any,
     journal: Any,
@@ -245,6 +260,7 @@ def _train_supervised(
         seconds = time.monotonic() - started_s
         metrics = {
             "loss": report.loss,
+            **taught.lesson.metrics(report),
             "grad_norm": report.grad_norm,
             "learning_rate": report.learning_rate,
             "skipped_updates": float(report.num_skipped),
@@ -253,17 +269,18 @@ def _train_supervised(
             **saver.metrics(),
         }
         every = config.eval.every
-        is_evaluated = evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0))
+        is_due = step == algebra.num_steps or (every is not None and step % every == 0)
+        is_evaluated = is_due and bool(taught.held_out)
         if is_evaluated:
             journal.phase("evaluate")
-            final = {"eval/loss": evaluate().nll}
+            final = evaluate()
             metrics |= final
         journal.step(step, metrics)
         saver.after_step(step, parts(final), final if is_evaluated else {}, journal)
     return final
 
 
-def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, notes: list[str]) -> Any:
+def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
     """This process is one rank: no cluster, no driver. The first rank writes and prints."""
     from hotseat.loop.supervised import SupervisedWorker
     from hotseat.observe import Silence
@@ -274,8 +291,8 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
             " use `hotseat run`, which starts the ranks itself"
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    algebra = batch_algebra(config, num_ranks, len(examples))
-    worker = SupervisedWorker(*_supervised_args(config, algebra, examples, held_out), rank=rank, num_ranks=num_ranks)
+    algebra = batch_algebra(config, num_ranks, len(taught.items))
+    worker = SupervisedWorker(*_supervised_args(config, algebra, taught), rank=rank, num_ranks=num_ranks)
     ensemble = Ensemble(worker, rank)
     run_dir, saver, journal = Path(config.run_dir), Saver(config, Path(config.run_dir)), Silence()
     try:
@@ -284,10 +301,11 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
             def begin() -> tuple[Checkpoint | None, bool]:
                 nonlocal run_dir, saver, journal
                 again = "go on after step {step}: start it again with checkpoint.resume=true"
-                run_dir, saver, found = _open_run(config, stack, notes, examples, again)
+                run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, again)
                 if found is not None and _is_finished(found, algebra, run_dir):
                     return found, True
-                journal = stack.enter_context(_journal(config, run_dir, algebra, _SUPERVISED_COLUMNS, notes, found))
+                columns = _supervised_columns(taught)
+                journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
                 stack.callback(_report, run_dir, journal)
                 if found is not None:
                     ensemble.call("go_on", str(found.path / BACKEND), dict(found.state))
@@ -306,9 +324,8 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
             found, is_finished = ensemble.led(begin)
             if found is not None and is_finished:
                 return dict(found.state["evaluation"])
-            evaluate = worker.evaluate if held_out else None
             led = LedSaver(saver, ensemble)
-            final = _train_supervised(config, algebra, worker.step, evaluate, journal, led, parts, found)
+            final = _train_supervised(config, algebra, taught, worker.step, worker.evaluate, journal, led, parts, found)
             written = tokenizer if rank == 0 else None
             _export(config, run_dir, lambda path, *how: worker.export(str(path), *how), written, journal)
         return final

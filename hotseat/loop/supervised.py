@@ -1,60 +1,35 @@
-"""Training on examples. Every rank reads the data and knows the order, so a step needs no word from a driver: the same
-class runs as a group on Ray and as one rank per process under a launcher.
+"""Training on examples or pairs. Every rank reads the data and knows the order, so a step needs no word from a driver:
+the same class runs as a group on Ray and as one rank per process under a launcher.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hotseat.algorithms import StepTotals, loss_weights, step_totals
-from hotseat.data import Example, PromptOrder, digest_of
-from hotseat.loop.losses import SupervisedObjective
+from hotseat.data import PromptOrder, digest_of
+from hotseat.loop.lessons import Lesson
 from hotseat.loop.workers import BatchSettings, device_of_process
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
 from hotseat.types import MicroBatch
 
-
-@dataclass(frozen=True)
-class ExampleLoss:
-    """Negative log-likelihood of held-out examples."""
-
-    nll: float  # per token
-    num_tokens: int
-
-
-def batch_of(examples: Sequence[Example]) -> MicroBatch:
-    """Examples, flat. Weights are set for the whole step by `weigh`."""
-    lengths = torch.tensor([0, *(len(example.token_ids) for example in examples)])
-    mask = torch.cat([example.mask for example in examples])
-    return MicroBatch(
-        token_ids=torch.cat([example.token_ids for example in examples]),
-        offsets=lengths.cumsum(0),
-        mask=mask,
-        weights=torch.zeros(len(mask)),
-        sample_ids=tuple(f"{index}: {example.where}" for index, example in enumerate(examples)),
-    )
-
-
-def weigh(batch: MicroBatch, totals: StepTotals) -> MicroBatch:
-    """Every token counts the same, over all ranks."""
-    return replace(batch, weights=loss_weights(batch.layout, "token_mean", totals=totals))
+# Of the items learned from, where none are held out, for what an exported model says of itself.
+MAX_MEASURED = 4096
 
 
 class SupervisedWorker:
-    """One rank of a model that learns from examples."""
+    """One rank of a model that learns a lesson."""
 
     def __init__(
         self,
         model: str,
         options: TrainOptions,
-        examples: Sequence[Example],
-        held_out: Sequence[Example],
+        lesson: Lesson[Any],
+        items: Sequence[Any],
+        held_out: Sequence[Any],
         batch_size: int,
         cut: BatchSettings,
         seed: int,
@@ -64,33 +39,37 @@ class SupervisedWorker:
         num_ranks: int,
     ):
         self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
-        self._examples = examples
+        self._lesson = lesson
+        self._items = items
         self._held_out = held_out
         self._batch_size = batch_size
         self._cut = cut
-        self._order = PromptOrder(len(examples), seed, digest_of(examples))
+        self._order = PromptOrder(len(items), seed, digest_of(items))
         self._rank = rank
         self._num_ranks = num_ranks
+        self._evaluation: tuple[int, dict[str, float]] | None = None  # the last, and of which version of the weights
 
     def step(self) -> UpdateReport:
-        """Together. One optimizer step on the next examples."""
-        chosen = [self._examples[index] for _, index in self._order.next(self._batch_size)]
-        totals = sum((step_totals(batch_of([example]).layout) for example in chosen), start=StepTotals(0, 0))
-        return self._backend.update(self._mine(chosen, totals), SupervisedObjective(), 1.0)
+        """Together. One optimizer step on the next items."""
+        chosen = [self._items[index] for _, index in self._order.next(self._batch_size)]
+        return self._backend.update(self._mine(chosen), self._lesson.loss, 1.0)
 
-    def evaluate(self) -> ExampleLoss:
-        """Together. The loss on the held-out examples."""
-        pieces = self._mine(list(self._held_out), StepTotals(1, 1))
-        total = -float(sum(values.sum() for values in self._backend.log_probs(pieces, 1.0)))
-        facts = self._backend.gather_facts(
-            (total, sum(int(piece.mask.sum()) for piece in pieces)), "add up the loss on held-out examples"
-        )
-        num_tokens = sum(count for _, count in facts)
-        return ExampleLoss(sum(nll for nll, _ in facts) / max(1, num_tokens), num_tokens)
+    def evaluate(self) -> dict[str, float]:
+        """Together. Metrics of the held-out items, or of some that are learned from if none are held out."""
+        if self._evaluation is None or self._evaluation[0] != self._backend.version:
+            items = self._held_out or self._items[:: -(-len(self._items) // MAX_MEASURED)]
+            measured = self._lesson.measure(self._backend, self._mine(items))
+            everyone = self._backend.gather_facts(measured, "add up what was measured on held-out items")
+            self._evaluation = self._backend.version, self._lesson.evaluation(everyone)
+        return self._evaluation[1]
 
     def export(self, directory: str, is_averaged: bool = False) -> None:
         """Together."""
+        facts = self._lesson.model_facts(self.evaluate)
         self._backend.export(Path(directory), is_averaged=is_averaged)
+        if facts and self._rank == 0:
+            config = Path(directory) / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | facts, indent=2, sort_keys=True) + "\n")
 
     def save(self, directory: str) -> None:
         """Together."""
@@ -112,20 +91,20 @@ class SupervisedWorker:
         return self._backend.gather_facts(fact, what)
 
     def state(self) -> dict[str, Any]:
-        """Where the order of examples stands; the same on every rank."""
+        """Where the order of items stands; the same on every rank."""
         return {"order": self._order.state()}
 
     def go_on(self, directory: str, state: Mapping[str, Any]) -> None:
         """Together. From what `save` and `state` gave."""
         self._order = self._order.at(state["order"])
         self._backend.load(directory)
+        self._evaluation = None
 
     def close(self) -> None:
         self._backend.close()
 
-    def _mine(self, examples: Sequence[Example], totals: StepTotals) -> list[MicroBatch]:
-        """This rank's contiguous part, cut into micro-batches."""
-        first = len(examples) * self._rank // self._num_ranks
-        last = len(examples) * (self._rank + 1) // self._num_ranks
-        mine = examples[first:last]
-        return self._cut.cut(weigh(batch_of(mine), totals)) if mine else []
+    def _mine(self, items: Sequence[Any]) -> list[MicroBatch]:
+        """This rank's contiguous part of a step, cut into micro-batches."""
+        first = len(items) * self._rank // self._num_ranks
+        last = len(items) * (self._rank + 1) // self._num_ranks
+        return self._lesson.batches(items[first:last], items, self._cut)

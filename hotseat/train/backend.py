@@ -61,7 +61,7 @@ class TrainOptions:
     """What every backend is told."""
 
     head: Head = "policy"
-    value_head_prefix: str = "score"  # of the names of a value model's head in the checkpoint it is loaded from
+    value_head_prefix: str = "score"  # of the names of a value model's head in checkpoints
     # bf16_master: 16-bit compute from 32-bit weights, gradients summed in 32 bits. bf16: everything in 16 bits.
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated

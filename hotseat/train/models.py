@@ -102,6 +102,7 @@ def _load_value_model(source: str | Path, head_prefix: str, common: dict[str, An
             " head of one number: choose another model for the critic or the reward"
         )
     config.num_labels = 1
+    head_prefix = getattr(config, "value_head_prefix", head_prefix)  # a reward model of ours or OpenRLHF's says it
     renamed = {} if head_prefix == _SCORE else {"key_mapping": {rf"^{head_prefix}\.": f"{_SCORE}."}}
     model, info = AutoModelForSequenceClassification.from_pretrained(
         source, config=config, output_loading_info=True, **common, **renamed
@@ -118,6 +119,13 @@ def _load_value_model(source: str | Path, head_prefix: str, common: dict[str, An
             f"{source} lacks weights of a {type(model).__name__}, such as {missing[0]}: it is another model"
         )
     return model
+
+
+def exported_name(name: str, options: TrainOptions) -> str:
+    """Under which a weight stands in a checkpoint that `load_model` reads with these options."""
+    if options.head == "value" and name.startswith(f"{_SCORE}."):
+        return options.value_head_prefix + name.removeprefix(_SCORE)
+    return name
 
 
 def compiles(wanted: bool | None, device: torch.device) -> bool:

@@ -35,6 +35,7 @@ from hotseat.train.backend import (
     needs_entropy,
 )
 from hotseat.train.lora import Adapter, dropouts, find_adapters, save_adapter
+from hotseat.train.models import exported_name
 from hotseat.train.packing import LayoutKind, model_input
 from hotseat.train.ranks import Ranks
 from hotseat.train.residency import Shelf
@@ -483,13 +484,15 @@ class Trainer(ABC):
         whole = {}
         for name, tensor in self.weights(dtype=dtype):
             if self._ranks.rank == 0:
-                whole[name] = tensor.to("cpu", copy=True)
+                whole[exported_name(name, self._options)] = tensor.to("cpu", copy=True)
         if self._ranks.rank == 0:
             # Without weights of its own, and unsharded: only what it knows about names and files is wanted.
             with torch.device("meta"):
                 shell = type(self._model)(copy.deepcopy(self._model.config)).to(dtype or _dtype(self._model))
             if self._options.head == "policy":
                 shell.generation_config = self._model.generation_config
+            else:
+                shell.config.value_head_prefix = self._options.value_head_prefix
             shell.save_pretrained(directory, state_dict=whole)
         if self._adapters:
             trained = self._whole(self._shards())

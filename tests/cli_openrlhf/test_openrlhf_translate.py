@@ -655,4 +655,5 @@ def test_what_is_not_built_is_named_by_flag_and_default():
         "--advantage_estimator": "the critic",
         "--use_liger_kernel": "Liger kernels",
     }
-    assert dict(translate("train_rm", ["--backend", "fsdp"], {}).not_built) == {"train_rm": "training reward models"}
+    assert dict(translate("train_dpo", ["--backend", "fsdp"], {}).not_built) == {"train_dpo": "preference optimisation"}
+    assert not translate("train_rm", ["--backend", "fsdp"], {}).not_built

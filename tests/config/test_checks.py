@@ -101,6 +101,7 @@ def test_every_rule_speaks_of_keys_that_exist():
         ("reward: {clip: [1.0, 0.0]}", "the first must be below the second"),
         ("data: {prompt_max_length: 64, max_length: 64}", "leaves no token to sample within data.max_length 64"),
         ("train: {max_tokens_per_device: 9}", "9 holds no sequence of data.max_length, 2048 tokens"),
+        ("task: rm\ntrain: {max_tokens_per_device: 4000}", "4000 holds no pair of data.max_length, 4096 tokens"),
         ("rollout: {max_tokens_per_device: 9}", "9 holds no sequence of data.max_length, 2048 tokens"),
         ("data: {path: 'a,b', probs: '0.1,0.2,0.7'}", "3 probabilities for 2 data sets"),
         ("data: {input_template: 'Q: '}", "needs exactly one {}"),

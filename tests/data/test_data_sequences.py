@@ -196,6 +196,9 @@ def test_pairs_that_are_no_pairs_are_dropped_and_counted():
     pairs, report = make_pairs(rows, char_tokenizer(), prompt_key="p", max_length=3)
     assert [pair.chosen.where for pair in pairs] == ["data.jsonl:4"]
     assert (report.num_dropped_identical, report.num_dropped_no_answer, report.num_truncated) == (2, 1, 1)
+    ended, report = make_pairs(rows, char_tokenizer(), prompt_key="p", max_length=4, keep_end=True)
+    assert [learned(pair.rejected, char_tokenizer()) for pair in ended] == ["q[bc<eos>]"]
+    assert (report.num_dropped_identical, report.num_dropped_no_answer, report.num_truncated) == (2, 1, 1)
     message = fails([{"chosen": "a", "rejected": "a"}], make=make_pairs)
     assert "none of the 1 rows is a pair: 1 have the same answer twice" in message
 

@@ -1,5 +1,7 @@
 """A task small enough for tests: files of a model with two layers, and groups made by hand."""
 
+import json
+import random
 from pathlib import Path
 
 import torch
@@ -36,13 +38,26 @@ def reward_func(queries, prompts, labels):
 """
 
 
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def more_sevens(num_pairs: int, seed: int) -> list[dict]:
+    """Two answers each; the better one has more sevens."""
+    rng, rows = random.Random(seed), []
+    while len(rows) < num_pairs:
+        answers = ["".join(rng.choice("1777") for _ in range(rng.randint(2, 6))) for _ in range(2)]
+        worse, better = sorted(answers, key=lambda answer: answer.count("7"))
+        if worse.count("7") < better.count("7"):
+            rows.append({"prompt": f"{rng.randrange(100)}+1=", "chosen": better, "rejected": worse, "margin": 0.5})
+    return rows
+
+
 def make_task(directory: Path, seed: int = 0, **shape: float) -> Path:
-    """A tiny Llama over digits, prompts `1+2=` with a digit as label, and a reward that counts sevens.
+    """A tiny Llama over digits, prompts `1+2=` with a digit as label, a reward that counts sevens, and pairs.
 
     shape: of the model, where it is to have another.
     """
-    import json
-
     import transformers
 
     from hotseat.loop.demo import make_model
@@ -70,9 +85,10 @@ def make_task(directory: Path, seed: int = 0, **shape: float) -> Path:
         )
     ).save_pretrained(directory / "model")
     rows = [{"input": f"{a}+{a + 1}=", "label": str(a)} for a in range(1, 9)]
-    (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    examples = [{"input": row["input"], "output": row["label"] * 3} for row in rows]
-    (directory / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+    write_rows(directory / "prompts.jsonl", rows)
+    write_rows(directory / "examples.jsonl", [{"input": row["input"], "output": row["label"] * 3} for row in rows])
+    write_rows(directory / "pairs.jsonl", more_sevens(256, seed=0))
+    write_rows(directory / "held_out_pairs.jsonl", more_sevens(100, seed=1))
     (directory / "reward.py").write_text(REWARD)
     return directory
 
@@ -102,5 +118,19 @@ def sft_yaml(directory: Path, **changes: str) -> str:
         "data": f"{{path: {directory}/examples.jsonl, output_key: output, max_length: 16}}",
         "eval": f"{{path: {directory}/examples.jsonl}}",
         "train": "{dtype: fp32, batch_size: 4, micro_batch_size: 2, max_epochs: 4}",
+    } | changes
+    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+
+
+def rm_yaml(directory: Path, **changes: str) -> str:
+    sections = {
+        "task": "rm",
+        "name": "rm",
+        "run_dir": f"{directory}/runs",
+        "cluster": "{runtime: local}",
+        "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
+        "data": f"{{path: {directory}/pairs.jsonl, prompt_key: prompt, max_length: 16}}",
+        "eval": f"{{path: {directory}/held_out_pairs.jsonl}}",
+        "train": "{dtype: fp32, batch_size: 32, micro_batch_size: 16}",
     } | changes
     return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from loop_cases import make_task, rl_yaml, sft_yaml
+from loop_cases import make_task, rl_yaml, rm_yaml, sft_yaml
 from safetensors.torch import load_file
 
 from hotseat.cli.main import main
@@ -26,6 +26,10 @@ pytestmark = pytest.mark.slow
 
 # Four steps of two optimizer steps each, a reference, an adaptive coefficient and momentum: all of it must come back.
 RL = ("train.num_episodes=2", "train.batch_size=8", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.5")
+# Two passes of two steps.
+RM = ("data.max_samples=16", "train.batch_size=8", "train.micro_batch_size=4", "train.max_epochs=2")
+COMMON = {"rl": RL, "rm": RM, "sft": ()}
+YAML = {"rl": rl_yaml, "rm": rm_yaml, "sft": sft_yaml}
 
 
 @pytest.fixture
@@ -34,12 +38,11 @@ def task(tmp_path):
 
 
 def yaml_of(task: Path, kind: str, **changes: str) -> str:
-    return rl_yaml(task, **changes) if kind == "rl" else sft_yaml(task, **changes)
+    return YAML[kind](task, **changes)
 
 
 def run(task: Path, kind: str, name: str, *overrides: str) -> list[dict]:
-    common = RL if kind == "rl" else ()
-    start(loads(yaml_of(task, kind, name=name), [*common, *overrides]))
+    start(loads(yaml_of(task, kind, name=name), [*COMMON[kind], *overrides]))
     return read_lines(task / "runs" / name / "metrics.jsonl")
 
 
@@ -76,7 +79,7 @@ def stop_after(monkeypatch, num_checkpoints: int) -> None:
     monkeypatch.setattr(Saver, "save", saving)
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("kind", ["rl", "sft", "rm"])
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 def test_resumed_equals_uninterrupted(task, monkeypatch, kind, every):
     """Scenario 22 and invariant 5: mid-pass, at the boundary of a pass (two steps), and after the last step."""
@@ -89,6 +92,8 @@ def test_resumed_equals_uninterrupted(task, monkeypatch, kind, every):
     assert main(["resume", str(task / "runs" / "broken")]) == 0
     assert facts(read_lines(task / "runs" / "broken" / "metrics.jsonl")) == facts(whole)
     assert same(weights(task, "whole"), weights(task, "broken"))
+    configs = [(task / "runs" / name / "model" / "config.json").read_text() for name in ("whole", "broken")]
+    assert configs[0] == configs[1]
 
 
 def test_a_save_that_takes_the_engines_place_changes_nothing(task):

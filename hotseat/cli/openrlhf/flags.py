@@ -499,8 +499,8 @@ _RM: tuple[Flag, ...] = (
     _switch(
         "--compute_fp32_loss",
         "--model.compute_fp32_loss_enable",
-        "algorithm.reward_modelling.fp32_loss",
         aliases=("--compute_fp32_loss_enable",),
+        because="the loss is always computed in fp32",
     ),
     _text("--value_head_prefix", "--ds.value_head_prefix", "score", "algorithm.reward_modelling.value_head_prefix"),
 )
