@@ -291,6 +291,7 @@ def layers_that_cannot_have_adapters_are_named(make: Make, directory: Path) -> N
         (("embed_tokens",), r"model.embed_tokens \(Embedding\) cannot have an adapter: only linear layers below"),
         (("lm_head",), r"lm_head \(Linear\) cannot have an adapter"),
         ((), "no layer is called nothing"),
+        ("q_proj|(", r"'q_proj\|\(' is no pattern \(missing \)"),
     ):
         with pytest.raises(UserError, match=message):
             make(tiny_model(), replace(LORA, lora=LoraOptions(RANK, target_modules=targets)))
