@@ -338,13 +338,12 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
 
 def _check_adapters(config: Config) -> None:
     """Whether the layers that are to have adapters exist, before any weights load."""
-    from hotseat.loop import settings
+    if config.train.lora.rank == 0:
+        return
     from hotseat.train.lora import check_targets
 
-    lora = settings.lora_options(config)
-    if lora is not None:
-        assert config.actor.model is not None
-        check_targets(config.actor.model, lora.target_modules, "policy", config.trust_remote_code)
+    assert config.actor.model is not None
+    check_targets(config.actor.model, config.train.lora.target_modules, "policy", config.trust_remote_code)
 
 
 def _open_run(

@@ -81,9 +81,10 @@ def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[s
     linear = [name for name, module in modules.items() if isinstance(module, _LINEAR) and name != _head_name(model)]
     if targets == ALL_LINEAR and linear:
         return linear
-    wanted = {target: [name for name in modules if _is_meant(name, target)] for target in targets}
     if isinstance(targets, str):
-        wanted = {targets: [name for name in modules if re.fullmatch(targets, name)]}
+        wanted = {targets: [name for name in modules if _pattern(targets).fullmatch(name)]}
+    else:
+        wanted = {target: [name for name in modules if f".{name}".endswith(f".{target}")] for target in targets}
     have = f"{type(model).__name__} has {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
     unmatched = [target for target, names in wanted.items() if not names]
     if unmatched or not wanted:
@@ -151,8 +152,11 @@ def save_adapter(directory: Path, model: PreTrainedModel, weights: Mapping[str, 
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def _is_meant(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UserError(f"train.lora.target_modules: {text!r} is no pattern ({error}): write a list of names") from None
 
 
 def _is_adapter(name: str) -> bool:

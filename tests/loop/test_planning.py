@@ -53,6 +53,15 @@ def test_deepspeed_keeps_masters_beside_sixteen_bit_weights_and_fsdp_casts_fp32_
     assert (plain.weight_bytes, plain.compute_bytes, plain.moment_bytes) == (4, 4, 4)
 
 
+def test_adapters_and_the_average_are_told_to_the_planner():
+    text = "train: {lora: {rank: 8, target_modules: [q_proj]}, ema: {enabled: true}}\nalgorithm: {estimator: gae}"
+    found = specs(text)
+    assert (found["actor"].memory.adapter_rank, found["actor"].memory.has_average) == (8, True)
+    assert (found["critic"].memory.adapter_rank, found["critic"].memory.has_average) == (8, False)
+    [said] = [warning for warning in make_plan(loads(text)).warnings if "lora" in warning]
+    assert said == "train.lora.target_modules: the figures are for adapters beside every linear layer"
+
+
 def test_an_engine_has_its_share_its_size_and_its_parts():
     spec = specs("rollout: {engine: vllm, tensor_parallel_size: 2, memory_share: 0.4, enforce_eager: true}")["rollout"]
     assert (spec.tensor_parallel, spec.share) == (2, 0.4)

@@ -17,7 +17,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import RunError, UserError
@@ -26,6 +32,7 @@ from hotseat.types import MicroBatch
 
 from .conformance import (
     OPTIONS,
+    VOCAB_SIZE,
     ClippedLoss,
     Make,
     PlainTraining,
@@ -110,6 +117,22 @@ def updates_equal_adamw_on_two_factors(make: Make, directory: Path) -> None:
         rest = [name for name in expected if name not in factors]
         assert_identical({name: copy_weights(backend)[name] for name in rest}, {name: expected[name] for name in rest})
         backend.close()
+
+
+def transposed_weights_are_merged_too(make: Make, directory: Path) -> None:
+    """GPT-2 keeps them as [in, out]."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model, batch = GPT2LMHeadModel(GPT2Config(**sizes)), some_segments()
+    backend = make(copy.deepcopy(model), LORA)
+    train(backend, range(2))
+    weights = copy_weights(backend)
+    assert sum(not torch.equal(weights[name], weight) for name, weight in model.named_parameters()) == 8
+    model.load_state_dict(weights, strict=False)  # tied
+    expected = plain_outputs(model.eval(), batch, 1.0).log_probs.detach()
+    torch.testing.assert_close(backend.log_probs([batch], 1.0)[0], expected, rtol=0, atol=1e-5)
+    assert backend.digest() == named_digests(weights.items())
+    backend.close()
 
 
 def layouts_and_recomputation_change_nothing(make: Make, directory: Path) -> None:
@@ -268,6 +291,7 @@ def layers_that_cannot_have_adapters_are_named(make: Make, directory: Path) -> N
         (("embed_tokens",), r"model.embed_tokens \(Embedding\) cannot have an adapter: only linear layers below"),
         (("lm_head",), r"lm_head \(Linear\) cannot have an adapter"),
         ((), "no layer is called nothing"),
+        ("q_proj|(", r"'q_proj\|\(' is no pattern \(missing \)"),
     ):
         with pytest.raises(UserError, match=message):
             make(tiny_model(), replace(LORA, lora=LoraOptions(RANK, target_modules=targets)))
@@ -303,6 +327,7 @@ def the_average_is_written_out(make: Make, directory: Path) -> None:
 
 ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     updates_equal_adamw_on_two_factors,
+    transposed_weights_are_merged_too,
     layouts_and_recomputation_change_nothing,
     the_digest_is_of_what_leaves,
     adapters_go_on_bit_identically,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
-from hotseat.train import FSDPBackend, TrainOptions
+from hotseat.train import FSDPBackend, LoraOptions, TrainOptions
 from hotseat.train.logprobs import token_log_probs
 from hotseat.train.models import layers
 from hotseat.types import MicroBatch
@@ -59,6 +59,18 @@ def train(
 
 def some_batches(*nums_segments: int) -> list[MicroBatch]:
     return [some_segments(num, seed=seed) for seed, num in enumerate(nums_segments)]
+
+
+@pytest.mark.long
+def test_compiled_layers_train_their_adapters_alike() -> None:
+    """Behind frozen embeddings the first layer's input needs no gradient: a graph of its own."""
+    batches, options = some_batches(5, 9, 3), replace(PACKED, lora=LoraOptions(3))
+    expected, _ = train(tiny_model(), options, batches, None)
+    compiler = CompileCounterWithBackend("aot_eager")
+    found, counts = train(tiny_model(), options, batches, compiler)
+    assert_close(found, expected, 1e-5)
+    assert counts == [NUM_GRAPHS + 1] * 3
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.slow

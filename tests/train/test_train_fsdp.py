@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hotseat.errors import RunError, UserError
-from hotseat.train import FSDPBackend, TrainOptions
+from hotseat.errors import NotBuiltError, RunError, UserError
+from hotseat.train import FSDPBackend, LoraOptions, TrainOptions
 
 from . import adapters, conformance, fsdp_factory
 from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model
@@ -184,11 +184,29 @@ def test_weights_are_refused_before_the_first_is_asked_for() -> None:
         ({"max_grad_norm": 0.0}, "clipped to norm 0.0: set it above 0, or to none"),
         ({"max_non_finite": 0}, "after 0 updates that are not finite"),
         ({"timeout_s": 0.0}, "ranks wait 0.0 s"),
+        ({"lora": LoraOptions(0)}, "adapters of rank 0 with dropout 0.0: the rank must be 1 or more"),
+        ({"lora": LoraOptions(4, dropout=1.0)}, "dropout 1.0: .* at least 0 and below 1"),
+        ({"average_decay": 1.5}, "a moving average that keeps 1.5 of itself: set it to 0 to 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TrainOptions(**settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (replace(OPTIONS, lora=LoraOptions(4)), "LoRA"),
+        (replace(OPTIONS, average_decay=0.9), "a moving average of the weights"),
+    ],
+)
+def test_a_backend_without_a_feature_says_so(options: TrainOptions, what: str) -> None:
+    class Bare(FSDPBackend):
+        has_adapters = has_average = False
+
+    with pytest.raises(NotBuiltError, match=f"the fsdp backend does not have {what}: train with another"):
+        Bare(tiny_model(), options)
 
 
 def test_it_is_loaded_from_a_folder(tmp_path: Path) -> None:
