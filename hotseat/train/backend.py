@@ -2,7 +2,7 @@
 
 A backend is one rank of a model under training. All ranks call the same methods in the same order: each call that says
 "together" waits for the others. What a rank brings to such a call may differ, micro-batches in number and size
-included, down to none at all.
+included, down to none at all; only ranks that share sequences (`sequence`) bring the same.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     layout: LayoutKind = "auto"  # see `packing`
+    sequence_parallel_size: int = 1  # ranks that share each micro-batch; see `sequence`
     max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
     timeout_s: float = 600.0  # for one rank to wait for the others
 
@@ -64,6 +65,11 @@ class TrainOptions:
             raise UserError(f"head {self.head!r}: choose one of {', '.join(get_args(Head))}")
         if self.layout not in get_args(LayoutKind):
             raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
+        if self.sequence_parallel_size > 1 and self.layout == "padded":
+            raise UserError(
+                f"train.sequence_parallel_size is {self.sequence_parallel_size}, and only packed sequences can be cut"
+                " over several ranks: set train.packing to true"
+            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise UserError(f"gradients clipped to norm {self.max_grad_norm}: set it above 0, or to none to not clip")
         if self.max_non_finite < 1:
@@ -124,8 +130,11 @@ class Backend(Protocol):
     def movable(self) -> frozenset[Part]:
         """The parts that `put_aside` really takes off the device. Empty where device and host memory are the same."""
 
-    def gather_facts(self, fact: Any, what: str) -> list[Any]:
-        """Together. Every rank's small fact, in rank order, on every rank; `what` for is said if a rank is missing."""
+    def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
+        """Together. The small fact of every share of the work, in rank order; `what` for is said if a rank is missing.
+
+        Ranks that share sequences have the same micro-batches and count once, unless it is to be `of_every_rank`.
+        """
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """Together. For each micro-batch [num_tokens] float32, where it lies, without gradient.

@@ -27,6 +27,7 @@ from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
 from hotseat.train.backend import Head, TrainOptions
 from hotseat.train.logprobs import Compiler, token_log_probs
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
+from hotseat.train.sequence import check_sequence_parallel
 from hotseat.types import MicroBatch
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
@@ -82,6 +83,13 @@ def load_model(
     source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     """From a folder or hub name, or a model that is already there, which is then ours to change."""
+    if options.sequence_parallel_size > 1:
+        config = (
+            source.config
+            if isinstance(source, PreTrainedModel)
+            else AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        )
+        check_sequence_parallel(options.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", "1")), config)
     if isinstance(source, PreTrainedModel):
         return source.to(dtype)
     common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}

@@ -10,13 +10,15 @@ A model gets the tokens in one of three layouts. In none is the last token of a 
     packed   [1, num_tokens], nothing filled up. Positions restart with every segment, and attention is kept inside
              them by `attention`.
     shared   packed, and a context that several segments begin with, such as the prompt of a group, stands there once.
+
+Ranks that share sequences (`sequence`) each get a slice of the packed or shared row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
+from hotseat.train.sequence import SequenceGroup, Slice
 from hotseat.types import MicroBatch, to_device
 
 LayoutKind = Literal["auto", "padded", "packed", "shared"]
@@ -214,9 +217,17 @@ class ModelInput:
 
 
 def model_input(
-    batch: MicroBatch, kind: LayoutKind, *, device: torch.device | None = None, has_flash: bool = False
+    batch: MicroBatch,
+    kind: LayoutKind,
+    *,
+    device: torch.device | None = None,
+    has_flash: bool = False,
+    group: SequenceGroup | None = None,
 ) -> ModelInput:
-    """Wanted are the tokens under the mask that something precedes in their segment; only they are projected."""
+    """Wanted are the tokens under the mask that something precedes in their segment; only they are projected.
+
+    With a `group` of several ranks it is this rank's slice of a packed layout.
+    """
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
     lengths = torch.where(all_lengths > 1, all_lengths - 1, all_lengths)  # of what the model is given
@@ -232,7 +243,8 @@ def model_input(
 
     owners = _owners(token_ids, offsets, mask, lengths, starts) if kind in ("auto", "shared") else None
     if kind == "auto":
-        kind = _cheapest(batch.num_segments * longest, len(given), owners, has_flash)
+        num_padded = batch.num_segments * longest if group is None or group.size == 1 else math.inf
+        kind = _cheapest(num_padded, len(given), owners, has_flash)
     if kind == "padded":
         input_ids = torch.zeros(batch.num_segments, longest, dtype=torch.int64)
         input_ids[segment, position] = token_ids[given]
@@ -245,6 +257,11 @@ def model_input(
         blocks = Blocks.of(
             lengths, starts, row_of if len(first) < len(given) else None, device=device, has_flash=has_flash
         )
+        if group is not None and group.size > 1:
+            part = Slice(group, len(first))
+            input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)
+            is_mine = (rows >= part.first) & (rows < part.first + part.length)
+            rows, wanted = rows[is_mine] - part.first, wanted[is_mine]
     targets = token_ids[wanted]
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, wanted = (to_device(tensor, device) for tensor in (input_ids, rows, targets, wanted))
@@ -274,7 +291,7 @@ def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, s
     return owners if is_any else None
 
 
-def _cheapest(num_padded: int, num_packed: int, owners: Tensor | None, has_flash: bool) -> LayoutKind:
+def _cheapest(num_padded: float, num_packed: int, owners: Tensor | None, has_flash: bool) -> LayoutKind:
     num_shared = num_packed if owners is None else int(owners.unique().numel())
     costs: dict[LayoutKind, float] = {
         "padded": math.inf if has_flash else num_padded,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hotseat import faults
-from hotseat.errors import BatchError, NonFiniteError, RunError
+from hotseat.errors import BatchError, NonFiniteError, NotBuiltError, RunError
 from hotseat.train.backend import (
     PARTS,
     Loss,
@@ -35,6 +35,7 @@ from hotseat.train.backend import (
 from hotseat.train.packing import LayoutKind, model_input
 from hotseat.train.ranks import Ranks
 from hotseat.train.residency import Shelf
+from hotseat.train.sequence import SequenceGroup
 from hotseat.types import MicroBatch, Moved
 
 _MAX_NAMED = 16  # samples in an error message
@@ -55,8 +56,14 @@ class Trainer(ABC):
         layout: LayoutKind,
         has_flash: bool,
     ):
+        if options.sequence_parallel_size > 1 and layout == "padded":
+            raise NotBuiltError(
+                f"{type(model).__name__} cannot run packed, and only packed sequences can be cut over several ranks:"
+                " set train.sequence_parallel_size to 1"
+            )
         self._options = options
         self._ranks = ranks
+        self._sequence = SequenceGroup(options.sequence_parallel_size, options.timeout_s)
         self._device = device
         self._model = model
         self._layout: LayoutKind = layout
@@ -137,8 +144,9 @@ class Trainer(ABC):
     def movable(self) -> frozenset[Part]:
         return frozenset(PARTS) if self._device.type == "cuda" else frozenset()
 
-    def gather_facts(self, fact: Any, what: str) -> list[Any]:
-        return self._ranks.gather(fact, what)
+    def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
+        facts = self._ranks.gather(fact, what)
+        return facts if of_every_rank else self._sequence.first_of_each(facts)
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
@@ -178,7 +186,7 @@ class Trainer(ABC):
         losses, metrics = self._sum_gradients(work, loss, temperature)
         grad_norm = self._grad_norm()
         mine: list[float] = torch.stack(losses).tolist() if losses else []
-        facts = self._ranks.gather(
+        facts = self.gather_facts(
             {
                 "loss": sum(mine),
                 "metrics": _sum_metrics(metrics),
@@ -247,11 +255,12 @@ class Trainer(ABC):
         return [*real, *[None] * (most - len(real))]
 
     def _forward(self, batch: MicroBatch, temperature: float, with_entropy: bool = False) -> Outputs:
-        inputs = model_input(batch, self._layout, device=self._device, has_flash=self._has_flash)
+        inputs = model_input(batch, self._layout, device=self._device, has_flash=self._has_flash, group=self._sequence)
         found: dict[str, Tensor] = self._module()(inputs, temperature, with_entropy)
 
         def flat(values: Tensor) -> Tensor:
-            return values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
+            mine = values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
+            return self._sequence.add_up(mine)
 
         return Outputs(**{name: flat(values) for name, values in found.items()})
 
@@ -413,6 +422,7 @@ class Trainer(ABC):
             wait([self._writing], timeout=_LAST_WRITE_S)  # its folder may be removed next
         del self._model, self._shelves
         self._drop()
+        self._sequence.close()
         self._ranks.close()
 
 
