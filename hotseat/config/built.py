@@ -69,11 +69,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("train.attention", "a choice of attention"),
     Unbuilt("train.liger_kernel", "Liger kernels"),
     Unbuilt("train.load_in_4bit", "4-bit weights"),
-    Unbuilt(
-        "train.sequence_parallel_size",
-        "sequences over several devices",
-        options=("train.sequence_parallel_head_stride",),
-    ),
     Unbuilt("train.lora.rank", "LoRA", options=("train.lora",)),
     Unbuilt("train.ema.enabled", "a moving average of the weights", options=("train.ema",)),
     Unbuilt("train.full_determinism", "deterministic kernels"),

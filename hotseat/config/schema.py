@@ -455,7 +455,7 @@ class Train(Section):
     micro_batch_size: Positive = 4
     """Samples per rank in one forward and backward."""
     max_tokens_per_device: Positive | None = None
-    """Token budget of a micro-batch instead of `micro_batch_size`, balanced over ranks."""
+    """Tokens of a micro-batch on one device, at most, instead of `micro_batch_size`; balanced over ranks."""
     num_episodes: Positive = 1
     """Passes over the prompts (rl)."""
     max_epochs: Positive = 1
@@ -477,9 +477,7 @@ class Train(Section):
     load_in_4bit: bool = False
     """Load frozen weights in 4 bits, for LoRA."""
     sequence_parallel_size: Positive = 1
-    """Ranks that share one long sequence."""
-    sequence_parallel_head_stride: Positive = 1
-    """Heads each of those ranks exchanges at a time."""
+    """Ranks that share the sequences of a micro-batch (Ulysses); it divides the ranks and the attention heads."""
     max_skipped_steps: Positive = 5
     """Non-finite updates in a row before the run stops."""
     spike_factor: Annotated[float, Field(gt=1)] = 100.0

@@ -163,7 +163,10 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             "actor",
             SupervisedWorker,
             args=_supervised_args(config, algebra, examples, held_out),
-            per_rank=[{"rank": rank, "num_ranks": num_ranks} for rank in range(num_ranks)],
+            per_rank=[
+                {"rank": rank // config.train.sequence_parallel_size, "num_ranks": num_ranks}
+                for rank in range(len(plan.role("actor").processes))
+            ],
             processes=plan.role("actor").processes,
             num_threads=config.cluster.threads_per_process,
             timeout_s=config.cluster.call_timeout_s,
@@ -181,7 +184,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
                 write=lambda path: actor.call("save", str(path / BACKEND)),
                 snapshot=snapshot,
                 export=lambda path: actor.call("export", str(path)),
-                state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": num_ranks},
+                state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": actor.size},
             )
 
         with saver.settled(journal):
@@ -272,8 +275,16 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
             " use `hotseat run`, which starts the ranks itself"
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    algebra = batch_algebra(config, num_ranks, len(examples))
-    worker = SupervisedWorker(*_supervised_args(config, algebra, examples, held_out), rank=rank, num_ranks=num_ranks)
+    num_sharing = config.train.sequence_parallel_size
+    if num_ranks % num_sharing:
+        raise UserError(
+            f"train.sequence_parallel_size is {num_sharing}, and the launcher started {num_ranks} rank(s): start a"
+            f" multiple of {num_sharing}"
+        )
+    algebra = batch_algebra(config, num_ranks // num_sharing, len(examples))
+    worker = SupervisedWorker(
+        *_supervised_args(config, algebra, examples, held_out), rank=rank // num_sharing, num_ranks=algebra.num_ranks
+    )
     ensemble = Ensemble(worker, rank)
     run_dir, saver, journal = Path(config.run_dir), Saver(config, Path(config.run_dir)), Silence()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hotseat.config import Config
-from hotseat.config.batches import warmup_steps
+from hotseat.config.batches import tokens_per_micro_batch, warmup_steps
 from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
 from hotseat.loop.losses import PolicyObjective
@@ -64,6 +64,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
         layout="auto" if train.packing else "padded",
+        sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
     )
@@ -142,13 +143,18 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
         needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered,
         temperature=config.rollout.temperature,
-        score=BatchSettings(config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
+        score=_batches(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
         train=train_batches(config),
     )
 
 
 def train_batches(config: Config) -> BatchSettings:
-    return BatchSettings(config.train.micro_batch_size, config.train.max_tokens_per_device)
+    return _batches(config, config.train.micro_batch_size, config.train.max_tokens_per_device)
+
+
+def _batches(config: Config, micro_batch_size: int, max_tokens_per_device: int | None) -> BatchSettings:
+    max_tokens = tokens_per_micro_batch(config, max_tokens_per_device)
+    return BatchSettings(micro_batch_size, max_tokens, is_padded=not config.train.packing)
 
 
 def weight_lanes(config: Config, plan: Plan, is_cuda: bool) -> Lanes:

@@ -17,6 +17,7 @@ from hotseat.loop.losses import SupervisedObjective
 from hotseat.loop.workers import BatchSettings, device_of_process
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
+from hotseat.train.packing import spread_over_ranks
 from hotseat.types import MicroBatch
 
 
@@ -63,6 +64,7 @@ class SupervisedWorker:
         rank: int,
         num_ranks: int,
     ):
+        """`rank` and `num_ranks` count those that learn from different examples."""
         self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
         self._examples = examples
         self._held_out = held_out
@@ -109,7 +111,7 @@ class SupervisedWorker:
 
     def share(self, fact: Any, what: str) -> list[Any]:
         """Together. Every rank's small fact, in rank order; `what` for is said if a rank is missing."""
-        return self._backend.gather_facts(fact, what)
+        return self._backend.gather_facts(fact, what, of_every_rank=True)
 
     def state(self) -> dict[str, Any]:
         """Where the order of examples stands; the same on every rank."""
@@ -124,7 +126,10 @@ class SupervisedWorker:
         self._backend.close()
 
     def _mine(self, examples: Sequence[Example], totals: StepTotals) -> list[MicroBatch]:
-        """This rank's contiguous part, cut into micro-batches."""
+        """This rank's part, contiguous or as many tokens as the others', cut into micro-batches."""
+        if self._cut.max_tokens is not None and examples:
+            share = spread_over_ranks(weigh(batch_of(examples), totals), self._num_ranks)[self._rank]
+            return self._cut.cut(share) if share is not None else []
         first = len(examples) * self._rank // self._num_ranks
         last = len(examples) * (self._rank + 1) // self._num_ranks
         mine = examples[first:last]

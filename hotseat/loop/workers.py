@@ -65,12 +65,13 @@ class BatchSettings:
 
     micro_batch_size: int
     max_tokens: int | None
+    is_padded: bool = False  # what fills sequences up counts as tokens
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
         if batch.num_segments == 0:
             return []
         if self.max_tokens is not None:
-            return split_by_tokens(batch, self.max_tokens)
+            return split_by_tokens(batch, self.max_tokens, padded=self.is_padded)
         return split_by_count(batch, self.micro_batch_size)
 
 

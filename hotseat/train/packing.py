@@ -81,7 +81,7 @@ def split_by_tokens(
                 f" raise the token budget to {tokens(unit)}, or lower the longest prompt and answer"
             )
     bins = _first_fit_decreasing(members, lengths, max_tokens, padded)
-    even = _spread([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
+    even = spread([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
     evened = [[segment for unit in part for segment in members[unit]] for part in even]
     if all(tokens(segments) <= max_tokens for segments in evened):
         bins = evened
@@ -94,7 +94,7 @@ def spread_over_ranks(
     """One part per rank with about as many tokens each; None for a rank that gets nothing."""
     members = _members(batch, units)
     lengths = _lengths(batch)
-    parts = _spread([sum(lengths[segment] for segment in unit) for unit in members], num_ranks)
+    parts = spread([sum(lengths[segment] for segment in unit) for unit in members], num_ranks)
     chosen = [sorted(segment for unit in part for segment in members[unit]) for part in parts]
     return [take(batch, segments) if segments else None for segments in chosen]
 
@@ -186,7 +186,7 @@ def _first_fit_decreasing(
     return bins
 
 
-def _spread(sizes: list[int], num_parts: int) -> list[list[int]]:
+def spread(sizes: list[int], num_parts: int) -> list[list[int]]:
     """Indices into `sizes`, largest first, each to the part that has least so far (the first of equals)."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
