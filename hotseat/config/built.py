@@ -52,7 +52,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         ("gae",),
         options=("critic", "algorithm.gae_lambda", "checkpoint.export_critic"),
     ),
-    Unbuilt("algorithm.aux_loss_coef", "the balancing loss of mixtures of experts"),
     Unbuilt(
         "reward.model",
         "reward models",

@@ -394,7 +394,7 @@ class Algorithm(Section):
     entropy_coef: Amount | None = None
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0
-    """Weight of a mixture-of-experts model's balancing loss."""
+    """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
     kl: Kl = Kl()
     """KL to the reference policy."""
     correction: Correction = Correction()

@@ -475,6 +475,8 @@ class RlRun:
             mean = _mean(reports, name)
             if mean is not None:
                 metrics[name] = mean
+        if "aux_loss" in reports[0].metrics:
+            metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
         metrics |= _gap_spread(reports)
         # Of this step's push, or, where engines answer when their cache is back, of the one before.
         if self._canary_gap is not None:

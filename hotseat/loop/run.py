@@ -85,7 +85,7 @@ def _packages_not_there(config: Config) -> list[tuple[str, str]]:
 
 
 def _start_rl(config: Config) -> dict[str, float]:
-    from hotseat.loop.inputs import eos_token_ids, load_tokenizer, rl_prompts
+    from hotseat.loop.inputs import check_model, eos_token_ids, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
     dry = make_plan(config, _local_inventory(config))
@@ -93,6 +93,7 @@ def _start_rl(config: Config) -> dict[str, float]:
     batch_algebra(config, num_ranks)
     _check_transport(config, dry)
     tokenizer = load_tokenizer(config)
+    check_model(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     with ExitStack() as stack:
@@ -136,9 +137,10 @@ def _check_transport(config: Config, dry: Plan) -> None:
 
 
 def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
-    from hotseat.loop.inputs import load_tokenizer, sft_examples
+    from hotseat.loop.inputs import check_model, load_tokenizer, sft_examples
 
     tokenizer = load_tokenizer(config)
+    check_model(config)
     examples, held_out, notes = sft_examples(config, tokenizer)
     if launched:
         return _run_launched(config, tokenizer, examples, held_out, notes)
@@ -253,6 +255,8 @@ def _train_supervised(
             "step_s": seconds,
             **saver.metrics(),
         }
+        if "aux_loss" in report.metrics:
+            metrics["aux_loss"] = report.metrics["aux_loss"]
         every = config.eval.every
         is_evaluated = evaluate is not None and (step == algebra.num_steps or (every is not None and step % every == 0))
         if is_evaluated:
@@ -268,6 +272,7 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
     """This process is one rank: no cluster, no driver. The first rank writes and prints."""
     from hotseat.loop.supervised import SupervisedWorker
     from hotseat.observe import Silence
+    from hotseat.train.sequence import check_ranks
 
     if config.checkpoint.background:
         raise UserError(
@@ -276,11 +281,7 @@ def _run_launched(config: Config, tokenizer: Any, examples: Any, held_out: Any, 
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     num_sharing = config.train.sequence_parallel_size
-    if num_ranks % num_sharing:
-        raise UserError(
-            f"train.sequence_parallel_size is {num_sharing}, and the launcher started {num_ranks} rank(s): start a"
-            f" multiple of {num_sharing}"
-        )
+    check_ranks(num_sharing, num_ranks)
     algebra = batch_algebra(config, num_ranks // num_sharing, len(examples))
     worker = SupervisedWorker(
         *_supervised_args(config, algebra, examples, held_out), rank=rank // num_sharing, num_ranks=algebra.num_ranks

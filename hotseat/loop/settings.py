@@ -60,6 +60,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
             num_steps=schedule_length,
             min_ratio=optimizer.min_learning_rate_ratio,
         ),
+        aux_loss_coefficient=config.algorithm.aux_loss_coef,
         max_grad_norm=optimizer.max_grad_norm or None,
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
@@ -145,6 +146,8 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         temperature=config.rollout.temperature,
         score=_batches(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
         train=train_batches(config),
+        # A sample whose advantage is zero still says something about the balance of experts.
+        learns_from_every_sample=algorithm.aux_loss_coef > 0,
     )
 
 

@@ -87,6 +87,7 @@ class PolicySettings:
     temperature: float
     score: BatchSettings
     train: BatchSettings
+    learns_from_every_sample: bool = False  # also from those of which the objective has no gradient
 
 
 class ModelWorker:
@@ -213,7 +214,9 @@ class ActorWorker(ModelWorker):
                 pieces = []
                 if batch is not None:
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_new_tokens)
-                    pieces = settings.train.cut(_with_gradient(whole, settings.objective))
+                    if not settings.learns_from_every_sample:
+                        whole = _with_gradient(whole, settings.objective)
+                    pieces = settings.train.cut(whole)
                 reports.append(self._backend.update(pieces, loss, settings.temperature))
                 if self._recorder is not None and reports[-1].is_skipped:
                     self._recorder.take_back(pieces)

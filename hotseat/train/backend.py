@@ -50,6 +50,7 @@ class TrainOptions:
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
     schedule: Schedule = field(default_factory=Schedule)
+    aux_loss_coefficient: float = 0.0  # of the balancing loss of a mixture of experts; see `experts`
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
     gradient_checkpointing: bool = False
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
@@ -88,9 +89,11 @@ class Outputs:
     log_probs: Tensor | None = None  # at the temperature
     entropy: Tensor | None = None  # of the distribution the token was drawn from; only if asked for
     values: Tensor | None = None
+    aux_loss: Tensor | None = None  # one number: the balancing loss of a mixture of experts; only if it is learned from
 
     def tensors(self) -> list[Tensor]:
-        return [value for value in (self.log_probs, self.entropy, self.values) if value is not None]
+        found = (self.log_probs, self.entropy, self.values, self.aux_loss)
+        return [value for value in found if value is not None]
 
 
 class Loss(Protocol):
@@ -152,7 +155,8 @@ class Backend(Protocol):
         Gradients are summed over micro-batches and ranks, never averaged: the weights of `MicroBatch` say it all. A
         rank with fewer micro-batches than another, or none, keeps the others company with empty ones. A step whose loss
         or gradient norm is not finite changes nothing and is counted; `NonFiniteError` names the samples after too
-        many in a row. All ranks decide alike.
+        many in a row. All ranks decide alike. The balancing loss of a mixture of experts, if it has a coefficient, is
+        added here, and is the metric `aux_loss`.
         """
 
     def put_aside(self, parts: Collection[Part]) -> Moved:

@@ -214,6 +214,7 @@ class ModelInput:
     rows: Tensor  # [num_wanted]: the row of the flattened output that predicts each wanted token
     targets: Tensor  # [num_wanted]: that token
     tokens: Tensor  # [num_wanted]: where it stands in the micro-batch
+    counts: Tensor | None = None  # [rows of the flattened output] float: tokens each stands for, 0: filling; if asked
 
 
 def model_input(
@@ -223,6 +224,7 @@ def model_input(
     device: torch.device | None = None,
     has_flash: bool = False,
     group: SequenceGroup | None = None,
+    with_counts: bool = False,
 ) -> ModelInput:
     """Wanted are the tokens under the mask that something precedes in their segment; only they are projected.
 
@@ -250,6 +252,7 @@ def model_input(
         input_ids[segment, position] = token_ids[given]
         position_ids, blocks = None, None
         rows = segment[before] * longest + position[before]
+        counts = torch.bincount(segment * longest + position, minlength=input_ids.numel()).float()
     else:
         place = torch.arange(len(given)) if kind == "packed" or owners is None else owners
         first, row_of = torch.unique(place, return_inverse=True)  # the given token of each row, the row of each given
@@ -257,16 +260,19 @@ def model_input(
         blocks = Blocks.of(
             lengths, starts, row_of if len(first) < len(given) else None, device=device, has_flash=has_flash
         )
+        counts = torch.bincount(row_of, minlength=len(first)).float()
         if group is not None and group.size > 1:
             part = Slice(group, len(first))
             input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)
+            counts = part.of(counts[None])[0]
             is_mine = (rows >= part.first) & (rows < part.first + part.length)
             rows, wanted = rows[is_mine] - part.first, wanted[is_mine]
     targets = token_ids[wanted]
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, wanted = (to_device(tensor, device) for tensor in (input_ids, rows, targets, wanted))
         position_ids = None if position_ids is None else to_device(position_ids, device)
-    return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted)
+    counted = to_device(counts, device) if with_counts else None
+    return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted, counted)
 
 
 def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, starts: Tensor) -> Tensor | None:

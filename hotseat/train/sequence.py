@@ -121,13 +121,17 @@ class _AddUp(torch.autograd.Function):
         return gradient, None
 
 
-def check_sequence_parallel(size: int, num_ranks: int, model_config: Any) -> None:
-    """Raise unless ranks and attention heads divide by the size of a sequence group."""
+def check_ranks(size: int, num_ranks: int) -> None:
+    """Raise unless ranks divide into sequence groups of that size."""
     if num_ranks % size:
         raise UserError(
             f"train.sequence_parallel_size is {size}, and {num_ranks} rank(s) do not divide into groups of that size:"
             f" set it to {_divisors(num_ranks)}, or change the number of ranks"
         )
+
+
+def check_heads(size: int, model_config: Any) -> None:
+    """Raise unless a model's attention heads divide over the ranks of a sequence group."""
     num_heads = getattr(model_config.get_text_config(), "num_attention_heads", None)
     if num_heads is not None and num_heads % size:
         raise UserError(

@@ -32,6 +32,7 @@ from hotseat.train.backend import (
     check_temperature,
     needs_entropy,
 )
+from hotseat.train.experts import balancing_loss
 from hotseat.train.packing import LayoutKind, model_input
 from hotseat.train.ranks import Ranks
 from hotseat.train.residency import Shelf
@@ -223,6 +224,10 @@ class Trainer(ABC):
     ) -> tuple[list[Tensor], list[Mapping[str, Tensor | float]]]:
         """Gradients summed over `work` and all ranks; the loss and metrics of each micro-batch of this rank."""
         losses, metrics = [], []
+        coefficient, num_tokens = self._options.aux_loss_coefficient, 0
+        if coefficient:
+            mine = sum(batch.num_tokens for batch in work if batch is not None)
+            num_tokens = sum(self.gather_facts(mine, "count the tokens of an update"))
         # Until the last micro-batch gradients are kept where a failure would leave them for the next update.
         self._is_halfway = True
         for index, batch in enumerate(work):
@@ -231,17 +236,20 @@ class Trainer(ABC):
             is_last = index == len(work) - 1
             self._before_forward(is_last)
             if batch is None:
-                outputs = self._forward(_company(), temperature, needs_entropy(loss))
+                outputs = self._forward(_company(), temperature, needs_entropy(loss), coefficient > 0)
                 self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
                 continue
             there = batch.to(self._device)  # before the forward, so that nothing waits for the forward's end
-            outputs = self._forward(batch, temperature, needs_entropy(loss))
+            outputs = self._forward(batch, temperature, needs_entropy(loss), coefficient > 0)
             total, sums = loss(outputs, there)
             if not total.requires_grad:
                 raise RunError(
                     f"the loss {type(loss).__name__} has no gradient: compute it from what its first argument"
                     " holds, without detach"
                 )
+            if outputs.aux_loss is not None:
+                aux_loss = outputs.aux_loss * (batch.num_tokens / num_tokens)
+                total, sums = total + coefficient * aux_loss, {**sums, "aux_loss": aux_loss.detach()}
             self._backward(total, is_last)
             losses.append(total.detach())
             metrics.append(sums)
@@ -254,15 +262,26 @@ class Trainer(ABC):
         most = self._ranks.max(len(real), "agree on the number of micro-batches")
         return [*real, *[None] * (most - len(real))]
 
-    def _forward(self, batch: MicroBatch, temperature: float, with_entropy: bool = False) -> Outputs:
-        inputs = model_input(batch, self._layout, device=self._device, has_flash=self._has_flash, group=self._sequence)
+    def _forward(
+        self, batch: MicroBatch, temperature: float, with_entropy: bool = False, with_routing: bool = False
+    ) -> Outputs:
+        inputs = model_input(
+            batch,
+            self._layout,
+            device=self._device,
+            has_flash=self._has_flash,
+            group=self._sequence,
+            with_counts=with_routing,
+        )
         found: dict[str, Tensor] = self._module()(inputs, temperature, with_entropy)
+        routing = found.pop("routing", None)
+        aux_loss = None if routing is None else balancing_loss(self._sequence.add_up(routing))
 
         def flat(values: Tensor) -> Tensor:
             mine = values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
             return self._sequence.add_up(mine)
 
-        return Outputs(**{name: flat(values) for name, values in found.items()})
+        return Outputs(**{name: flat(values) for name, values in found.items()}, aux_loss=aux_loss)
 
     def _count(self, is_finite: bool, loss: float, grad_norm: float, facts: list[dict[str, Any]]) -> None:
         if is_finite:

@@ -101,7 +101,10 @@ def test_every_rule_speaks_of_keys_that_exist():
         ("data: {prompt_max_length: 64, max_length: 64}", "leaves no token to sample within data.max_length 64"),
         ("train: {max_tokens_per_device: 9}", "9 holds no sequence of data.max_length, 2048 tokens"),
         ("rollout: {max_tokens_per_device: 9}", "9 holds no sequence of data.max_length, 2048 tokens"),
-        ("train: {max_tokens_per_device: 9, sequence_parallel_size: 2}", "9 over train.sequence_parallel_size 2 devices"),
+        (
+            "train: {max_tokens_per_device: 9, sequence_parallel_size: 2}",
+            "9 over train.sequence_parallel_size 2 devices",
+        ),
         ("train: {sequence_parallel_size: 2, packing: false}", "2 devices can share only packed sequences"),
         ("data: {path: 'a,b', probs: '0.1,0.2,0.7'}", "3 probabilities for 2 data sets"),
         ("data: {input_template: 'Q: '}", "needs exactly one {}"),

@@ -27,6 +27,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
 )
 
@@ -854,6 +856,24 @@ def _tiny_value_model() -> PreTrainedModel:
     return LlamaForSequenceClassification(config)
 
 
+def _tiny_mixture() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            router_jitter_noise=0.1,  # must be switched off
+        )
+    )
+
+
 PACKED = replace(OPTIONS, layout="packed")
 
 SCENARIOS: dict[str, Scenario] = {
@@ -864,6 +884,9 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "shares_sequences_of_a_value_model": _shares_sequences(
         _tiny_value_model, ValueLoss(), replace(PACKED, head="value")
+    ),
+    "shares_sequences_of_experts": _shares_sequences(
+        _tiny_mixture, ClippedLoss(), replace(OPTIONS, layout="shared", aux_loss_coefficient=0.1)
     ),
     **{f"trains_{name}": _trains(shares) for name, shares in SHARES.items()},
     "trains_packed": _trains((3, 1), replace(OPTIONS, layout="packed")),
