@@ -17,8 +17,10 @@ from hotseat.train.packing import model_input
 from hotseat.train.sequence import SequenceGroup
 from hotseat.types import MicroBatch
 
-from .conformance import OPTIONS, groups_of_four, some_segments, tiny_model
+from . import fsdp_factory, sequence_scenarios
+from .conformance import OPTIONS, assert_group_agrees, groups_of_four, some_segments, tiny_model
 from .fsdp_factory import make
+from .run_ranks import run_ranks
 from .test_train_models import small
 
 OVER_TWO = replace(OPTIONS, layout="packed", sequence_parallel_size=2)
@@ -77,3 +79,14 @@ def test_only_packed_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     mamba = small("MambaConfig", state_size=4)
     with pytest.raises(NotBuiltError, match="MambaForCausalLM cannot run packed, and only packed sequences"):
         make(copy.deepcopy(mamba), replace(OVER_TWO, layout="auto"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_groups_that_share_sequences_are_beside_each_other_as_one_rank(tmp_path: Path) -> None:
+    results = run_ranks(4, fsdp_factory.__name__, tmp_path, timeout_s=500, suite=sequence_scenarios.__name__)
+    for name, scenario in sequence_scenarios.SCENARIOS.items():
+        for rank, result in enumerate(results):
+            assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
+        alone = scenario(make, 0, 1, tmp_path)
+        assert_group_agrees(alone, [result[name] for result in results])
