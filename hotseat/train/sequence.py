@@ -60,9 +60,8 @@ class Slice:
 
     def of(self, row: Tensor) -> Tensor:
         """[1, num_tokens] -> [1, length]."""
-        return pad(row, (0, self.length * self._group.size - self._num_tokens))[
-            :, self.first : self.first + self.length
-        ]
+        filled = pad(row, (0, self.length * self._group.size - self._num_tokens))
+        return filled[:, self.first : self.first + self.length]
 
     @torch.compiler.disable
     def attend(
@@ -73,7 +72,7 @@ class Slice:
         [1, heads, length, head_size] each, key and value with their own number of heads -> [1, length, heads, ...].
         """
         size = self._group.size
-        # Fewer ranks than fit would leave some without keys: each key then goes to all that have queries for it.
+        # Key heads that do not divide over the ranks are repeated: each goes to all ranks that have queries for it.
         copies = size // math.gcd(size, key.shape[1])
         if copies > 1:
             key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
