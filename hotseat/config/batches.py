@@ -61,6 +61,11 @@ def nearest_divisors(number: int, of: int) -> str:
     return " or ".join(str(found) for found in [*below[-1:], *above[:1]])
 
 
+def tokens_per_micro_batch(config: Config, max_tokens_per_device: int | None) -> int | None:
+    """What a token budget lets a micro-batch have: its sequences lie on `train.sequence_parallel_size` devices."""
+    return None if max_tokens_per_device is None else max_tokens_per_device * config.train.sequence_parallel_size
+
+
 def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -> BatchAlgebra:
     """Work the counts out, or raise with both numbers and the nearest sizes that fit.
 

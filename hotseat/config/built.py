@@ -46,7 +46,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         ("gae",),
         options=("critic", "algorithm.gae_lambda", "checkpoint.export_critic"),
     ),
-    Unbuilt("algorithm.aux_loss_coef", "the balancing loss of mixtures of experts"),
     Unbuilt(
         "reward.model",
         "reward models",
@@ -63,11 +62,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("train.attention", "a choice of attention"),
     Unbuilt("train.liger_kernel", "Liger kernels"),
     Unbuilt("train.load_in_4bit", "4-bit weights"),
-    Unbuilt(
-        "train.sequence_parallel_size",
-        "sequences over several devices",
-        options=("train.sequence_parallel_head_stride",),
-    ),
     Unbuilt("train.full_determinism", "deterministic kernels"),
     Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
     Unbuilt("use_modelscope", "ModelScope"),

@@ -179,11 +179,6 @@ RULES: tuple[Rule, ...] = (
         _says("train.dtype is fp32, so the weights are their own masters"),
     ),
     Rule(
-        ("train.sequence_parallel_head_stride",),
-        lambda c: c.train.sequence_parallel_size > 1,
-        _says("train.sequence_parallel_size is 1"),
-    ),
-    Rule(
         ("rollout.memory_share", "rollout.prefix_caching", "rollout.enforce_eager", "rollout.tensor_parallel_size"),
         _rl_but(lambda c: c.rollout.engine == "vllm"),
         _says("rollout.engine is transformers; this is for vllm"),
@@ -303,13 +298,22 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 f"{data.prompt_max_length} leaves no token to sample within data.max_length {data.max_length}",
             )
         )
+    parallel = config.train.sequence_parallel_size
     for key, budget in (
         ("train.max_tokens_per_device", config.train.max_tokens_per_device),
         ("rollout.max_tokens_per_device", rollout.max_tokens_per_device if config.task == "rl" else None),
     ):
         what, least = ("pair", 2 * data.max_length) if config.task in ("rm", "dpo") else ("sequence", data.max_length)
-        if budget is not None and budget < least:
-            found.append((key, f"{budget} holds no {what} of data.max_length, {least} tokens"))
+        if budget is not None and budget * parallel < least:
+            over = f" over train.sequence_parallel_size {parallel} devices" if parallel > 1 else ""
+            found.append((key, f"{budget}{over} holds no {what} of data.max_length, {least} tokens"))
+    if parallel > 1 and not config.train.packing:
+        found.append(
+            (
+                "train.sequence_parallel_size",
+                f"{parallel} devices can share only packed sequences, and train.packing is false",
+            )
+        )
     if data.probs is not None and data.path is not None:
         num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
         if num_paths != num_probs:

@@ -392,7 +392,7 @@ class Algorithm(Section):
     entropy_coef: Amount | None = None
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0
-    """Weight of a mixture-of-experts model's balancing loss."""
+    """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
     kl: Kl = Kl()
     """KL to the reference policy."""
     correction: Correction = Correction()
@@ -453,7 +453,7 @@ class Train(Section):
     micro_batch_size: Positive = 4
     """Samples per rank in one forward and backward."""
     max_tokens_per_device: Positive | None = None
-    """Token budget of a micro-batch instead of `micro_batch_size`, balanced over ranks."""
+    """Tokens of a micro-batch on one device, at most, instead of `micro_batch_size`; balanced over ranks."""
     num_episodes: Positive = 1
     """Passes over the prompts (rl)."""
     max_epochs: Positive = 1
@@ -475,9 +475,7 @@ class Train(Section):
     load_in_4bit: bool = False
     """Load frozen weights in 4 bits, for LoRA."""
     sequence_parallel_size: Positive = 1
-    """Ranks that share one long sequence."""
-    sequence_parallel_head_stride: Positive = 1
-    """Heads each of those ranks exchanges at a time."""
+    """Ranks that share the sequences of a micro-batch (Ulysses); it divides the ranks and the attention heads."""
     max_skipped_steps: Positive = 5
     """Non-finite updates in a row before the run stops."""
     spike_factor: Annotated[float, Field(gt=1)] = 100.0

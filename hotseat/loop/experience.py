@@ -26,7 +26,7 @@ from hotseat.algorithms import (
     step_totals,
 )
 from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
-from hotseat.train.packing import take
+from hotseat.train.packing import spread, take
 from hotseat.types import Group, MicroBatch, ScoredEpisode, Segment
 
 
@@ -88,11 +88,14 @@ def _with_episodes(group: Group, segments: Iterator[tuple[Segment, ...]]) -> Gro
     return replace(group, samples=tuple(samples))
 
 
-def assign(sizes: Sequence[int], samples_per_step: int, num_ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+def assign(
+    sizes: Sequence[int], samples_per_step: int, num_ranks: int, tokens: Sequence[int] | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
     """(groups of each rank, optimizer step of each sample of each group), from the groups' sizes.
 
     Samples fill optimizer steps in order. The groups that begin in one step are cut into contiguous runs, one for each
-    rank, as even in samples as whole groups allow.
+    rank, as even in samples as whole groups allow. With `tokens`, those of each group, they are spread so that ranks
+    have about as many tokens in each step: no two of them differ by more than the largest group of the step has.
     """
     steps: list[list[int]] = []
     position = 0
@@ -104,6 +107,10 @@ def assign(sizes: Sequence[int], samples_per_step: int, num_ranks: int) -> tuple
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     for step in range(last + 1):
         members = [index for index, group in enumerate(steps) if group and group[0] == step]
+        if tokens is not None:
+            for rank, part in enumerate(spread([tokens[index] for index in members], num_ranks)):
+                ranks[rank] += sorted(members[place] for place in part)
+            continue
         total = sum(sizes[index] for index in members)
         seen = 0
         for index in members:

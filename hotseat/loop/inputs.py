@@ -26,6 +26,20 @@ def load_tokenizer(config: Config) -> Any:
         raise UserError(f"actor.model {config.actor.model!r}: no tokenizer there: {error}") from None
 
 
+def check_model(config: Config) -> None:
+    """Whether the model can do what is asked of its training, as far as its config tells."""
+    from transformers import AutoConfig
+
+    from hotseat.train.lora import check_targets
+    from hotseat.train.models import check_fit
+
+    assert config.actor.model is not None
+    if config.train.lora.rank > 0:
+        check_targets(config.actor.model, config.train.lora.target_modules, "policy", config.trust_remote_code)
+    found = AutoConfig.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
+    check_fit(found, settings.train_options(config, 1))
+
+
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's, and what the model's generation config adds."""
     from transformers import GenerationConfig

@@ -42,6 +42,8 @@ class Lesson(Protocol[Item]):
     @property
     def loss(self) -> Loss: ...
 
+    def num_tokens(self, item: Item) -> int: ...
+
     def batches(self, items: Sequence[Item], step: Sequence[Item], cut: BatchSettings) -> list[MicroBatch]:
         """Micro-batches of some items, weighted for the whole step that they are part of."""
 
@@ -81,6 +83,9 @@ class Imitation:
     head: ClassVar[Head] = "policy"
     columns: ClassVar[Mapping[str, str]] = {}
     loss: Loss = field(default_factory=SupervisedObjective)
+
+    def num_tokens(self, item: Example) -> int:
+        return len(item.token_ids)
 
     def batches(self, items: Sequence[Example], step: Sequence[Example], cut: BatchSettings) -> list[MicroBatch]:
         if not items:
@@ -147,6 +152,9 @@ class Preference:
     @property
     def loss(self) -> PairwiseObjective:
         return PairwiseObjective(self.kind)
+
+    def num_tokens(self, item: Pair) -> int:
+        return len(item.chosen.token_ids) + len(item.rejected.token_ids)
 
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:

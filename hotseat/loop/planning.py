@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.config import Config, roles_of
+from hotseat.config.batches import tokens_per_micro_batch
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.memory import has_gpu
 from hotseat.placement import (
@@ -233,6 +234,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             weight_bytes=_BYTES[config.train.dtype],
             is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
             packing=config.train.packing,
+            sequence_parallel=config.train.sequence_parallel_size,
         ),
     )
 
@@ -270,8 +272,9 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
 
 def _train_batch(config: Config) -> tuple[int, int]:
     """(tokens of a sequence, sequences) of a micro-batch. A token budget is one sequence of that length."""
-    if config.train.max_tokens_per_device is not None:
-        return config.train.max_tokens_per_device, 1
+    budget = tokens_per_micro_batch(config, config.train.max_tokens_per_device)
+    if budget is not None:
+        return budget, 1
     pair = 2 if config.task in ("rm", "dpo") else 1
     return config.data.max_length, config.train.micro_batch_size * pair
 
@@ -280,8 +283,9 @@ def _score_batch(config: Config) -> tuple[int, int]:
     """The same for log-probs; outside rl they are of the micro-batches that are trained on."""
     if config.task != "rl":
         return _train_batch(config)
-    if config.rollout.max_tokens_per_device is not None:
-        return config.rollout.max_tokens_per_device, 1
+    budget = tokens_per_micro_batch(config, config.rollout.max_tokens_per_device)
+    if budget is not None:
+        return budget, 1
     return config.data.max_length, config.rollout.micro_batch_size
 
 

@@ -270,9 +270,11 @@ class RlRun:
         return collected
 
     def _hand_out(self, collected: Collected) -> tuple[int, list[list[Ref]]]:
-        """(number of optimizer steps, the share of each rank of the actor)."""
+        """(number of optimizer steps, the share of each data-parallel rank of the actor)."""
         sizes = [len(facts.rewards) for facts in collected.groups]
-        ranks, steps = assign(sizes, self._algebra.samples_per_optimizer_step, self._actor.size)
+        has_budget = self._config.train.max_tokens_per_device is not None
+        tokens = [sum(facts.num_tokens) for facts in collected.groups] if has_budget else None
+        ranks, steps = assign(sizes, self._algebra.samples_per_optimizer_step, self._algebra.num_ranks, tokens)
         shares = []
         for members in ranks:
             keys = [collected.groups[index].key for index in members]
@@ -281,19 +283,25 @@ class RlRun:
         return 1 + max(step for group in steps for step in group), shares
 
     def _prepare(self, num_steps: int, shares: list[list[Ref]], record: list[str]) -> None:
+        num_sharing = self._config.train.sequence_parallel_size
         scored: list[Ref] = []
         if self._reference is not None:
             with self._turn("prepare", "reference"):
                 scored = self._reference.start_scatter(
                     "score",
-                    _spread(shares, self._reference.size),
+                    _repeated(_spread(shares, self._reference.size // num_sharing), num_sharing),
                     cut=self._policy.score,
                     temperature=self._policy.temperature,
                     keep=True,
-                ).result()
+                ).result()[::num_sharing]
         with self._turn("prepare", "actor"):
             self._actor.start_scatter(
-                "prepare", shares, num_steps=num_steps, settings=self._policy, reference=scored, record=record
+                "prepare",
+                _repeated(shares, num_sharing),
+                num_steps=num_steps,
+                settings=self._policy,
+                reference=scored,
+                record=record,
             ).result()
 
     def update(self) -> list[UpdateReport]:
@@ -467,6 +475,8 @@ class RlRun:
             mean = _mean(reports, name)
             if mean is not None:
                 metrics[name] = mean
+        if "aux_loss" in reports[0].metrics:
+            metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
         metrics |= _gap_spread(reports)
         # Of this step's push, or, where engines answer when their cache is back, of the one before.
         if self._canary_gap is not None:
@@ -533,6 +543,11 @@ def _gap_spread(reports: list[UpdateReport]) -> dict[str, float]:
 def _spread(shares: list[list[Any]], num_ranks: int) -> list[list[Any]]:
     """The shares of the actor's ranks over another number of ranks."""
     return [[share for group in shares[rank::num_ranks] for share in group] for rank in range(num_ranks)]
+
+
+def _repeated(shares: list[list[Any]], num_sharing: int) -> list[list[Any]]:
+    """A share for each rank: those that share sequences, next to each other, get the same."""
+    return [share for share in shares for _ in range(num_sharing)]
 
 
 def _sender_host(plan: Plan, cluster: Cluster) -> str:

@@ -89,7 +89,7 @@ def _packages_not_there(config: Config) -> list[tuple[str, str]]:
 
 
 def _start_rl(config: Config) -> dict[str, float]:
-    from hotseat.loop.inputs import eos_token_ids, load_tokenizer, rl_prompts
+    from hotseat.loop.inputs import check_model, eos_token_ids, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
     dry = make_plan(config, _local_inventory(config))
@@ -97,7 +97,7 @@ def _start_rl(config: Config) -> dict[str, float]:
     batch_algebra(config, num_ranks)
     _check_transport(config, dry)
     tokenizer = load_tokenizer(config)
-    _check_adapters(config)
+    check_model(config)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     with ExitStack() as stack:
@@ -141,10 +141,10 @@ def _check_transport(config: Config, dry: Plan) -> None:
 
 
 def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
-    from hotseat.loop.inputs import load_tokenizer, supervised
+    from hotseat.loop.inputs import check_model, load_tokenizer, supervised
 
     tokenizer = load_tokenizer(config)
-    _check_adapters(config)
+    check_model(config)
     taught = supervised(config, tokenizer)
     if launched:
         return _run_launched(config, tokenizer, taught)
@@ -170,7 +170,10 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             "actor",
             SupervisedWorker,
             args=_supervised_args(config, algebra, taught),
-            per_rank=[{"rank": rank, "num_ranks": num_ranks} for rank in range(num_ranks)],
+            per_rank=[
+                {"rank": rank // config.train.sequence_parallel_size, "num_ranks": num_ranks}
+                for rank in range(len(plan.role("actor").processes))
+            ],
             processes=plan.role("actor").processes,
             num_threads=config.cluster.threads_per_process,
             timeout_s=config.cluster.call_timeout_s,
@@ -188,7 +191,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
                 write=lambda path: actor.call("save", str(path / BACKEND)),
                 snapshot=snapshot,
                 export=lambda path: actor.call("export", str(path)),
-                state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": num_ranks},
+                state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": actor.size},
             )
 
         with saver.settled(journal):
@@ -268,6 +271,8 @@ def _train_supervised(
             "step_s": seconds,
             **saver.metrics(),
         }
+        if "aux_loss" in report.metrics:
+            metrics["aux_loss"] = report.metrics["aux_loss"]
         every = config.eval.every
         is_due = step == algebra.num_steps or (every is not None and step % every == 0)
         is_evaluated = is_due and bool(taught.held_out)
@@ -284,6 +289,7 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
     """This process is one rank: no cluster, no driver. The first rank writes and prints."""
     from hotseat.loop.supervised import SupervisedWorker
     from hotseat.observe import Silence
+    from hotseat.train.sequence import check_ranks
 
     if config.checkpoint.background:
         raise UserError(
@@ -291,8 +297,12 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
             " use `hotseat run`, which starts the ranks itself"
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    algebra = batch_algebra(config, num_ranks, len(taught.items))
-    worker = SupervisedWorker(*_supervised_args(config, algebra, taught), rank=rank, num_ranks=num_ranks)
+    num_sharing = config.train.sequence_parallel_size
+    check_ranks(num_sharing, num_ranks)
+    algebra = batch_algebra(config, num_ranks // num_sharing, len(taught.items))
+    worker = SupervisedWorker(
+        *_supervised_args(config, algebra, taught), rank=rank // num_sharing, num_ranks=algebra.num_ranks
+    )
     ensemble = Ensemble(worker, rank)
     run_dir, saver, journal = Path(config.run_dir), Saver(config, Path(config.run_dir)), Silence()
     try:
@@ -334,16 +344,6 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
 
 
 # --- what both share --------------------------------------------------------------------------------------------------
-
-
-def _check_adapters(config: Config) -> None:
-    """Whether the layers that are to have adapters exist, before any weights load."""
-    if config.train.lora.rank == 0:
-        return
-    from hotseat.train.lora import check_targets
-
-    assert config.actor.model is not None
-    check_targets(config.actor.model, config.train.lora.target_modules, "policy", config.trust_remote_code)
 
 
 def _open_run(

@@ -53,6 +53,7 @@ FREE = (
     "rollout.max_tokens_per_device",
     "train.micro_batch_size",
     "train.max_tokens_per_device",
+    "train.sequence_parallel_size",
 )
 
 

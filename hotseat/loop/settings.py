@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hotseat.config import Config
-from hotseat.config.batches import warmup_steps
+from hotseat.config.batches import tokens_per_micro_batch, warmup_steps
 from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
 from hotseat.loop.losses import PolicyObjective
@@ -60,12 +60,14 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
             num_steps=schedule_length,
             min_ratio=optimizer.min_learning_rate_ratio,
         ),
+        aux_loss_coefficient=config.algorithm.aux_loss_coef,
         max_grad_norm=optimizer.max_grad_norm or None,
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
         layout="auto" if train.packing else "padded",
+        sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
     )
@@ -152,13 +154,20 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
         needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered,
         temperature=config.rollout.temperature,
-        score=BatchSettings(config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
+        score=_batches(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
         train=train_batches(config),
+        # A sample whose advantage is zero still says something about the balance of experts.
+        learns_from_every_sample=algorithm.aux_loss_coef > 0,
     )
 
 
 def train_batches(config: Config) -> BatchSettings:
-    return BatchSettings(config.train.micro_batch_size, config.train.max_tokens_per_device)
+    return _batches(config, config.train.micro_batch_size, config.train.max_tokens_per_device)
+
+
+def _batches(config: Config, micro_batch_size: int, max_tokens_per_device: int | None) -> BatchSettings:
+    max_tokens = tokens_per_micro_batch(config, max_tokens_per_device)
+    return BatchSettings(micro_batch_size, max_tokens, is_padded=not config.train.packing)
 
 
 def weight_lanes(config: Config, plan: Plan, is_cuda: bool) -> Lanes:

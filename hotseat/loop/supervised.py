@@ -14,6 +14,7 @@ from hotseat.loop.lessons import Lesson
 from hotseat.loop.workers import BatchSettings, device_of_process
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
+from hotseat.train.packing import spread
 from hotseat.types import MicroBatch
 
 # Of the items learned from, where none are held out, for what an exported model says of itself.
@@ -38,6 +39,7 @@ class SupervisedWorker:
         rank: int,
         num_ranks: int,
     ):
+        """`rank` and `num_ranks` count those that learn from different examples."""
         self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
         self._lesson = lesson
         self._items = items
@@ -88,7 +90,7 @@ class SupervisedWorker:
 
     def share(self, fact: Any, what: str) -> list[Any]:
         """Together. Every rank's small fact, in rank order; `what` for is said if a rank is missing."""
-        return self._backend.gather_facts(fact, what)
+        return self._backend.gather_facts(fact, what, of_every_rank=True)
 
     def state(self) -> dict[str, Any]:
         """Where the order of items stands; the same on every rank."""
@@ -104,7 +106,10 @@ class SupervisedWorker:
         self._backend.close()
 
     def _mine(self, items: Sequence[Any]) -> list[MicroBatch]:
-        """This rank's contiguous part of a step, cut into micro-batches."""
+        """This rank's part of a step, contiguous or as many tokens as the others', cut into micro-batches."""
+        if self._cut.max_tokens is not None:
+            chosen = spread([self._lesson.num_tokens(item) for item in items], self._num_ranks)[self._rank]
+            return self._lesson.batches([items[index] for index in sorted(chosen)], items, self._cut)
         first = len(items) * self._rank // self._num_ranks
         last = len(items) * (self._rank + 1) // self._num_ranks
         return self._lesson.batches(items[first:last], items, self._cut)

@@ -65,12 +65,13 @@ class BatchSettings:
 
     micro_batch_size: int
     max_tokens: int | None
+    is_padded: bool = False  # what fills sequences up counts as tokens
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
         if batch.num_segments == 0:
             return []
         if self.max_tokens is not None:
-            return split_by_tokens(batch, self.max_tokens)
+            return split_by_tokens(batch, self.max_tokens, padded=self.is_padded)
         return split_by_count(batch, self.micro_batch_size)
 
 
@@ -86,6 +87,7 @@ class PolicySettings:
     temperature: float
     score: BatchSettings
     train: BatchSettings
+    learns_from_every_sample: bool = False  # also from those of which the objective has no gradient
 
 
 class ModelWorker:
@@ -212,7 +214,9 @@ class ActorWorker(ModelWorker):
                 pieces = []
                 if batch is not None:
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_new_tokens)
-                    pieces = settings.train.cut(_with_gradient(whole, settings.objective))
+                    if not settings.learns_from_every_sample:
+                        whole = _with_gradient(whole, settings.objective)
+                    pieces = settings.train.cut(whole)
                 reports.append(self._backend.update(pieces, loss, settings.temperature))
                 if self._recorder is not None and reports[-1].is_skipped:
                     self._recorder.take_back(pieces)

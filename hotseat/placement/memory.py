@@ -113,9 +113,10 @@ class ForwardMemory:
     weight_offload: bool = False
     packing: bool = True
     chunked_logprobs: bool = True
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
-        _check_positive("a scoring model", self, "max_tokens", "micro_batch")
+        _check_positive("a scoring model", self, "max_tokens", "micro_batch", "sequence_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +334,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
 
 
 def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
-    cut = memory.sequence_parallel if isinstance(memory, TrainMemory) else 1
-    return -(-micro_batch * memory.max_tokens // cut)
+    return -(-micro_batch * memory.max_tokens // memory.sequence_parallel)
 
 
 def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:

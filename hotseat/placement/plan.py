@@ -300,10 +300,10 @@ def _check_working(specs: Mapping[str, RoleSpec], selections: Mapping[str, Selec
 
 
 def _check_parallel(spec: RoleSpec, found: Located) -> None:
-    """A trainer's processes fall into tensor- and sequence-parallel groups without a rest."""
+    """The processes of a model fall into tensor- and sequence-parallel groups without a rest."""
     if spec.is_engine or found.where != "devices":
         return
-    sequence = spec.memory.sequence_parallel if isinstance(spec.memory, TrainMemory) else 1
+    sequence = spec.memory.sequence_parallel if isinstance(spec.memory, TrainMemory | ForwardMemory) else 1
     size = spec.tensor_parallel * sequence
     if len(found.processes) % size:
         what = f"tensor parallel size {spec.tensor_parallel}" + (

@@ -505,7 +505,7 @@ class AnySlots:
             len(layers),
             padded(num_slots),
             num_heads,
-            padded(max_length),
+            max(padded(max_length), 2 * ROWS),  # as many as the check below takes
             (key_dim, value_dim),
             layers[0].keys.dtype,
             device,

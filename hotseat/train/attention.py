@@ -11,6 +11,7 @@ the work, sees them once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from hotseat.errors import NotBuiltError
+from hotseat.train.sequence import Slice
 from hotseat.types import to_device
 
 ATTENTION = "hotseat"
@@ -44,6 +46,7 @@ class Blocks:
     rows: tuple[tuple[Tensor, int, int], ...] = ()  # per group: tokens [segments * length], segments, length
     places: Tensor | None = None  # [num_tokens]: where each token stands in what was gathered, one group after another
     copies: Tensor | None = None  # [sum of lengths]: for varlen attention, the tokens to gather; None: all as they are
+    slice: Slice | None = None  # which of the tokens this rank has; None: all of them
 
     @staticmethod
     def of(
@@ -146,11 +149,20 @@ def causal_attention(
     blocks: Blocks | None = kwargs.get(BLOCKS)
     if blocks is None:
         out = _rows(query, key, value, scaling, sliding_window)
-    elif blocks.offsets is not None:
-        out = _varlen(query, key, value, blocks, blocks.offsets, scaling, sliding_window)
+    elif blocks.slice is not None:
+        packed = functools.partial(_packed, blocks=blocks, scale=scaling, window=sliding_window)
+        out = blocks.slice.attend(packed, query, key, value)
     else:
-        out = _gathered(query, key, value, blocks, scaling, sliding_window)
+        out = _packed(query, key, value, blocks, scaling, sliding_window)
     return out, None
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scale: float | None, window: int | None
+) -> Tensor:
+    if blocks.offsets is not None:
+        return _varlen(query, key, value, blocks, blocks.offsets, scale, window)
+    return _gathered(query, key, value, blocks, scale, window)
 
 
 def _rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:

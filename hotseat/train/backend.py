@@ -2,7 +2,7 @@
 
 A backend is one rank of a model under training. All ranks call the same methods in the same order: each call that says
 "together" waits for the others. What a rank brings to such a call may differ, micro-batches in number and size
-included, down to none at all.
+included, down to none at all; only ranks that share sequences (`sequence`) bring the same.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ class TrainOptions:
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
     schedule: Schedule = field(default_factory=Schedule)
+    aux_loss_coefficient: float = 0.0  # of the balancing loss of a mixture of experts; see `experts`
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
     lora: LoraOptions | None = None  # None: all weights are trained
     average_decay: float | None = None  # beta of the moving average of what is trained; None: there is none
     gradient_checkpointing: bool = False
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     layout: LayoutKind = "auto"  # see `packing`
+    sequence_parallel_size: int = 1  # ranks that share each micro-batch; see `sequence`
     max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
     timeout_s: float = 600.0  # for one rank to wait for the others
 
@@ -82,6 +84,11 @@ class TrainOptions:
             raise UserError(f"head {self.head!r}: choose one of {', '.join(get_args(Head))}")
         if self.layout not in get_args(LayoutKind):
             raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
+        if self.sequence_parallel_size > 1 and self.layout == "padded":
+            raise UserError(
+                f"train.sequence_parallel_size is {self.sequence_parallel_size}, and only packed sequences can be cut"
+                " over several ranks: set train.packing to true"
+            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise UserError(f"gradients clipped to norm {self.max_grad_norm}: set it above 0, or to none to not clip")
         if self.lora is not None and (self.lora.rank < 1 or not 0 <= self.lora.dropout < 1):
@@ -107,9 +114,11 @@ class Outputs:
     log_probs: Tensor | None = None  # at the temperature
     entropy: Tensor | None = None  # of the distribution the token was drawn from; only if asked for
     values: Tensor | None = None
+    aux_loss: Tensor | None = None  # one number: the balancing loss of a mixture of experts; only if it is learned from
 
     def tensors(self) -> list[Tensor]:
-        return [value for value in (self.log_probs, self.entropy, self.values) if value is not None]
+        found = (self.log_probs, self.entropy, self.values, self.aux_loss)
+        return [value for value in found if value is not None]
 
 
 class Loss(Protocol):
@@ -149,8 +158,11 @@ class Backend(Protocol):
     def movable(self) -> frozenset[Part]:
         """The parts that `put_aside` really takes off the device. Empty where device and host memory are the same."""
 
-    def gather_facts(self, fact: Any, what: str) -> list[Any]:
-        """Together. Every rank's small fact, in rank order, on every rank; `what` for is said if a rank is missing."""
+    def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
+        """Together. The small fact of every share of the work, in rank order; `what` for is said if a rank is missing.
+
+        Ranks that share sequences have the same micro-batches and count once, unless it is to be `of_every_rank`.
+        """
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
         """Together. For each micro-batch [num_tokens] float32, where it lies, without gradient.
@@ -168,7 +180,8 @@ class Backend(Protocol):
         Gradients are summed over micro-batches and ranks, never averaged: the weights of `MicroBatch` say it all. A
         rank with fewer micro-batches than another, or none, keeps the others company with empty ones. A step whose loss
         or gradient norm is not finite changes nothing and is counted; `NonFiniteError` names the samples after too
-        many in a row. All ranks decide alike.
+        many in a row. All ranks decide alike. The balancing loss of a mixture of experts, if it has a coefficient, is
+        added here, and is the metric `aux_loss`.
         """
 
     def put_aside(self, parts: Collection[Part]) -> Moved:

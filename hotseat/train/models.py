@@ -25,9 +25,11 @@ from transformers import (
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
 from hotseat.train.backend import Head, LoraOptions, TrainOptions
+from hotseat.train.experts import check_experts, routing_sums
 from hotseat.train.logprobs import Compiler, token_log_probs
 from hotseat.train.lora import add_adapters
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
+from hotseat.train.sequence import check_heads, check_ranks
 from hotseat.types import MicroBatch
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
@@ -45,10 +47,11 @@ class Policy(nn.Module):
         self.compiler: Compiler | None = None
 
     def forward(self, inputs: ModelInput, temperature: float, with_entropy: bool = False) -> dict[str, Tensor]:
-        """`log_probs`, and `entropy` if asked for: [num_wanted] each."""
+        """`log_probs`, and `entropy` if asked for: [num_wanted] each; `routing` (see `experts`) if there are counts."""
         head = self.model.get_output_embeddings()
+        hidden, routing = _hidden(self.model, inputs)
         log_probs, entropy = token_log_probs(
-            _hidden(self.model, inputs),
+            hidden,
             head.weight,
             inputs.targets,
             temperature=temperature,
@@ -56,7 +59,8 @@ class Policy(nn.Module):
             with_entropy=with_entropy,
             compiler=self.compiler,
         )
-        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        found = {"log_probs": log_probs} | routing
+        return found if entropy is None else found | {"entropy": entropy}
 
 
 class ValueModel(nn.Module):
@@ -68,29 +72,46 @@ class ValueModel(nn.Module):
         self.compiler: Compiler | None = None
 
     def forward(self, inputs: ModelInput, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
-        """`values` [num_wanted] float32."""
-        return {"values": getattr(self.model, _SCORE)(_hidden(self.model, inputs)).squeeze(-1).float()}
+        """`values` [num_wanted] float32; `routing` (see `experts`) if there are counts."""
+        hidden, routing = _hidden(self.model, inputs)
+        return {"values": getattr(self.model, _SCORE)(hidden).squeeze(-1).float()} | routing
 
 
-def _hidden(model: PreTrainedModel, inputs: ModelInput) -> Tensor:
-    """[num_wanted, hidden_size]: what the body says in front of each wanted token."""
-    packed = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
-    hidden = model.base_model(input_ids=inputs.input_ids, use_cache=False, **packed).last_hidden_state
-    return gather(hidden.flatten(0, 1), inputs.rows)
+def _hidden(model: PreTrainedModel, inputs: ModelInput) -> tuple[Tensor, dict[str, Tensor]]:
+    """[num_wanted, hidden_size]: what the body says in front of each wanted token; and its routing, if asked for."""
+    given = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
+    if inputs.counts is not None:
+        given["output_router_logits"] = True
+    said = model.base_model(input_ids=inputs.input_ids, use_cache=False, **given)
+    hidden = gather(said.last_hidden_state.flatten(0, 1), inputs.rows)
+    if inputs.counts is None:
+        return hidden, {}
+    num_chosen = model.config.get_text_config().num_experts_per_tok
+    return hidden, {"routing": routing_sums(said.router_logits, inputs.counts, num_chosen)}
 
 
 def load_model(
     source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     """From a folder or hub name, or a model that is already there, which is then ours to change."""
+    check_ranks(options.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(source, PreTrainedModel):
+        check_fit(source.config, options)
         for weight in source.parameters():  # not buffers, such as the frequencies of positions: they keep their bits
             weight.data = weight.data.to(dtype)
         return source
+    check_fit(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code), options)
     common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if options.head == "policy":
         return AutoModelForCausalLM.from_pretrained(source, **common)
     return _load_value_model(source, options.value_head_prefix, common)
+
+
+def check_fit(config: Any, options: TrainOptions) -> None:
+    """Raise if a model of this config cannot do what the options ask for."""
+    check_heads(options.sequence_parallel_size, config)
+    if options.aux_loss_coefficient:
+        check_experts(config)
 
 
 def _load_value_model(source: str | Path, head_prefix: str, common: dict[str, Any]) -> PreTrainedModel:
@@ -150,14 +171,15 @@ def prepare_model(
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
     run as they are.
 
-    Dropout is switched off: the log-probs of the update must be of the same distribution as the engine's. That of
-    adapters is added afterwards; see `LoraOptions`.
+    Dropout and the noise of routers are switched off: the log-probs of the update must be of the same distribution as
+    the engine's. The dropout of adapters is added afterwards; see `LoraOptions`.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
-            setattr(module, name, 0.0)
+        for name, value in list(vars(module).items()):
+            if ("dropout" in name or "jitter" in name) and isinstance(value, float):
+                setattr(module, name, 0.0)
     if lora is not None:
         add_adapters(model, lora, head)
     can_pack = bool(getattr(model, "_supports_attention_backend", False))

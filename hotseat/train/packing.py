@@ -10,13 +10,15 @@ A model gets the tokens in one of three layouts. In none is the last token of a 
     packed   [1, num_tokens], nothing filled up. Positions restart with every segment, and attention is kept inside
              them by `attention`.
     shared   packed, and a context that several segments begin with, such as the prompt of a group, stands there once.
+
+Ranks that share sequences (`sequence`) each get a slice of the packed or shared row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
+from hotseat.train.sequence import SequenceGroup, Slice
 from hotseat.types import MicroBatch, to_device
 
 LayoutKind = Literal["auto", "padded", "packed", "shared"]
@@ -78,7 +81,7 @@ def split_by_tokens(
                 f" raise the token budget to {tokens(unit)}, or lower the longest prompt and answer"
             )
     bins = _first_fit_decreasing(members, lengths, max_tokens, padded)
-    even = _spread([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
+    even = spread([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
     evened = [[segment for unit in part for segment in members[unit]] for part in even]
     if all(tokens(segments) <= max_tokens for segments in evened):
         bins = evened
@@ -91,7 +94,7 @@ def spread_over_ranks(
     """One part per rank with about as many tokens each; None for a rank that gets nothing."""
     members = _members(batch, units)
     lengths = _lengths(batch)
-    parts = _spread([sum(lengths[segment] for segment in unit) for unit in members], num_ranks)
+    parts = spread([sum(lengths[segment] for segment in unit) for unit in members], num_ranks)
     chosen = [sorted(segment for unit in part for segment in members[unit]) for part in parts]
     return [take(batch, segments) if segments else None for segments in chosen]
 
@@ -183,7 +186,7 @@ def _first_fit_decreasing(
     return bins
 
 
-def _spread(sizes: list[int], num_parts: int) -> list[list[int]]:
+def spread(sizes: list[int], num_parts: int) -> list[list[int]]:
     """Indices into `sizes`, largest first, each to the part that has least so far (the first of equals)."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
@@ -211,12 +214,22 @@ class ModelInput:
     rows: Tensor  # [num_wanted]: the row of the flattened output that predicts each wanted token
     targets: Tensor  # [num_wanted]: that token
     tokens: Tensor  # [num_wanted]: where it stands in the micro-batch
+    counts: Tensor | None = None  # [rows of the flattened output] float: tokens each stands for, 0: filling; if asked
 
 
 def model_input(
-    batch: MicroBatch, kind: LayoutKind, *, device: torch.device | None = None, has_flash: bool = False
+    batch: MicroBatch,
+    kind: LayoutKind,
+    *,
+    device: torch.device | None = None,
+    has_flash: bool = False,
+    group: SequenceGroup | None = None,
+    with_counts: bool = False,
 ) -> ModelInput:
-    """Wanted are the tokens under the mask that something precedes in their segment; only they are projected."""
+    """Wanted are the tokens under the mask that something precedes in their segment; only they are projected.
+
+    With a `group` of several ranks it is this rank's slice of a packed layout.
+    """
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
     lengths = torch.where(all_lengths > 1, all_lengths - 1, all_lengths)  # of what the model is given
@@ -232,12 +245,14 @@ def model_input(
 
     owners = _owners(token_ids, offsets, mask, lengths, starts) if kind in ("auto", "shared") else None
     if kind == "auto":
-        kind = _cheapest(batch.num_segments * longest, len(given), owners, has_flash)
+        num_padded = batch.num_segments * longest if group is None or group.size == 1 else math.inf
+        kind = _cheapest(num_padded, len(given), owners, has_flash)
     if kind == "padded":
         input_ids = torch.zeros(batch.num_segments, longest, dtype=torch.int64)
         input_ids[segment, position] = token_ids[given]
         position_ids, blocks = None, None
         rows = segment[before] * longest + position[before]
+        counts = torch.bincount(segment * longest + position, minlength=input_ids.numel()).float()
     else:
         place = torch.arange(len(given)) if kind == "packed" or owners is None else owners
         first, row_of = torch.unique(place, return_inverse=True)  # the given token of each row, the row of each given
@@ -245,11 +260,19 @@ def model_input(
         blocks = Blocks.of(
             lengths, starts, row_of if len(first) < len(given) else None, device=device, has_flash=has_flash
         )
+        counts = torch.bincount(row_of, minlength=len(first)).float()
+        if group is not None and group.size > 1:
+            part = Slice(group, len(first))
+            input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)
+            counts = part.of(counts[None])[0]
+            is_mine = (rows >= part.first) & (rows < part.first + part.length)
+            rows, wanted = rows[is_mine] - part.first, wanted[is_mine]
     targets = token_ids[wanted]
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, wanted = (to_device(tensor, device) for tensor in (input_ids, rows, targets, wanted))
         position_ids = None if position_ids is None else to_device(position_ids, device)
-    return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted)
+    counted = to_device(counts, device) if with_counts else None
+    return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted, counted)
 
 
 def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, starts: Tensor) -> Tensor | None:
@@ -274,7 +297,7 @@ def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, s
     return owners if is_any else None
 
 
-def _cheapest(num_padded: int, num_packed: int, owners: Tensor | None, has_flash: bool) -> LayoutKind:
+def _cheapest(num_padded: float, num_packed: int, owners: Tensor | None, has_flash: bool) -> LayoutKind:
     num_shared = num_packed if owners is None else int(owners.unique().numel())
     costs: dict[LayoutKind, float] = {
         "padded": math.inf if has_flash else num_padded,

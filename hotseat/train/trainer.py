@@ -34,11 +34,13 @@ from hotseat.train.backend import (
     check_temperature,
     needs_entropy,
 )
+from hotseat.train.experts import balancing_loss
 from hotseat.train.lora import Adapter, dropouts, find_adapters, save_adapter
 from hotseat.train.models import exported_name
 from hotseat.train.packing import LayoutKind, model_input
 from hotseat.train.ranks import Ranks
 from hotseat.train.residency import Shelf
+from hotseat.train.sequence import SequenceGroup
 from hotseat.types import MicroBatch, Moved
 
 # Rows of a weight as they leave, from its name, the live rows and the index of the first of them.
@@ -71,8 +73,14 @@ class Trainer(ABC):
         if any(lacks.values()):
             missing = " and ".join(what for what, is_missing in lacks.items() if is_missing)
             raise NotBuiltError(f"the {self.kind['backend']} backend does not have {missing}: train with another")
+        if options.sequence_parallel_size > 1 and layout == "padded":
+            raise NotBuiltError(
+                f"{type(model).__name__} cannot run packed, and only packed sequences can be cut over several ranks:"
+                " set train.sequence_parallel_size to 1"
+            )
         self._options = options
         self._ranks = ranks
+        self._sequence = SequenceGroup(options.sequence_parallel_size, options.timeout_s)
         self._device = device
         self._model = model
         self._layout: LayoutKind = layout
@@ -171,8 +179,9 @@ class Trainer(ABC):
     def movable(self) -> frozenset[Part]:
         return frozenset(PARTS) if self._device.type == "cuda" else frozenset()
 
-    def gather_facts(self, fact: Any, what: str) -> list[Any]:
-        return self._ranks.gather(fact, what)
+    def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
+        facts = self._ranks.gather(fact, what)
+        return facts if of_every_rank else self._sequence.first_of_each(facts)
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
@@ -213,7 +222,7 @@ class Trainer(ABC):
         losses, metrics = self._sum_gradients(work, loss, temperature)
         grad_norm = self._grad_norm()
         mine: list[float] = torch.stack(losses).tolist() if losses else []
-        facts = self._ranks.gather(
+        facts = self.gather_facts(
             {
                 "loss": sum(mine),
                 "metrics": _sum_metrics(metrics),
@@ -253,6 +262,10 @@ class Trainer(ABC):
         """Gradients summed over `work` and all ranks; the loss and metrics of each micro-batch of this rank."""
         losses, metrics = [], []
         self._drop_out(True)
+        coefficient, num_tokens = self._options.aux_loss_coefficient, 0
+        if coefficient:
+            mine = sum(batch.num_tokens for batch in work if batch is not None)
+            num_tokens = sum(self.gather_facts(mine, "count the tokens of an update"))
         # Until the last micro-batch gradients are kept where a failure would leave them for the next update.
         self._is_halfway = True
         for index, batch in enumerate(work):
@@ -261,17 +274,20 @@ class Trainer(ABC):
             is_last = index == len(work) - 1
             self._before_forward(is_last)
             if batch is None:
-                outputs = self._forward(_company(), temperature, needs_entropy(loss))
+                outputs = self._forward(_company(), temperature, needs_entropy(loss), coefficient > 0)
                 self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
                 continue
             there = batch.to(self._device)  # before the forward, so that nothing waits for the forward's end
-            outputs = self._forward(batch, temperature, needs_entropy(loss))
+            outputs = self._forward(batch, temperature, needs_entropy(loss), coefficient > 0)
             total, sums = loss(outputs, there)
             if not total.requires_grad:
                 raise RunError(
                     f"the loss {type(loss).__name__} has no gradient: compute it from what its first argument"
                     " holds, without detach"
                 )
+            if outputs.aux_loss is not None:
+                aux_loss = outputs.aux_loss * (batch.num_tokens / num_tokens)
+                total, sums = total + coefficient * aux_loss, {**sums, "aux_loss": aux_loss.detach()}
             self._backward(total, is_last)
             losses.append(total.detach())
             metrics.append(sums)
@@ -284,14 +300,26 @@ class Trainer(ABC):
         most = self._ranks.max(len(real), "agree on the number of micro-batches")
         return [*real, *[None] * (most - len(real))]
 
-    def _forward(self, batch: MicroBatch, temperature: float, with_entropy: bool = False) -> Outputs:
-        inputs = model_input(batch, self._layout, device=self._device, has_flash=self._has_flash)
+    def _forward(
+        self, batch: MicroBatch, temperature: float, with_entropy: bool = False, with_routing: bool = False
+    ) -> Outputs:
+        inputs = model_input(
+            batch,
+            self._layout,
+            device=self._device,
+            has_flash=self._has_flash,
+            group=self._sequence,
+            with_counts=with_routing,
+        )
         found: dict[str, Tensor] = self._module()(inputs, temperature, with_entropy)
+        routing = found.pop("routing", None)
+        aux_loss = None if routing is None else balancing_loss(self._sequence.add_up(routing))
 
         def flat(values: Tensor) -> Tensor:
-            return values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
+            mine = values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
+            return self._sequence.add_up(mine)
 
-        return Outputs(**{name: flat(values) for name, values in found.items()})
+        return Outputs(**{name: flat(values) for name, values in found.items()}, aux_loss=aux_loss)
 
     def _drop_out(self, is_on: bool) -> None:
         for dropout in self._dropouts:
@@ -508,6 +536,7 @@ class Trainer(ABC):
             wait([self._writing], timeout=_LAST_WRITE_S)  # its folder may be removed next
         del self._model, self._shelves, self._dropouts, self._average
         self._drop()
+        self._sequence.close()
         self._ranks.close()
 
 

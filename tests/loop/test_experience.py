@@ -79,6 +79,29 @@ def test_ranks_get_about_as_many_samples_each():
     assert [len(members) for members in ranks] == [8, 8, 8, 8]
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 99)), min_size=1, max_size=20),
+    st.integers(1, 16),
+    st.integers(1, 5),
+)
+def test_with_a_token_budget_ranks_get_about_as_many_tokens_in_every_step(groups, per_step, num_ranks):
+    sizes, tokens = [size for size, _ in groups], [size * length for size, length in groups]
+    ranks, steps = assign(sizes, per_step, num_ranks, tokens)
+    assert sorted(index for members in ranks for index in members) == list(range(len(sizes)))
+    assert steps == assign(sizes, per_step, num_ranks)[1]
+    for step in {group[0] for group in steps}:
+        begun = [index for index, group in enumerate(steps) if group[0] == step]
+        loads = [sum(tokens[index] for index in members if index in begun) for members in ranks]
+        assert max(loads) - min(loads) <= max(tokens[index] for index in begun)
+    assert assign(sizes, per_step, 1, tokens)[0] == [list(range(len(sizes)))]
+
+
+def test_long_groups_are_not_all_on_one_rank():
+    # By count each rank has two groups, and the first nine tenths of the tokens.
+    assert assign([2] * 4, 8, 2)[0] == [[0, 1], [2, 3]]
+    assert assign([2] * 4, 8, 2, [50, 40, 5, 5])[0] == [[0], [1, 2, 3]]
+
+
 def test_flat_tokens_keep_the_engines_log_probs_and_the_mask():
     batch = flatten([make_group(0, [1.0, 0.0]), make_group(1, [1.0])])
     assert batch.num_segments == 3

@@ -243,9 +243,9 @@ def test_a_name_cannot_leave_the_run_directory(task, name):
 # --- placement changes speed, never maths ---------------------------------------------------------------------------
 
 
-def run_command(task: Path, name: str, *overrides: str, cluster: str) -> None:
+def run_command(task: Path, name: str, *overrides: str, cluster: str, **changes: str) -> None:
     """`hotseat run` in a process of its own, without what another test's Ray may have left in the environment."""
-    (task / f"{name}.yaml").write_text(rl_yaml(task, cluster=cluster, name=name))
+    (task / f"{name}.yaml").write_text(rl_yaml(task, cluster=cluster, name=name, **changes))
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
@@ -306,6 +306,25 @@ def test_two_training_ranks_agree_with_one(task):
     one, two = weights(task, "one"), weights(task, "two")
     for name in one:
         assert (one[name] - two[name]).abs().max() < 1e-5
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_two_ranks_that_share_sequences_agree_with_one(task):
+    """Of actor and reference, with several optimizer steps, one ratio per sequence, and a token budget."""
+    common = ["train.batch_size=8", "train.max_tokens_per_device=30", "rollout.max_tokens_per_device=40"]
+    common += ["algorithm.kl.coef=0.1", "algorithm.policy_loss=gspo", "algorithm.aggregation=sequence_mean"]
+    train = "{dtype: fp32, max_epochs: 2}"
+    one = run(task, "name=one", *common, train=train)
+    cluster = "{runtime: ray, component_placement: {actor: 0-1, 'reference,rollout': '@actor'}}"
+    run_command(task, "two", *common, "train.sequence_parallel_size=2", cluster=cluster, train=train)
+    two = read_lines(task / "runs" / "two" / "metrics.jsonl")
+    for a, b in zip(one[1:], two[1:], strict=True):
+        for name in ("loss", "kl", "grad_norm", "policy_kl", "clipped", "sampled_tokens"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
+    alone, shared = weights(task, "one"), weights(task, "two")
+    for name in alone:
+        assert (alone[name] - shared[name]).abs().max() < 1e-5
 
 
 def test_an_engine_that_scores_with_its_cache_answers_the_canary_in_its_turn(task, monkeypatch):

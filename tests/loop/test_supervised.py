@@ -37,9 +37,22 @@ def test_the_loss_falls_and_the_model_is_exported(task):
 @pytest.mark.timeout(240)
 def test_ranks_of_a_launcher_agree_with_one_process(task):
     """No Ray: torchrun starts two processes, each is one rank."""
+    agree_with_one_process(task)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize(
+    "train", ["{max_tokens_per_device: 20}", "{max_tokens_per_device: 12, sequence_parallel_size: 2}"]
+)
+def test_token_budgets_and_shared_sequences_change_nothing(task, train):
+    agree_with_one_process(task, train=f"{{dtype: fp32, batch_size: 4, max_epochs: 4, {train[1:-1]}}}")
+
+
+def agree_with_one_process(task: Path, **changes: str) -> None:
     start(loads(sft_yaml(task)))
     config = task / "launched.yaml"
-    config.write_text(sft_yaml(task, name="launched"))
+    config.write_text(sft_yaml(task, name="launched", **changes))
     script = task / "rank.py"
     script.write_text(
         "import sys\nfrom hotseat.config import load\nfrom hotseat.loop.run import start\n"

@@ -22,9 +22,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from hotseat import faults
+from hotseat.algorithms import gspo_loss
 from hotseat.errors import BatchError, NonFiniteError, RunError, UserError
 from hotseat.faults import Fault
 from hotseat.train import PARTS, AdamW, Backend, Outputs, Schedule, TrainOptions, split_by_count, split_by_tokens, take
@@ -47,7 +56,7 @@ OPTIONS = TrainOptions(
 # --- model, data, loss ------------------------------------------------------------------------------------------------
 
 
-def tiny_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(*, tied: bool = True, seed: int = 0, num_key_value_heads: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -55,7 +64,7 @@ def tiny_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=num_key_value_heads,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
         attention_dropout=0.1,  # must be switched off
@@ -112,6 +121,22 @@ class ClippedLoss:
             loss = loss - self.entropy_coefficient * outputs.entropy
         clipped = ((ratio - 1).abs() > 0.2) & batch.mask
         return (batch.weights * loss).sum(), {"clipped": clipped.sum(), "segments": float(batch.num_segments)}
+
+
+class SequenceLoss:
+    """GSPO: one ratio for all tokens of an episode."""
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        old, advantages = batch.fields["old_log_probs"], batch.fields["advantages"]
+        found = gspo_loss(outputs.log_probs, old, advantages, batch.layout, eps_low=0.2, eps_high=0.2)
+        return (batch.weights * found.loss).sum(), {"clipped": found.clipped.sum()}
+
+
+class ValueLoss:
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        assert outputs.values is not None
+        missed = (outputs.values - batch.fields["advantages"]).square()
+        return (batch.weights * missed).sum(), {"clipped": (missed > 1).sum()}
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -797,7 +822,72 @@ def _loads_what_one_rank_saved(make: Make, rank: int, num_ranks: int, directory:
     return result
 
 
+def _shares_sequences(model: Callable[[], PreTrainedModel], loss: Any, options: TrainOptions) -> Scenario:
+    """All ranks have the same micro-batches, each a slice of their tokens, and together count them once."""
+
+    def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+        backend = make(model(), replace(options, sequence_parallel_size=num_ranks))
+        facts, scores = [], []
+        for step in range(5):
+            whole = groups_of_four() if options.layout == "shared" else some_segments(12, seed=step)
+            work = [take(whole, [0, 1]), take(whole, list(range(2, 11))), take(whole, [11])]
+            report = backend.update(work, loss, 0.9)
+            facts.append(
+                (report.loss, report.grad_norm, report.num_tokens, report.num_sampled, report.metrics["clipped"])
+            )
+            scores += backend.log_probs(work, 0.9) if options.head == "policy" else backend.values(work)
+        assert len(backend.gather_facts(rank, "count")) == 1
+        assert backend.gather_facts(rank, "count", of_every_rank=True) == list(range(num_ranks))
+        result = {
+            "weights": copy_weights(backend),
+            "reports": torch.tensor(facts, dtype=torch.float64),
+            "log_probs": torch.cat(scores),
+        }
+        backend.close()
+        return result
+
+    return scenario
+
+
+def _tiny_value_model() -> PreTrainedModel:
+    config = tiny_model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+def _tiny_mixture() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            router_jitter_noise=0.1,  # must be switched off
+        )
+    )
+
+
+PACKED = replace(OPTIONS, layout="packed")
+
 SCENARIOS: dict[str, Scenario] = {
+    "shares_sequences": _shares_sequences(tiny_model, ClippedLoss(0.01), PACKED),
+    "shares_sequences_and_contexts": _shares_sequences(tiny_model, SequenceLoss(), replace(OPTIONS, layout="shared")),
+    "shares_sequences_with_few_keys": _shares_sequences(
+        lambda: tiny_model(num_key_value_heads=1), ClippedLoss(), replace(OPTIONS, gradient_checkpointing=True)
+    ),
+    "shares_sequences_of_a_value_model": _shares_sequences(
+        _tiny_value_model, ValueLoss(), replace(PACKED, head="value")
+    ),
+    "shares_sequences_of_experts": _shares_sequences(
+        _tiny_mixture, ClippedLoss(), replace(OPTIONS, layout="shared", aux_loss_coefficient=0.1)
+    ),
     **{f"trains_{name}": _trains(shares) for name, shares in SHARES.items()},
     "trains_packed": _trains((3, 1), replace(OPTIONS, layout="packed")),
     "trains_checkpointed": _trains((1, 3), replace(OPTIONS, gradient_checkpointing=True)),

@@ -1,6 +1,6 @@
 """Runs the suite's scenarios in a group of processes on loopback, within a deadline.
 
-python -m PACKAGE.run_ranks FACTORY_MODULE DIRECTORY      (one rank; RANK and the rest come from the environment)
+python -m PACKAGE.run_ranks FACTORY_MODULE DIRECTORY SUITE_MODULE   (one rank; RANK etc. come from the environment)
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ import torch.distributed as dist
 from hotseat.errors import DeadlineError
 from hotseat.train.ranks import Ranks
 
+SUITE = f"{__package__}.conformance"
 
-def run_ranks(num_ranks: int, factory: str, directory: Path, *, timeout_s: float) -> list[dict[str, Any]]:
+
+def run_ranks(
+    num_ranks: int, factory: str, directory: Path, *, timeout_s: float, suite: str = SUITE
+) -> list[dict[str, Any]]:
     """Every rank's results by scenario. A scenario that failed has its traceback there instead."""
     directory.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
@@ -39,7 +43,7 @@ def run_ranks(num_ranks: int, factory: str, directory: Path, *, timeout_s: float
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", __name__, factory, str(directory)]
+    command = [sys.executable, "-m", __name__, factory, str(directory), suite]
     processes = []
     try:
         for rank in range(num_ranks):
@@ -77,8 +81,8 @@ def wait_for_an_absent_rank(rank: int) -> str:
     return "nothing"
 
 
-def main(factory: str, directory: Path) -> None:
-    suite = importlib.import_module(f"{__package__}.conformance")
+def main(factory: str, directory: Path, suite_name: str) -> None:
+    suite = importlib.import_module(suite_name)
     made_by = importlib.import_module(factory)
     scenarios = getattr(made_by, "SCENARIOS", suite.SCENARIOS)  # a backend may have more to show
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -99,4 +103,4 @@ def main(factory: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

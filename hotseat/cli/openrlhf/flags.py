@@ -14,6 +14,7 @@ from typing import Any, Literal
 Kind = Literal["int", "float", "str", "switch"]
 MANY = 1_000_000  # "no bound" as a number of values
 UNBOUNDED = 100_000_000  # what OpenRLHF's defaults say where they mean no limit
+NO_RING = "ranks that share sequences exchange all heads at once (Ulysses), not in a ring; the result is the same"
 FLASH_ALWAYS = "packed sequences go through flash attention wherever the device has it"
 SAME: Any = object()  # as a newer default: the older one
 
@@ -134,7 +135,7 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _switch("--torch_compile", None, because="models are not compiled; --deepcompile does so under DeepSpeed"),
         _switch("--packing_samples", "--ds.packing_samples", "train.packing", by="micro_batches"),
         _int("--ring_attn_size", "--ds.ring_attn_size", 1, "train.sequence_parallel_size"),
-        _int("--ring_head_stride", "--ds.ring_attn_head_stride", 1, "train.sequence_parallel_head_stride"),
+        _int("--ring_head_stride", "--ds.ring_attn_head_stride", 1, because=NO_RING),
         _switch("--load_in_4bit", "--ds.load_in_4bit", "train.load_in_4bit"),
         _int("--lora_rank", "--ds.lora.rank", 0, "train.lora.rank"),
         _int("--lora_alpha", "--ds.lora.alpha", 16, "train.lora.alpha"),

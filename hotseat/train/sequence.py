@@ -1,0 +1,144 @@
+"""Sequences over several ranks: Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2023).
+
+The packed tokens of a micro-batch are cut into equal slices, one for each rank of a sequence group. What a model does
+to single tokens happens where they are. Attention needs whole segments, but each head for itself: an all-to-all turns
+[tokens / n, heads] into [tokens, heads / n], and another one back.
+
+Every rank of a group sees what was found for all tokens (`add_up`) and computes the same loss. Its gradient goes back
+only to the rank's own tokens, so that gradients summed over all ranks are those of the loss counted once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hotseat.errors import UserError
+
+
+class SequenceGroup:
+    """This rank among those, next to each other, that share every micro-batch."""
+
+    def __init__(self, size: int = 1, timeout_s: float = 600.0):
+        """Together, if there is more than one."""
+        self.size = size
+        self.rank = 0
+        self.group: Any = None
+        if size > 1:
+            self.group, _ = dist.new_subgroups(size, timeout=datetime.timedelta(seconds=timeout_s))
+            self.rank = dist.get_rank(self.group)
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Of all ranks of the group. The gradient of the sum is taken for each rank's own part alone."""
+        return values if self.size == 1 else _AddUp.apply(values, self.group)
+
+    def first_of_each(self, facts: Sequence[Any]) -> list[Any]:
+        """Facts of all ranks, counted once for each group."""
+        return list(facts[:: self.size])
+
+    def close(self) -> None:
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+
+class Slice:
+    """This rank's part of a packed row, which is filled up to a multiple of the group's size."""
+
+    def __init__(self, group: SequenceGroup, num_tokens: int):
+        self._group = group
+        self._num_tokens = num_tokens  # of the row, without the filling
+        self.length = -(-num_tokens // group.size)
+        self.first = group.rank * self.length
+
+    def of(self, row: Tensor) -> Tensor:
+        """[1, num_tokens] -> [1, length]."""
+        filled = pad(row, (0, self.length * self._group.size - self._num_tokens))
+        return filled[:, self.first : self.first + self.length]
+
+    @torch.compiler.disable
+    def attend(
+        self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attention of the whole row for a part of the heads; then of this slice for all of them.
+
+        [1, heads, length, head_size] each, key and value with their own number of heads -> [1, length, heads, ...].
+        """
+        size = self._group.size
+        # Key heads that do not divide over the ranks are repeated: each goes to all ranks that have queries for it.
+        copies = size // math.gcd(size, key.shape[1])
+        if copies > 1:
+            key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
+        out = attention(*(self._all_tokens(tensor) for tensor in (query, key, value)))[0]
+        filled = pad(out, (0, 0, 0, 0, 0, self.length * size - self._num_tokens))
+        parts = _Exchange.apply(filled.unflatten(0, (size, self.length)), self._group.group)
+        return parts.transpose(0, 1).flatten(1, 2)[None]
+
+    def _all_tokens(self, tensor: Tensor) -> Tensor:
+        """[1, heads, length, head_size] -> [1, heads / size, num_tokens, head_size]."""
+        parts = tensor[0].unflatten(0, (self._group.size, -1)).transpose(1, 2)  # [size, length, heads / size, ...]
+        row = _Exchange.apply(parts, self._group.group).flatten(0, 1)
+        return row[: self._num_tokens].transpose(0, 1)[None]
+
+
+class _Exchange(torch.autograd.Function):
+    """Part j of rank i becomes part i of rank j. [size, ...] in and out; the gradient takes the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchange(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _exchange(gradient, ctx.group), None
+
+
+def _exchange(parts: Tensor, group: Any) -> Tensor:
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def check_ranks(size: int, num_ranks: int) -> None:
+    """Raise unless ranks divide into sequence groups of that size."""
+    if num_ranks % size:
+        raise UserError(
+            f"train.sequence_parallel_size is {size}, and {num_ranks} rank(s) do not divide into groups of that size:"
+            f" set it to {_divisors(num_ranks)}, or change the number of ranks"
+        )
+
+
+def check_heads(size: int, model_config: Any) -> None:
+    """Raise unless a model's attention heads divide over the ranks of a sequence group."""
+    num_heads = getattr(model_config.get_text_config(), "num_attention_heads", None)
+    if num_heads is not None and num_heads % size:
+        raise UserError(
+            f"train.sequence_parallel_size is {size}, and the model's {num_heads} attention heads do not divide over"
+            f" {size} ranks: set it to {_divisors(num_heads)}"
+        )
+
+
+def _divisors(number: int) -> str:
+    found = [str(size) for size in range(1, number + 1) if number % size == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -1,0 +1,70 @@
+"""Mixtures of experts through whole runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from loop_cases import make_task, rl_yaml, sft_yaml
+
+from hotseat.config import loads
+from hotseat.errors import UserError
+from hotseat.loop.run import start
+from hotseat.observe import read_lines
+
+pytestmark = pytest.mark.slow
+
+MIXTURES = {
+    "MixtralConfig": {"num_local_experts": 4},
+    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}
+
+
+def make_mixture(directory: Path, config: str) -> Path:
+    """The usual task with a mixture of experts as its model."""
+    make_task(directory)
+    torch.manual_seed(0)
+    shape = getattr(transformers, config)(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.3,
+        **MIXTURES[config],
+    )
+    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(directory / "model")
+    return directory
+
+
+def run(text: str, *overrides: str) -> list[dict]:
+    config = loads(text, overrides)
+    start(config)
+    return read_lines(Path(config.run_dir) / config.name / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("config", MIXTURES)
+def test_mixtures_of_experts_learn_from_examples_and_by_reinforcement(config, tmp_path):
+    task = make_mixture(tmp_path, config)
+    records = run(sft_yaml(task), "algorithm.aux_loss_coef=0.01")
+    assert records[-1]["loss"] < records[0]["loss"] - 0.2
+    assert 1.5 < records[-1]["aux_loss"] < 4  # two experts of four per token: 2 if all have the same share, at most 4
+
+    # Pushed to the engine under the names of its own weights: digests and canary agree.
+    trained = f"actor.model={task}/runs/sft/model"
+    records = run(rl_yaml(task), trained, "algorithm.aux_loss_coef=0.01", "train.num_episodes=2")
+    assert [record["version"] for record in records[1:]] == [1.0, 2.0, 3.0, 4.0]
+    assert all(record["canary_gap"] < 1e-4 and record["engine_gap"] < 1e-4 for record in records[1:])
+    assert all(1.5 < record["aux_loss"] < 4 for record in records[1:])
+    transformers.AutoModelForCausalLM.from_pretrained(task / "runs" / "run" / "model")
+
+
+def test_a_balancing_loss_without_experts_is_refused(tmp_path):
+    with pytest.raises(UserError, match="a Llama is no mixture of experts"):
+        run(sft_yaml(make_task(tmp_path)), "algorithm.aux_loss_coef=0.01")
