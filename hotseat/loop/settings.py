@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.batches import warmup_steps
+from hotseat.config.schema import Optimizer
 from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
-from hotseat.loop.losses import PolicyObjective
+from hotseat.loop.losses import PolicyObjective, ValueObjective
 from hotseat.loop.planning import VLLM_SLOTS
+from hotseat.loop.value_models import reward_scale
+from hotseat.loop.value_workers import CriticSettings, RewardSettings
 from hotseat.loop.workers import BatchSettings, PolicySettings
 from hotseat.placement import Plan
 from hotseat.train.backend import AdamW, Precision, TrainOptions
@@ -49,23 +53,49 @@ def eval_sampling(config: Config) -> Sampling:
 
 def train_options(config: Config, schedule_length: int, *, is_trained: bool = True) -> TrainOptions:
     """For the actor; a model that is only scored has no optimizer."""
-    optimizer, train = config.actor.optimizer, config.train
+    train = config.train
     return TrainOptions(
         precision=_precision(config),
-        optimizer=AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay) if is_trained else None,
-        schedule=Schedule(
-            kind=optimizer.schedule,
-            peak=optimizer.learning_rate,
-            num_warmup_steps=warmup_steps(schedule_length, optimizer.warmup_ratio),
-            num_steps=schedule_length,
-            min_ratio=optimizer.min_learning_rate_ratio,
-        ),
-        max_grad_norm=optimizer.max_grad_norm or None,
+        optimizer=_adamw(config.actor.optimizer) if is_trained else None,
+        schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
+        max_grad_norm=config.actor.optimizer.max_grad_norm or None,
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
         layout="auto" if train.packing else "padded",
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
+    )
+
+
+def critic_options(config: Config, schedule_length: int) -> TrainOptions:
+    optimizer = config.critic.optimizer
+    return replace(
+        train_options(config, schedule_length),
+        head="value",
+        value_head_prefix=config.critic.value_head_prefix,
+        optimizer=_adamw(optimizer),
+        schedule=_schedule(optimizer, schedule_length),
+        max_grad_norm=optimizer.max_grad_norm or None,
+    )
+
+
+def reward_options(config: Config) -> TrainOptions:
+    return replace(
+        train_options(config, 0, is_trained=False), head="value", value_head_prefix=config.reward.value_head_prefix
+    )
+
+
+def _adamw(optimizer: Optimizer) -> AdamW:
+    return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
+
+
+def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
+    return Schedule(
+        kind=optimizer.schedule,
+        peak=optimizer.learning_rate,
+        num_warmup_steps=warmup_steps(num_steps, optimizer.warmup_ratio),
+        num_steps=num_steps,
+        min_ratio=optimizer.min_learning_rate_ratio,
     )
 
 
@@ -142,9 +172,23 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
         needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered,
         temperature=config.rollout.temperature,
-        score=BatchSettings(config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
+        score=score_batches(config),
         train=train_batches(config),
     )
+
+
+def critic_settings(config: Config) -> CriticSettings:
+    return CriticSettings(
+        ValueObjective(config.critic.value_clip), config.train.max_epochs, score_batches(config), train_batches(config)
+    )
+
+
+def reward_settings(config: Config) -> RewardSettings:
+    return RewardSettings(score_batches(config), reward_scale(config))
+
+
+def score_batches(config: Config) -> BatchSettings:
+    return BatchSettings(config.rollout.micro_batch_size, config.rollout.max_tokens_per_device)
 
 
 def train_batches(config: Config) -> BatchSettings:

@@ -401,7 +401,8 @@ class Trainer(ABC):
             # Without weights of its own, and unsharded: only what it knows about names and files is wanted.
             with torch.device("meta"):
                 shell = type(self._model)(copy.deepcopy(self._model.config)).to(dtype or _dtype(self._model))
-            shell.generation_config = self._model.generation_config
+            if self._model.can_generate():
+                shell.generation_config = self._model.generation_config
             shell.save_pretrained(directory, state_dict=whole)
         self._ranks.wait("export the model")
 
