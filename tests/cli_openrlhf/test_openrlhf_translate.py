@@ -651,7 +651,6 @@ def test_what_is_not_built_is_named_by_flag_and_default():
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--async_train": "rollout beside training",
         "--backend (deepspeed by default)": "the DeepSpeed backend",
-        "--advantage_estimator": "the critic",
         "--lora_rank": "LoRA",
     }
     assert dict(translate("train_rm", ["--backend", "fsdp"], {}).not_built) == {"train_rm": "training reward models"}
