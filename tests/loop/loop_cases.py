@@ -113,7 +113,9 @@ def make_value_model(directory: Path, seed: int = 1, **config: float) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory.parent / "model")
     tokenizer.save_pretrained(directory)
     torch.manual_seed(seed)
-    made = transformers.LlamaConfig.from_pretrained(directory.parent / "model", num_labels=1, **config)
+    made = transformers.LlamaConfig.from_pretrained(directory.parent / "model", num_labels=1)
+    for name, value in config.items():
+        setattr(made, name, value)
     model = transformers.LlamaForSequenceClassification(made)
     with torch.no_grad():
         model.score.weight.mul_(20)  # as made, its numbers are near 0

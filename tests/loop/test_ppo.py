@@ -1,5 +1,9 @@
 """PPO with a critic: what a step computes, and whole runs."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from loop_cases import make_task, make_value_model, ppo_yaml
@@ -304,3 +308,57 @@ def test_models_take_the_device_one_after_another(task, monkeypatch):
     assert dict(turns)["update.0"] == {("critic", part) for part in ("weights", "gradients", "optimizer")}
     assert dict(turns)["prepare.0"] == {("reward", "weights")}
     assert same(weights(task / "runs" / "plain" / "model"), weights(task / "runs" / "in_turn" / "model"))
+
+
+# --- on Ray ---------------------------------------------------------------------------------------------------------
+
+
+def run_on_ray(task, name: str, placement: str, *overrides: str, **changes: str) -> None:
+    """In a process of its own, without what another test's Ray may have left in the environment."""
+    text = ppo_yaml(task, name=name, cluster=f"{{component_placement: {placement}}}", **changes)
+    (task / f"{name}.yaml").write_text(text)
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "{actor: 0-1, reference: '@actor', critic: 2, reward: 3-4, rollout: 5}",
+        pytest.param(
+            "{actor: 0, reference: 1, critic: 0-2, reward: '@actor', rollout: '@actor'}", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_critics_and_reward_models_of_any_number_of_ranks_give_the_same(task, placement):
+    make_value_model(task / "reward_model")
+    options = ("checkpoint.export_critic=true", "train.num_episodes=1")
+    reward = f"{{model: {task}/reward_model}}"
+    run(task, "one", *options, reward=reward)
+    run_on_ray(task, "several", placement, *options, reward=reward)
+    for model in ("model", "critic"):
+        one, several = (weights(task / "runs" / name / model) for name in ("one", "several"))
+        for name in one:
+            assert (one[name] - several[name]).abs().max() < 1e-5, (model, name)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_on_one_rank_each_placement_changes_no_bit(task):
+    """Invariant 1, with all roles."""
+    make_value_model(task / "reward_model")
+    options = ("checkpoint.export_critic=true", "train.num_episodes=1")
+    reward = f"{{model: {task}/reward_model}}"
+    run(task, "in_process", *options, reward=reward)
+    run_on_ray(task, "apart", "{actor: 0, reference: 1, critic: 2, reward: 3, rollout: 4}", *options, reward=reward)
+    roles = ("actor", "critic", "reference", "reward", "rollout")
+    offload = [f"{role}.enable_offload=true" for role in roles]
+    run_on_ray(task, "in_turn", "{'actor,critic,reference,reward,rollout': 0}", *options, *offload, reward=reward)
+    for model in ("model", "critic"):
+        one, *others = (weights(task / "runs" / name / model) for name in ("in_process", "apart", "in_turn"))
+        assert all(same(one, other) for other in others), model

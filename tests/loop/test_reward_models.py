@@ -77,13 +77,13 @@ def test_a_run_learns_from_a_models_rewards(task):
         task,
         "run",
         "algorithm.filtering.enabled=true",
-        "algorithm.filtering.low=-0.1",
+        "algorithm.filtering.low=0.6",
         "algorithm.filtering.high=100",
         "train.num_episodes=2",
         "log.samples_every=1",
         eval=f"{{path: {task}/prompts.jsonl, samples_per_prompt: 2}}",
     )
-    assert all(record["groups_dropped"] > 0 for record in records[1:2])
+    assert sum(record["groups_dropped"] for record in records[1:]) > 0
     found = sampled(task, "run")
     expected = score(task / "reward_model", [tokens_of(task, texts) for _, texts in found])
     assert [reward for reward, _ in found] == pytest.approx(expected, abs=1e-4)
@@ -104,7 +104,7 @@ def test_a_model_that_is_no_number_leaves_no_reward(task, monkeypatch):
     def keys() -> list[str]:
         return [f"0/{prompt}/{sample}" for prompt in range(8) for sample in range(4)]
 
-    with pytest.raises(RunError, match=r"16 of 16 samples have no reward .*the reward model gave nan"):
+    with pytest.raises(RunError, match=r"(?s)16 of 16 samples have no reward .*the reward model gave nan"):
         run(task, "run")
 
 
@@ -118,7 +118,7 @@ def refused(task, *overrides: str, **changes: str) -> str:
     return str(caught.value)
 
 
-def with_another_tokenizer(task, **tokens: str):
+def with_another_tokenizer(task):
     """The reward model, reading digits in another order."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -160,7 +160,9 @@ def test_a_reward_model_with_another_end_is_refused(task):
 
 def test_a_critic_that_reads_other_tokens_is_refused(task):
     foreign = with_another_tokenizer(task)
-    with pytest.raises(UserError, match=r"^critic.model .*foreign' cannot read the tokens of actor.model .*tokens differ"):
+    with pytest.raises(
+        UserError, match=r"^critic.model .*foreign' cannot read the tokens of actor.model .*tokens differ"
+    ):
         start(loads(ppo_yaml(task), [f"critic.model={foreign}"]))
     # Unset, it would be the reward model, which may read other tokens.
     with pytest.raises(UserError, match=r"^critic.model \(unset: reward.model\) .*set critic.model to the actor's"):
