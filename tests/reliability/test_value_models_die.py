@@ -32,7 +32,8 @@ def config_text(task, name: str, cluster: str) -> str:
         pytest.param(Fault("save.during", "kill", by="critic:0", skip=2), marks=pytest.mark.long),
     ],
 )
-def test_a_run_ends_and_goes_on(tmp_path, fault):
+def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint(tmp_path, fault):
+    """Scenario 8: they end a run as ranks of the actor do."""
     task = make_faulty_task(tmp_path)
     make_value_model(task / "reward_model")
     start(loads(config_text(task, "undisturbed", "{runtime: local}")))
