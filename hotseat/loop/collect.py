@@ -103,8 +103,13 @@ class Collector:
         self._hosts.call("forget", [found.key for found in facts])
 
 
-def evaluation_metrics(facts: Sequence[GroupFacts], num_samples: int) -> dict[str, float]:
-    """Mean reward, accuracy (share of samples with the full reward of 1) and pass@k, overall and per source."""
+def evaluation_metrics(
+    facts: Sequence[GroupFacts], num_samples: int, *, has_full_reward: bool = True
+) -> dict[str, float]:
+    """Mean reward, accuracy (share of samples with the full reward of 1) and pass@k, overall and per source.
+
+    has_full_reward: 1 is the most that an answer can get. A reward model's numbers have no such limit.
+    """
     metrics: dict[str, float] = {}
     sources = sorted({found.source for found in facts})
     for source in ["", *(name for name in sources if name)] if len(sources) > 1 else [""]:
@@ -114,8 +119,9 @@ def evaluation_metrics(facts: Sequence[GroupFacts], num_samples: int) -> dict[st
         if not rewards:
             continue
         metrics[f"{label}reward"] = statistics.fmean(rewards)
-        metrics[f"{label}accuracy"] = statistics.fmean(reward >= 1.0 for reward in rewards)
-        if num_samples > 1:
+        if has_full_reward:
+            metrics[f"{label}accuracy"] = statistics.fmean(reward >= 1.0 for reward in rewards)
+        if has_full_reward and num_samples > 1:
             best = [max(found.rewards) >= 1.0 for found in members if found.rewards]
             metrics[f"{label}pass@{num_samples}"] = statistics.fmean(best)
         num_failed = sum(len(found.failures) for found in members)

@@ -370,7 +370,7 @@ class RlRun:
                 num_samples, settings.eval_sampling(self._config), self._config.reward.max_failed_fraction
             )
 
-        return evaluation_metrics(self._revive.during(sample), num_samples)
+        return evaluation_metrics(self._revive.during(sample), num_samples, has_full_reward=self._reward is None)
 
     def tell(self, step: int, collected: Collected, metrics: Mapping[str, float]) -> None:
         """What became of the samples of a step: of all to the ledger, of some to be read. The last push came later."""

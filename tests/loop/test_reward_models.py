@@ -84,10 +84,13 @@ def test_a_run_learns_from_a_models_rewards(task):
         eval=f"{{path: {task}/prompts.jsonl, samples_per_prompt: 2}}",
     )
     assert sum(record["groups_dropped"] for record in records[1:]) > 0
-    found = sampled(task, "run")
+    # The model may sample numbers that its tokenizer has no text for.
+    found = [(reward, texts) for reward, texts in sampled(task, "run") if "" not in texts]
+    assert len(found) > 8
     expected = score(task / "reward_model", [tokens_of(task, texts) for _, texts in found])
     assert [reward for reward, _ in found] == pytest.approx(expected, abs=1e-4)
     assert records[0]["eval/reward"] != 0.0
+    assert "eval/accuracy" not in records[0]  # its numbers have no upper end
     assert "loss" in records[1]
 
 

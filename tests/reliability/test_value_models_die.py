@@ -8,7 +8,7 @@ from hotseat.config import loads
 from hotseat.faults import Fault
 from hotseat.loop.run import start
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PLACEMENT = "{actor: 0, 'reference,rollout': '@actor', critic: 1, reward: 2}"
 
@@ -46,6 +46,6 @@ def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint
         assert run.seconds_since_last_fault() < 15
         assert "go on after step" in errors
         assert run.is_gone(within_s=10)
-        code, _, errors = run.go()
+        code, _, errors = run.go(timeout_s=280)
         assert code == 0, errors[-3000:]
         assert differences(task / "runs" / "undisturbed", run.run_dir) == []
