@@ -40,17 +40,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("overlap", "rollout beside training"),
     Unbuilt("train.backend", "the DeepSpeed backend", ("deepspeed",), options=("train.deepspeed",)),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
-    Unbuilt(
-        "algorithm.estimator",
-        "the critic",
-        ("gae",),
-        options=("critic", "algorithm.gae_lambda", "checkpoint.export_critic"),
-    ),
-    Unbuilt(
-        "reward.model",
-        "reward models",
-        options=("reward.shape", "reward.value_head_prefix", "reward.normalize", "reward.enable_offload"),
-    ),
     Unbuilt("reward.url", "reward servers"),
     Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),
     Unbuilt(

@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
         _says("algorithm.kl.target is not set, so the coefficient does not adapt"),
     ),
     Rule(
-        ("reward.normalize", "reward.enable_offload", "reward.shape", "reward.value_head_prefix"),
+        ("reward.normalize", "reward.retokenize", "reward.enable_offload", "reward.shape", "reward.value_head_prefix"),
         _rl_but(has_reward_model),
         _says("rewards do not come from a model (reward.model is not set)"),
     ),

@@ -159,10 +159,10 @@ class Critic(Section):
     """How the critic is optimised."""
     enable_offload: bool | None = None
     """As `actor.enable_offload`."""
-    value_clip: Amount | None = 0.5
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.5
     """Clip range of the value update; unset does not clip."""
     warmup_steps: NotNegative = 0
-    """Rollouts at the start in which only the critic learns."""
+    """Rollouts at the start in which only the critic learns; the actor's learning rate begins after them."""
     value_head_prefix: str = "score"
     """Name of the value head's parameters in the checkpoint."""
 
@@ -206,6 +206,8 @@ class Reward(Section):
     """Name of the reward head's parameters in the checkpoint."""
     normalize: bool = False
     """Subtract the mean and divide by the deviation stored with the reward model."""
+    retokenize: bool = False
+    """Give the reward model the episode's text in tokens of its own; without it, its vocabulary must be the actor's."""
     clip: Annotated[tuple[float, float], Field(strict=False)] | None = (-10.0, 10.0)
     """Rewards are clipped to this range after shaping; unset does not clip."""
     overlong: Overlong = Overlong()
@@ -532,7 +534,7 @@ class Checkpoint(Section):
     export_path: str | None = None
     """Where the final Hugging Face model goes; unset is `model` in the run directory."""
     export_critic: bool = False
-    """Export the critic too."""
+    """Export the critic too: as `critic` beside `model`, or `export_path` with `_critic` at its end."""
 
 
 class Wandb(Section):

@@ -45,7 +45,9 @@ class Alarms:
         self._look_for_spike(step, metrics, collected)
 
     def _look_for_spike(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
-        norm = metrics["grad_norm"]
+        norm = metrics.get("grad_norm")
+        if norm is None:
+            return  # only the critic learned
         usual = statistics.median(self._norms) if len(self._norms) >= NUM_NEEDED else None
         if usual is not None and usual > 0 and norm > self._spike_factor * usual:
             text = (

@@ -5,7 +5,7 @@
       step-000010/            complete: made by one rename after every byte was written and hashed
         manifest.json         size and hash of every file; checked before any of them is opened
         state.json            facts of the loop: step, order of prompts, KL coefficient, config
-        actor/                what the backend saved
+        actor/                what the backend saved; that of a critic in critic_state/
 
 The newest complete one is current. Older ones go after a newer one is there, never before.
 """

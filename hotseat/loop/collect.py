@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotseat.cluster.group import Group as WorkerGroup
@@ -13,6 +13,8 @@ from hotseat.errors import RunError
 from hotseat.loop.host import EVALUATION, GroupFacts, Job
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed, Prompt, Sampling
+
+Answer = Callable[[Sequence[Job], Sampling], list[GroupFacts]]
 
 MAX_REFILLS = 20  # batches of replacements for one step, before the run stops
 
@@ -48,12 +50,12 @@ class Collected:
 
 
 class Collector:
-    """Asks the hosts for groups."""
+    """Asks for groups. `answer` has jobs answered and scored, and gives the facts in their order."""
 
-    def __init__(self, hosts: WorkerGroup, prompts: Sequence[Prompt], timeout_s: float):
+    def __init__(self, answer: Answer, hosts: WorkerGroup, prompts: Sequence[Prompt]):
+        self._answer = answer
         self._hosts = hosts
         self._prompts = prompts
-        self._timeout_s = timeout_s
 
     def collect(
         self, order: PromptOrder, num_groups: int, num_samples: int, sampling: Sampling, keep: Keep
@@ -67,7 +69,7 @@ class Collector:
             jobs = [
                 Job(self._prompts[index], epoch, num_samples) for epoch, index in order.next(num_groups - len(kept))
             ]
-            for facts in self._run(jobs, sampling):
+            for facts in self._answer(jobs, sampling):
                 num_generated += 1
                 tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
                 reason = keep.reason_to_drop(facts)
@@ -89,7 +91,7 @@ class Collector:
     def evaluate(self, num_samples: int, sampling: Sampling, max_failed_fraction: float) -> list[GroupFacts]:
         """Every prompt, with the same seeds each time. Raises if too many samples failed."""
         jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self._prompts]
-        facts = self._run(jobs, sampling)
+        facts = self._answer(jobs, sampling)
         self.forget(facts)
         tally = RewardTally(max_failed_fraction)
         for found in facts:
@@ -100,13 +102,14 @@ class Collector:
     def forget(self, facts: Sequence[GroupFacts]) -> None:
         self._hosts.call("forget", [found.key for found in facts])
 
-    def _run(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
-        found: list[GroupFacts] = self._hosts.call("collect", jobs, sampling, timeout_s=self._timeout_s)[0]
-        return found
 
+def evaluation_metrics(
+    facts: Sequence[GroupFacts], num_samples: int, *, has_full_reward: bool = True
+) -> dict[str, float]:
+    """Mean reward, accuracy (share of samples with the full reward of 1) and pass@k, overall and per source.
 
-def evaluation_metrics(facts: Sequence[GroupFacts], num_samples: int) -> dict[str, float]:
-    """Mean reward, accuracy (share of samples with the full reward of 1) and pass@k, overall and per source."""
+    has_full_reward: 1 is the most that an answer can get. A reward model's numbers have no such limit.
+    """
     metrics: dict[str, float] = {}
     sources = sorted({found.source for found in facts})
     for source in ["", *(name for name in sources if name)] if len(sources) > 1 else [""]:
@@ -116,8 +119,9 @@ def evaluation_metrics(facts: Sequence[GroupFacts], num_samples: int) -> dict[st
         if not rewards:
             continue
         metrics[f"{label}reward"] = statistics.fmean(rewards)
-        metrics[f"{label}accuracy"] = statistics.fmean(reward >= 1.0 for reward in rewards)
-        if num_samples > 1:
+        if has_full_reward:
+            metrics[f"{label}accuracy"] = statistics.fmean(reward >= 1.0 for reward in rewards)
+        if has_full_reward and num_samples > 1:
             best = [max(found.rewards) >= 1.0 for found in members if found.rewards]
             metrics[f"{label}pass@{num_samples}"] = statistics.fmean(best)
         num_failed = sum(len(found.failures) for found in members)

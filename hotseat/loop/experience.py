@@ -25,7 +25,7 @@ from hotseat.algorithms import (
     penalise_truncation,
     step_totals,
 )
-from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
+from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
 from hotseat.train.packing import spread, take
 from hotseat.types import Group, MicroBatch, ScoredEpisode, Segment
 
@@ -179,8 +179,12 @@ def with_advantages(
     batch: MicroBatch,
     settings: AdvantageSettings,
     add_up: Callable[[Moments], Moments],
+    values: Tensor | None = None,
 ) -> MicroBatch:
-    """The batch with an advantage for each token. Log-probs of actor and reference are there if the KL needs them."""
+    """The batch with an advantage for each token. Log-probs of actor and reference are there if the KL needs them.
+
+    With `values` of a critic, [num_tokens], it has the returns too.
+    """
     kl = None
     if settings.kl_in_reward:
         kl = estimate_kl(
@@ -197,6 +201,7 @@ def with_advantages(
         batch.layout,
         rewards,
         groups=group_ids,
+        values=values,
         turn_rewards=turn_rewards,
         turns=turns,
         kl=kl,
@@ -207,11 +212,26 @@ def with_advantages(
         divide_by_std=settings.divide_by_std,
         add_up=add_up,
     )
-    return with_fields(batch, {ADVANTAGES: advantages.advantages})
+    learned = {} if values is None else {RETURNS: advantages.returns}
+    return with_fields(batch, {ADVANTAGES: advantages.advantages, **learned})
 
 
 def with_fields(batch: MicroBatch, fields: Mapping[str, Tensor]) -> MicroBatch:
     return replace(batch, fields={**batch.fields, **fields})
+
+
+def steps_of(shares: Sequence[Share]) -> dict[str, int]:
+    """The optimizer step of each sample."""
+    return {
+        sample_id(sample): step
+        for share in shares
+        for group, steps in zip(share.groups, share.steps, strict=True)
+        for sample, step in zip(group.samples, steps, strict=True)
+    }
+
+
+def groups_of(shares: Sequence[Share]) -> list[Group]:
+    return [group for share in shares for group in share.groups]
 
 
 def cut_into_steps(batch: MicroBatch, sample_steps: Mapping[str, int], num_steps: int) -> list[MicroBatch | None]:
@@ -227,6 +247,6 @@ def totals_of(steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
     return [StepTotals(0, 0) if batch is None else step_totals(batch.layout) for batch in steps]
 
 
-def weighted(batch: MicroBatch, how: Aggregation, totals: StepTotals, max_length: int) -> MicroBatch:
+def weighted(batch: MicroBatch, how: Aggregation, totals: StepTotals, max_length: int | None = None) -> MicroBatch:
     """The batch with the weight of each token in the step's loss."""
     return replace(batch, weights=loss_weights(batch.layout, how, totals=totals, max_length=max_length))

@@ -1,18 +1,23 @@
 """The process between driver and engines: it runs agents, scores groups as they complete, and keeps their tensors.
 
-The driver gets facts. Groups stay here until the actor's ranks fetch their share.
+The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, they
+wait: its ranks fetch what they read (`to_score`), and the groups are complete when the rewards are here
+(`take_rewards`).
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from hotseat import faults
 from hotseat.agents import AgentHost, load_agent
@@ -21,7 +26,7 @@ from hotseat.loop.engine_client import EngineClient
 from hotseat.loop.experience import Share
 from hotseat.loop.records import SampleRecord, record_of
 from hotseat.rewards import RewardFunction, Score
-from hotseat.types import Episode, Failed, Group, Prompt, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, Failed, Group, MicroBatch, Prompt, SampleKey, Sampling, ScoredEpisode
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class HostSettings:
     reward_timeout_s: float
     reward_retries: int
     reward_max_bytes: int | None
+    has_reward_model: bool = False
+    reward_tokenizer: str | None = None  # of a reward model that is given text in tokens of its own
     trust_remote_code: bool = False
 
 
@@ -111,7 +118,13 @@ class RolloutHost:
                 max_memory_bytes=settings.reward_max_bytes,
                 seed=settings.run_seed,
             )
+        self._reward_tokenizer = None
+        if settings.reward_tokenizer is not None:
+            self._reward_tokenizer = AutoTokenizer.from_pretrained(
+                settings.reward_tokenizer, trust_remote_code=settings.trust_remote_code
+            )
         self._tokenizer = tokenizer
+        self._unscored: list[_Pending] = []  # all of the last `collect`, if they wait for a reward model
         self._groups: dict[GroupKey, Group] = {}
 
     def connect(self, engines: WorkerGroup) -> None:
@@ -128,7 +141,10 @@ class RolloutHost:
         )
 
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
-        """Answer and score every job. A group is scored as soon as it is complete, while others are still generated."""
+        """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
+
+        Where a reward model scores, there are no facts yet: `take_rewards` has them.
+        """
         assert self._agents is not None, "not connected to the engines"
         self._seed_agents(jobs)
         # Episodes and scores as they are done. Every one ends: agents and rewards have deadlines of their own.
@@ -146,7 +162,8 @@ class RolloutHost:
         for (pending, sample), episode in zip(samples, self._agents.submit_many(wanted, sampling), strict=True):
             report(pending, sample, episode)
         facts: dict[GroupKey, GroupFacts] = {}
-        while len(facts) < len(jobs):
+        num_complete = 0
+        while max(num_complete, len(facts)) < len(jobs):
             pending, finished, future = done.get()
             if finished is None:
                 facts[pending.job.key] = self._finish(pending, future.result())
@@ -155,10 +172,55 @@ class RolloutHost:
                 continue
             pending.outcomes[finished] = future.result()
             pending.num_open -= 1
-            if pending.num_open == 0:
+            if pending.num_open == 0 and self._settings.has_reward_model:
+                num_complete += 1
+            elif pending.num_open == 0:
                 report(pending, None, self._score(pending))
                 faults.reach("scoring.during")
+        if self._settings.has_reward_model:
+            self._unscored = pendings
+            return []
         return [facts[job.key] for job in jobs]
+
+    def to_score(self, rank: int, num_ranks: int) -> MicroBatch:
+        """For one rank of the reward model: what it reads of its part of the episodes that wait for a reward."""
+        episodes = [outcome for each in self._unscored for outcome in each.outcomes if isinstance(outcome, Episode)]
+        mine = episodes[rank::num_ranks]
+        sequences = [self._for_reward_model(episode) for episode in mine]
+        lengths = torch.tensor([0, *map(len, sequences)])
+        num_tokens = int(lengths.sum())
+        return MicroBatch(
+            token_ids=torch.cat(sequences) if sequences else torch.zeros(0, dtype=torch.int64),
+            offsets=lengths.cumsum(0),
+            mask=torch.zeros(num_tokens, dtype=torch.bool),
+            weights=torch.zeros(num_tokens),
+            sample_ids=tuple(str(episode.key) for episode in mine),
+        )
+
+    def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
+        """Complete the groups of the last `collect`, given what the reward model made of their samples."""
+        pendings, self._unscored = self._unscored, []
+
+        def score(outcome: Episode) -> Score | Failed:
+            reward = rewards[str(outcome.key)]
+            return Score(reward, reward) if math.isfinite(reward) else Failed(f"the reward model gave {reward}")
+
+        return [
+            self._finish(pending, [score(each) for each in pending.outcomes if isinstance(each, Episode)])
+            for pending in pendings
+        ]
+
+    def _for_reward_model(self, episode: Episode) -> Tensor:
+        """[num_tokens]: the last segment, which ends as the episode does. An agent may have rewritten the others."""
+        token_ids = episode.segments[-1].token_ids
+        if self._reward_tokenizer is None:
+            return token_ids
+        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        again = list(self._reward_tokenizer(text)["input_ids"])
+        end = self._reward_tokenizer.eos_token_id
+        if end is not None and not episode.is_truncated and again[-1:] != [end]:
+            again.append(end)  # reward models read at the end of an answer
+        return torch.tensor(again)
 
     def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> Share:
         """Groups for one rank of the actor, with the optimizer step of each sample."""

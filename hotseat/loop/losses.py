@@ -18,6 +18,7 @@ from hotseat.algorithms import (
     gspo_loss,
     ppo_loss,
     sft_loss,
+    value_loss,
     weighted_sum,
 )
 from hotseat.algorithms.spread import count_sizes
@@ -29,6 +30,8 @@ ADVANTAGES = "advantages"
 OLD_LOG_PROBS = "old_log_probs"  # absent where the ratio is exactly one: then they are the current ones
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # the engine's
 REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
+OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
+RETURNS = "returns"  # what the critic learns
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,31 @@ class PolicyObjective:
             if self.entropy_coefficient:
                 loss = loss + entropy_bonus(outputs.entropy, mask, self.entropy_coefficient)
         return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """½ · (V − R)² per token, clipped around the values before the update. See `value_loss`."""
+
+    clip: float | None
+    needs_entropy: bool = False
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        assert outputs.values is not None
+        mask = batch.mask
+        old = torch.where(mask, batch.fields[OLD_VALUES], 0.0)
+        returns = torch.where(mask, batch.fields[RETURNS], 0.0)
+        found = value_loss(outputs.values, old, returns, mask, clip=self.clip)
+        error = (returns - old).double()  # squares of large returns are subtracted from each other
+        metrics: dict[str, Tensor | float] = {
+            "value_clipped": found.clipped.sum(),
+            "value": old.sum(),
+            "return": returns.sum(),
+            "return_squares": returns.double().square().sum(),
+            "value_error": error.sum(),
+            "value_error_squares": error.square().sum(),
+        }
+        return weighted_sum(found.loss, batch.weights), metrics
 
 
 @dataclass(frozen=True)

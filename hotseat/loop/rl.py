@@ -10,40 +10,39 @@ between the groups.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hotseat import faults
 from hotseat.algorithms import AdaptiveKl, FixedKl
-from hotseat.algorithms.spread import quantile
 from hotseat.cluster import Cluster, Group, Ref
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_reference
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP
 from hotseat.data import PromptOrder, digest_of
 from hotseat.loop import settings
 from hotseat.loop.alarms import Alarms
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
 from hotseat.loop.experience import assign
-from hotseat.loop.host import GroupFacts, HostSettings, RolloutHost
+from hotseat.loop.groups import launch_groups
+from hotseat.loop.host import GroupFacts, Job
 from hotseat.loop.ledger import Ledger
 from hotseat.loop.memory import DeviceWatch, group_memory, has_gpu
-from hotseat.loop.planning import are_devices_logical
+from hotseat.loop.metrics import critic_metrics, hand_over_metrics, mean, policy_metrics, push_metrics
 from hotseat.loop.push import Canary, PushReport, ask_canary, push_weights
 from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
-from hotseat.loop.revival import Revival, start_up
-from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver
+from hotseat.loop.revival import Revival
+from hotseat.loop.saving import BACKENDS, IS_WRITTEN, Parts, Saver, critic_folder
 from hotseat.loop.seats import Seats
-from hotseat.loop.workers import ActorWorker, EngineWorker, ModelWorker
 from hotseat.observe import Journal
 from hotseat.placement import Plan
 from hotseat.train.backend import UpdateReport
-from hotseat.types import Prompt
+from hotseat.types import Prompt, Sampling
 from hotseat.weights import LOOPBACK, TIMEOUT_S
 
 COLUMNS = {
@@ -56,6 +55,7 @@ COLUMNS = {
 }
 NUM_CANARIES = 4
 NUM_RECORDED = 200  # steps of which samples are recorded, before that becomes more seldom
+Shares = list[list[Ref]]  # what each rank of a group is given
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.1}
 
 
@@ -77,10 +77,10 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, found: Checkpoint | Non
         journal.phase("prepare")
         collected = run.prepare(collected, step)
         journal.phase("update")
-        reports = run.update()
+        updates = run.update(step)
         journal.phase("sync")
         pushed = run.push()
-        metrics = run.metrics(collected, reports, pushed, *started) | saver.metrics()
+        metrics = run.metrics(collected, updates, pushed, *started) | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
             final = run.evaluate()
@@ -89,6 +89,14 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, found: Checkpoint | Non
         run.tell(step, collected, metrics)
         saver.after_step(step, run.parts(final), final if run.is_evaluated(step) else {}, journal)
     return final
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What the optimizer steps of a rollout did, the same on every rank; none of a role that did not learn."""
+
+    actor: list[UpdateReport]
+    critic: list[UpdateReport]
 
 
 class RlRun:
@@ -113,6 +121,7 @@ class RlRun:
         self._config = config
         self._plan = plan
         self._algebra = algebra
+        self._num_sharing = config.train.sequence_parallel_size  # ranks of a model that share sequences
         self.num_steps = algebra.num_steps
         self._timeout_s = config.cluster.call_timeout_s
         self._phase_s: dict[str, float] = {}
@@ -124,53 +133,16 @@ class RlRun:
             else AdaptiveKl(config.algorithm.kl.coef, config.algorithm.kl.target, config.algorithm.kl.horizon)
         )
 
-        groups: dict[str, Group] = {}
-
-        def launch(role: str, cls: type, *args: Any) -> Group:
-            group = cluster.launch(
-                role,
-                cls,
-                args=args,
-                processes=plan.role(role).processes,
-                num_threads=config.cluster.threads_per_process,
-                timeout_s=self._timeout_s,
-                wait=False,  # they start together
-            )
-            groups[role] = group
-            return group
-
         self._say_fault = partial(journal.say, kind="fault")
-        trust = config.trust_remote_code
-        self._engines = launch("rollout", EngineWorker, settings.engine_settings(config, eos_token_ids, logs))
-        # vLLM sizes its cache by what it finds on its device: nobody else may come or go there meanwhile.
-        self._measures_its_device = config.rollout.engine == "vllm" and not are_devices_logical(cluster)
-        if self._measures_its_device:
-            start_up(self._engines, self._say_fault)
-            for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
-                memory = cluster.device_memory(device)
-                if memory is not None:
-                    journal.say(f"with its engines started, device {device} has {memory.used / 2**30:.1f} GiB in use")
-        options = settings.train_options(config, algebra.schedule_length)
-        self._actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
-        self._reference: Group | None = None
-        if has_reference(config):
-            frozen = settings.train_options(config, algebra.schedule_length, is_trained=False)
-            self._reference = launch(
-                "reference", ModelWorker, config.reference.model or config.actor.model, frozen, trust
-            )
-        self._hosts = cluster.launch(
-            "agents", RolloutHost, args=(_host_settings(config),), timeout_s=self._timeout_s, wait=False
+        groups = launch_groups(
+            config, plan, algebra.schedule_length, cluster, eos_token_ids, logs, journal.say, self._say_fault
         )
-        faults.reach("start-up")
-        for group in (self._engines, self._hosts):
-            start_up(group, self._say_fault)
-        for group in groups.values():
-            group.ready()
-        self._hosts.call("connect", self._engines)
-        self._groups = groups
+        self._engines, self._hosts, self._actor = groups.engines, groups.hosts, groups.actor
+        self._critic, self._reference, self._reward = groups.critic, groups.reference, groups.reward
+        self._groups = groups.seated
         self._seats = Seats(
             plan,
-            groups,
+            self._groups,
             timeout_s=self._timeout_s,
             is_gone=cluster.is_gone,
             measure=cluster.device_memory,
@@ -182,10 +154,13 @@ class RlRun:
         stack.callback(self._watch.close)
 
         self._order = PromptOrder(len(prompts), config.seed, digest_of(prompts))
-        self._collector = Collector(self._hosts, prompts, self._timeout_s)
-        self._evaluator = Collector(self._hosts, eval_prompts, self._timeout_s) if eval_prompts else None
+        self._collector = Collector(self._answer, self._hosts, prompts)
+        self._evaluator = Collector(self._answer, self._hosts, eval_prompts) if eval_prompts else None
         self._keep = _keep(config)
         self._policy = self._policy_settings()
+        self._critic_settings = settings.critic_settings(config)
+        self._reward_settings = settings.reward_settings(config)
+        self._num_optimizer_steps = 0  # of the rollout that is prepared, in one pass over it
         self._canary = Canary(
             tuple(prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1)[:NUM_CANARIES],
             config.rollout.temperature,
@@ -204,7 +179,7 @@ class RlRun:
             reconnect=self._reconnect,
             push=lambda: self._push(self._version - 1),
             say=self._say_fault,
-            measures_its_device=self._measures_its_device,
+            measures_its_device=groups.measures_its_device,
         )
         self._sample_again: Callable[[], Collected] | None = None
         self._hosts_at_collect = 0  # restarts of hosts until then
@@ -228,14 +203,13 @@ class RlRun:
         def sample() -> Collected:
             # Whatever is sampled again comes out the same: a request's seed is made from its key.
             self._order = order.at(before)
-            with self._sampling():
-                return self._collector.collect(
-                    self._order,
-                    self._config.rollout.batch_size,
-                    self._config.rollout.samples_per_prompt,
-                    settings.sampling(self._config),
-                    self._keep,
-                )
+            return self._collector.collect(
+                self._order,
+                self._config.rollout.batch_size,
+                self._config.rollout.samples_per_prompt,
+                settings.sampling(self._config),
+                self._keep,
+            )
 
         def collect() -> Collected:
             collected = self._revive.during(sample)
@@ -245,14 +219,29 @@ class RlRun:
         self._sample_again = collect
         return collect()
 
+    def _answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
+        """Have prompts answered and the answers scored: by the hosts, or by a reward model in its own turn."""
+        with self._sampling():
+            facts: list[GroupFacts]
+            [facts] = self._hosts.call("collect", jobs, sampling)
+        if self._reward is None:
+            return facts
+        with self._turn("prepare", "reward"):
+            num_ranks = self._reward.size // self._num_sharing
+            waiting = [self._hosts.start("to_score", rank, num_ranks, keep=True).result() for rank in range(num_ranks)]
+            found = self._reward.scatter("rewards", self._for_ranks(waiting), settings=self._reward_settings)
+        rewards = {name: reward for rank in found for name, reward in rank.items()}
+        [facts] = self._hosts.call("take_rewards", rewards)
+        return facts
+
     def prepare(self, collected: Collected, step: int) -> Collected:
-        """prepare: reference log-probs, then the actor turns its groups into experience.
+        """prepare: log-probs of the reference, values of the critic, then the actor turns its groups into experience.
 
         Returns what was prepared: if the groups were lost with their host, they were sampled again.
         """
         faults.reach("prepare.before")
 
-        def hand_out() -> tuple[int, list[list[Ref]]]:
+        def hand_out() -> dict[int, Shares]:
             nonlocal collected
             if self._revive.num_host_restarts > self._hosts_at_collect:
                 assert self._sample_again is not None
@@ -260,60 +249,82 @@ class RlRun:
             if self._is_recorded(step):
                 chosen = choose(collected, step, self._config.log.samples_per_step)
                 self._told = list(zip(chosen, self._hosts.call("tell", [c.key for c in chosen])[0], strict=True))
-            return self._hand_out(collected)
+            groups = [group for group in (self._actor, self._critic, self._reference) if group is not None]
+            return {n: self._hand_out(collected, n) for n in {group.size // self._num_sharing for group in groups}}
 
         self._told = []
-        num_steps, shares = self._revive.during(hand_out)
-        self._prepare(num_steps, shares, [str(c.key) for c, _ in self._told if c.state == "trained"])
+        shares = self._revive.during(hand_out)
+        self._prepare(shares, [str(c.key) for c, _ in self._told if c.state == "trained"])
         self._revive.during(lambda: self._collector.forget([*collected.groups, *(f for f, _ in collected.dropped)]))
         self._revive.start_counting()
         return collected
 
-    def _hand_out(self, collected: Collected) -> tuple[int, list[list[Ref]]]:
-        """(number of optimizer steps, the share of each data-parallel rank of the actor)."""
+    def _hand_out(self, collected: Collected, num_ranks: int) -> Shares:
+        """A share for each of so many ranks. Which optimizer step a sample is in does not depend on their number."""
         sizes = [len(facts.rewards) for facts in collected.groups]
         has_budget = self._config.train.max_tokens_per_device is not None
         tokens = [sum(facts.num_tokens) for facts in collected.groups] if has_budget else None
-        ranks, steps = assign(sizes, self._algebra.samples_per_optimizer_step, self._algebra.num_ranks, tokens)
+        ranks, steps = assign(sizes, self._algebra.samples_per_optimizer_step, num_ranks, tokens)
+        self._num_optimizer_steps = 1 + max(step for group in steps for step in group)
         shares = []
         for members in ranks:
             keys = [collected.groups[index].key for index in members]
             [share] = self._hosts.start("share", keys, [steps[index] for index in members], keep=True).result()
             shares.append([share])
-        return 1 + max(step for group in steps for step in group), shares
+        return shares
 
-    def _prepare(self, num_steps: int, shares: list[list[Ref]], record: list[str]) -> None:
-        num_sharing = self._config.train.sequence_parallel_size
+    def _prepare(self, shares: Mapping[int, Shares], record: list[str]) -> None:
+        def for_ranks(group: Group) -> Shares:
+            return self._for_ranks(shares[group.size // self._num_sharing])
+
         scored: list[Ref] = []
+        values: list[Ref] = []
         if self._reference is not None:
             with self._turn("prepare", "reference"):
                 scored = self._reference.start_scatter(
                     "score",
-                    _repeated(_spread(shares, self._reference.size // num_sharing), num_sharing),
+                    for_ranks(self._reference),
                     cut=self._policy.score,
                     temperature=self._policy.temperature,
                     keep=True,
-                ).result()[::num_sharing]
+                ).result()[:: self._num_sharing]
+        if self._critic is not None:
+            with self._turn("prepare", "critic"):
+                values = self._critic.start_scatter(
+                    "values", for_ranks(self._critic), settings=self._critic_settings, keep=True
+                ).result()[:: self._num_sharing]
         with self._turn("prepare", "actor"):
-            self._actor.start_scatter(
+            self._actor.scatter(
                 "prepare",
-                _repeated(shares, num_sharing),
-                num_steps=num_steps,
+                for_ranks(self._actor),
+                num_steps=self._num_optimizer_steps,
                 settings=self._policy,
                 reference=scored,
                 record=record,
-            ).result()
+                critic=values,
+            )
 
-    def update(self) -> list[UpdateReport]:
-        """update: every optimizer step of the rollout."""
+    def _for_ranks(self, shares: Shares) -> Shares:
+        """A share for each rank: those that share sequences, next to each other, get the same."""
+        return [share for share in shares for _ in range(self._num_sharing)]
+
+    def update(self, step: int) -> Updates:
+        """update: every optimizer step of the rollout, the critic's first. While the critic warms up, only those."""
         faults.reach("update.before")
-        with self._turn("update", "actor"):
-            reports: list[UpdateReport] = self._actor.call("update", self._policy)[0]
-        kl = _mean(reports, "kl")
+        critic: list[UpdateReport] = []
+        actor: list[UpdateReport] = []
+        if self._critic is not None:
+            returns = self._actor.start("returns", keep=True).result()[:: self._num_sharing]
+            with self._turn("update", "critic"):
+                critic = self._critic.call("update", returns, self._num_optimizer_steps, self._critic_settings)[0]
+        if self._critic is None or step > self._config.critic.warmup_steps:
+            with self._turn("update", "actor"):
+                actor = self._actor.call("update", self._policy)[0]
+        kl = mean(actor, "kl")
         if kl is not None:
             self._kl = self._kl.updated(kl, self._algebra.samples_per_step)
             self._policy = self._policy_settings()
-        return reports
+        return Updates(actor, critic)
 
     def push(self) -> PushReport:
         """sync: the new weights to every engine, checked."""
@@ -365,12 +376,11 @@ class RlRun:
         evaluator, num_samples = self._evaluator, self._config.eval.samples_per_prompt
 
         def sample() -> list[GroupFacts]:
-            with self._sampling():
-                return evaluator.evaluate(
-                    num_samples, settings.eval_sampling(self._config), self._config.reward.max_failed_fraction
-                )
+            return evaluator.evaluate(
+                num_samples, settings.eval_sampling(self._config), self._config.reward.max_failed_fraction
+            )
 
-        return evaluation_metrics(self._revive.during(sample), num_samples)
+        return evaluation_metrics(self._revive.during(sample), num_samples, has_full_reward=self._reward is None)
 
     def tell(self, step: int, collected: Collected, metrics: Mapping[str, float]) -> None:
         """What became of the samples of a step: of all to the ledger, of some to be read. The last push came later."""
@@ -401,18 +411,24 @@ class RlRun:
         def write(path: Path, method: str = "save") -> None:
             # Before the ranks, which may go on writing when this returns.
             self._ledger.copy_to(path)
-            with self._seats.turn("update", "actor"):
-                self._actor.call(method, str(path / BACKEND))
+            for role, group in self._trained.items():
+                with self._seats.turn("update", role):
+                    group.call(method, str(path / BACKENDS[role]))
 
         def snapshot(path: Path) -> Callable[[], bool]:
             write(path, "snapshot")
-            return lambda: all(self._actor.call(IS_WRITTEN))
+            return lambda: all(all(group.call(IS_WRITTEN)) for group in self._trained.values())
+
+        def export(path: Path) -> None:
+            self.export(path)
+            if self._config.checkpoint.export_critic:
+                self.export(critic_folder(path), role="critic")
 
         return Parts(
-            num_bytes=lambda: sum(self._actor.call("saved_bytes")),
+            num_bytes=lambda: sum(sum(group.call("saved_bytes")) for group in self._trained.values()),
             write=write,
             snapshot=snapshot,
-            export=self.export,
+            export=export,
             state=lambda: {
                 "order": self._order.state(),
                 "kl_coefficient": self._kl.coefficient,
@@ -430,21 +446,27 @@ class RlRun:
         self._policy = self._policy_settings()
         self._version = int(state["version"])
         self._ledger.go_back(found.path)
-        with self._turn("update", "actor"):
-            self._actor.call("load", str(found.path / BACKEND))
+        for role, group in self._trained.items():
+            with self._turn("update", role):
+                group.call("load", str(found.path / BACKENDS[role]))
+
+    @property
+    def _trained(self) -> dict[str, Group]:
+        """The roles that learn, in the order in which they do."""
+        return {role: self._groups[role] for role in ("critic", "actor") if role in self._groups}
 
     def is_evaluated(self, step: int) -> bool:
         every = self._config.eval.every
         return step == self.num_steps or (every is not None and step % every == 0)
 
-    def export(self, path: Path, is_averaged: bool = False) -> None:
-        with self._seats.turn("update", "actor"):
-            self._actor.call("export", str(path), is_averaged)
+    def export(self, path: Path, is_averaged: bool = False, role: str = "actor") -> None:
+        with self._seats.turn("update", role):
+            self._groups[role].call("export", str(path), is_averaged)
 
     def metrics(
         self,
         collected: Collected,
-        reports: list[UpdateReport],
+        updates: Updates,
         pushed: PushReport,
         started_s: float,
         process_started_s: float,
@@ -452,44 +474,21 @@ class RlRun:
         """Everything that is known of a step that ends now."""
         seconds = time.monotonic() - started_s
         metrics = rollout_metrics(collected)
-        last = reports[-1]
+        metrics |= policy_metrics(updates.actor) | critic_metrics(updates.critic) | push_metrics(pushed)
         metrics |= {
-            "loss": sum(report.loss for report in reports) / len(reports),
-            "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
-            "learning_rate": last.learning_rate,
-            # The means below are over these: samples whose loss has no gradient are left out.
-            "learned_tokens": float(sum(report.num_sampled for report in reports)),
-            "skipped_updates": float(last.num_skipped),
-            "version": float(pushed.version),
             "engine_restarts": float(self._revive.num_restarts),
             "host_restarts": float(self._revive.num_host_restarts),
-            "sync/gb": pushed.num_bytes / 1e9,
-            "sync/transfer_ms": pushed.transfer_s * 1e3,
-            "sync/proof_ms": pushed.proof_s * 1e3,
-            "sync/gb_per_s": pushed.num_bytes / 1e9 / pushed.transfer_s,
             "step_s": seconds,
             "time/driver_cpu": time.process_time() - process_started_s,  # of this process's own work
             "tokens_per_s": metrics["sampled_tokens"] / seconds,
         }
-        for name in ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy"):
-            mean = _mean(reports, name)
-            if mean is not None:
-                metrics[name] = mean
-        if "aux_loss" in reports[0].metrics:
-            metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
-        metrics |= _gap_spread(reports)
         # Of this step's push, or, where engines answer when their cache is back, of the one before.
         if self._canary_gap is not None:
             metrics["canary_gap"] = self._canary_gap
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
         metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory
-        handed = self._seats.spent()
-        for name in ("put_aside", "bring_back"):
-            if f"{name}_s" in handed:
-                metrics[f"time/{name}"] = handed[f"{name}_s"]
-        metrics |= {f"handover/{name}": handed[name] for name in ("gib", "gib_copied") if name in handed}
-        return metrics
+        return metrics | hand_over_metrics(self._seats.spent())
 
     @contextmanager
     def _turn(self, phase: str, role: str) -> Iterator[None]:
@@ -525,31 +524,6 @@ class RlRun:
         return settings.policy_settings(self._config, self._algebra.optimizer_steps_per_step, self._kl.coefficient)
 
 
-def _mean(reports: list[UpdateReport], name: str) -> float | None:
-    """Per token that was learned from, over all optimizer steps of a rollout."""
-    if any(name not in report.metrics for report in reports):
-        return None
-    return sum(report.metrics[name] for report in reports) / max(1, sum(report.num_sampled for report in reports))
-
-
-def _gap_spread(reports: list[UpdateReport]) -> dict[str, float]:
-    """How far engine and trainer are apart on the worst tokens of the first update, when both have the same weights."""
-    first = reports[0].metrics
-    if "engine_gap_counts" not in first:
-        return {}
-    return {"engine_gap_p99": quantile(first["engine_gap_counts"], 0.99), "engine_gap_max": first["engine_gap_max"]}
-
-
-def _spread(shares: list[list[Any]], num_ranks: int) -> list[list[Any]]:
-    """The shares of the actor's ranks over another number of ranks."""
-    return [[share for group in shares[rank::num_ranks] for share in group] for rank in range(num_ranks)]
-
-
-def _repeated(shares: list[list[Any]], num_sharing: int) -> list[list[Any]]:
-    """A share for each rank: those that share sequences, next to each other, get the same."""
-    return [share for share in shares for _ in range(num_sharing)]
-
-
 def _sender_host(plan: Plan, cluster: Cluster) -> str:
     """Where engines on other devices meet the actor's first rank."""
     node = plan.role("actor").processes[0].node
@@ -565,22 +539,4 @@ def _keep(config: Config) -> Keep:
         low=filtering.low if filtering.enabled else None,
         high=filtering.high if filtering.enabled else None,
         max_failed_fraction=config.reward.max_failed_fraction,
-    )
-
-
-def _host_settings(config: Config) -> HostSettings:
-    assert config.actor.model is not None
-    return HostSettings(
-        tokenizer=config.actor.model,
-        run_seed=config.seed,
-        max_length=config.data.max_length,
-        agent=config.agent.path,
-        max_turns=config.agent.max_steps,
-        max_concurrent=config.agent.max_concurrent or settings.episodes_per_engine(config),
-        episode_timeout_s=config.agent.timeout_s,
-        reward=config.reward.function,
-        reward_timeout_s=config.reward.timeout_s,
-        reward_retries=config.reward.retries,
-        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
-        trust_remote_code=config.trust_remote_code,
     )

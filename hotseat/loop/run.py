@@ -30,7 +30,8 @@ from hotseat.loop.planning import (
     without_effect_on_cpus,
 )
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
-from hotseat.loop.saving import BACKEND, IS_WRITTEN, Parts, Saver, sole_owner
+from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
+from hotseat.loop.value_models import check_value_models
 from hotseat.placement import Inventory, Plan
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def _start_rl(config: Config) -> dict[str, float]:
     _check_transport(config, dry)
     tokenizer = load_tokenizer(config)
     check_model(config)
+    check_value_models(config, tokenizer)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     with ExitStack() as stack:
@@ -123,6 +125,11 @@ def _start_rl(config: Config) -> dict[str, float]:
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, ledger, journal, logs, stack)
         with saver.settled(journal):
             final = train_rl(run, journal, saver, found)
+        if config.checkpoint.export_critic:  # first: a run with its model is finished
+            path = critic_folder(_model_folder(config, run_dir))
+            run.export(path, role="critic")
+            tokenizer.save_pretrained(path)
+            journal.say(f"critic: {path}")
         _export(config, run_dir, run.export, tokenizer, journal)
     return final
 
@@ -484,9 +491,13 @@ def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed
     )
 
 
+def _model_folder(config: Config, run_dir: Path) -> Path:
+    return Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / MODEL
+
+
 def _export(config: Config, run_dir: Path, export: Any, tokenizer: Any, journal: Any) -> None:
     """The Hugging Face model, with its tokenizer, and beside it the moving average if there is one."""
-    path = Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / "model"
+    path = _model_folder(config, run_dir)
     journal.phase("export")
     # The model last: where it is, all was exported.
     if config.train.ema.enabled:

@@ -22,8 +22,9 @@ from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
 from hotseat.loop.memory import available_bytes
 from hotseat.observe import Journal
 
-BACKEND = "actor"  # folder of a checkpoint that holds what the training backend saved
-MODEL = "model"  # folder of a checkpoint that holds a Hugging Face model
+BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint that hold what backends saved
+BACKEND = BACKENDS["actor"]
+MODEL, CRITIC = "model", "critic"  # folders of a run or a checkpoint that hold Hugging Face models
 IS_WRITTEN = "is_written"  # what the ranks are asked until they have written a snapshot
 
 # Host memory that must be there for a copy of the state, in times its size: the rest of the run wants some too.
@@ -67,6 +68,11 @@ class Parts:
     state: Callable[[], Mapping[str, Any]]  # facts of the loop, as JSON
     # As `write`, but only until it is copied; what it gives says whether all of it is written, or raises why not.
     snapshot: Callable[[Path], Callable[[], bool]] | None = None
+
+
+def critic_folder(model: Path) -> Path:
+    """Where the critic of a model is exported to."""
+    return model.with_name(CRITIC) if model.name == MODEL else model.with_name(f"{model.name}_{CRITIC}")
 
 
 class _Flight:

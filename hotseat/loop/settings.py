@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.batches import tokens_per_micro_batch, warmup_steps
+from hotseat.config.schema import Optimizer
 from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
-from hotseat.loop.losses import PolicyObjective
+from hotseat.loop.losses import PolicyObjective, ValueObjective
 from hotseat.loop.planning import VLLM_SLOTS
+from hotseat.loop.value_models import reward_scale
+from hotseat.loop.value_workers import CriticSettings, RewardSettings
 from hotseat.loop.workers import BatchSettings, PolicySettings
 from hotseat.placement import Plan
 from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions
@@ -49,19 +53,13 @@ def eval_sampling(config: Config) -> Sampling:
 
 def train_options(config: Config, schedule_length: int, *, is_trained: bool = True) -> TrainOptions:
     """For the actor; a model that is only scored has no optimizer."""
-    optimizer, train = config.actor.optimizer, config.train
+    train = config.train
     return TrainOptions(
         precision=_precision(config),
-        optimizer=AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay) if is_trained else None,
-        schedule=Schedule(
-            kind=optimizer.schedule,
-            peak=optimizer.learning_rate,
-            num_warmup_steps=warmup_steps(schedule_length, optimizer.warmup_ratio),
-            num_steps=schedule_length,
-            min_ratio=optimizer.min_learning_rate_ratio,
-        ),
+        optimizer=_adamw(config.actor.optimizer) if is_trained else None,
+        schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
+        max_grad_norm=config.actor.optimizer.max_grad_norm or None,
         aux_loss_coefficient=config.algorithm.aux_loss_coef,
-        max_grad_norm=optimizer.max_grad_norm or None,
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
@@ -79,6 +77,43 @@ def lora_options(config: Config) -> LoraOptions | None:
         return None
     targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
     return LoraOptions(lora.rank, lora.alpha, lora.dropout, targets, config.seed)
+
+
+def critic_options(config: Config, schedule_length: int) -> TrainOptions:
+    optimizer = config.critic.optimizer
+    return replace(
+        train_options(config, schedule_length),
+        head="value",
+        value_head_prefix=config.critic.value_head_prefix,
+        optimizer=_adamw(optimizer),
+        schedule=_schedule(optimizer, schedule_length),
+        max_grad_norm=optimizer.max_grad_norm or None,
+        aux_loss_coefficient=0.0,
+        average_decay=None,
+    )
+
+
+def reward_options(config: Config) -> TrainOptions:
+    return replace(
+        train_options(config, 0, is_trained=False),
+        head="value",
+        value_head_prefix=config.reward.value_head_prefix,
+        aux_loss_coefficient=0.0,
+    )
+
+
+def _adamw(optimizer: Optimizer) -> AdamW:
+    return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
+
+
+def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
+    return Schedule(
+        kind=optimizer.schedule,
+        peak=optimizer.learning_rate,
+        num_warmup_steps=warmup_steps(num_steps, optimizer.warmup_ratio),
+        num_steps=num_steps,
+        min_ratio=optimizer.min_learning_rate_ratio,
+    )
 
 
 def _precision(config: Config) -> Precision:
@@ -154,11 +189,25 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
         needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered,
         temperature=config.rollout.temperature,
-        score=_batches(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_device),
+        score=score_batches(config),
         train=train_batches(config),
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
     )
+
+
+def critic_settings(config: Config) -> CriticSettings:
+    return CriticSettings(
+        ValueObjective(config.critic.value_clip), config.train.max_epochs, score_batches(config), train_batches(config)
+    )
+
+
+def reward_settings(config: Config) -> RewardSettings:
+    return RewardSettings(score_batches(config), reward_scale(config))
+
+
+def score_batches(config: Config) -> BatchSettings:
+    return _batches(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_device)
 
 
 def train_batches(config: Config) -> BatchSettings:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from hotseat.loop.experience import (
     Share,
     cut_into_steps,
     flatten,
-    sample_id,
+    groups_of,
+    steps_of,
     totals_of,
     weighted,
     with_advantages,
     with_fields,
 )
-from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, PolicyObjective
+from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.push import Canary, Proof
 from hotseat.loop.records import Recorder, TokenRecord
 from hotseat.train.backend import TrainOptions, UpdateReport
@@ -33,6 +34,8 @@ from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_count, split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import BUCKET_BYTES, Audience, Bucket, Lane, Receiver, Sender
+
+BySample = Mapping[str, list[Tensor]]  # a number for each token: a tensor per segment, by sample id
 
 _CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
 
@@ -98,14 +101,16 @@ class ModelWorker:
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
         """Log-probs of each segment of each sample, by sample id."""
-        return self._score(flatten([group for share in shares for group in share.groups]), cut, temperature)
+        return self._score(flatten(groups_of(shares)), cut, temperature)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
-        by_sample: dict[str, list[Tensor]] = {}
         pieces = cut.cut(batch)
-        for name, log_probs in _by_sample(pieces, self._backend.log_probs(pieces, temperature)):
-            by_sample.setdefault(name, []).append(log_probs)
-        return by_sample
+        return by_sample(pieces, self._backend.log_probs(pieces, temperature))
+
+    def _add_totals(self, steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
+        """Together. Of each optimizer step, over all ranks."""
+        everyone = self._backend.gather_facts(totals_of(steps), "count the tokens of each optimizer step")
+        return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
 
     def save(self, directory: str) -> None:
         """Together."""
@@ -125,6 +130,10 @@ class ModelWorker:
     def load(self, directory: str) -> None:
         """Together."""
         self._backend.load(directory)
+
+    def export(self, directory: str, is_averaged: bool = False) -> None:
+        """Together."""
+        self._backend.export(Path(directory), is_averaged=is_averaged)
 
     def device_type(self) -> str:
         return device_of_process().type
@@ -165,6 +174,7 @@ class ActorWorker(ModelWorker):
         super().__init__(model, options, trust_remote_code)
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
+        self._returns: dict[str, list[Tensor]] = {}
         self._recorder: Recorder | None = None
         self._dtype = getattr(torch, engine_dtype)
         self._sender = Sender(
@@ -178,32 +188,37 @@ class ActorWorker(ModelWorker):
         shares: Sequence[Share],
         num_steps: int,
         settings: PolicySettings,
-        reference: Sequence[Mapping[str, list[Tensor]]],
+        reference: Sequence[BySample],
         record: Sequence[str] = (),
+        critic: Sequence[BySample] = (),
     ) -> PrepareReport:
         """Together. Turn this rank's groups into the batches of the optimizer steps to come.
 
-        `record`: samples, of any rank, whose tokens `recorded` will tell of.
+        `reference`, `critic`: log-probs and values that the ranks of these roles gave all samples; none where there is
+        no such role. `record`: samples, of any rank, whose tokens `recorded` will tell of.
         """
-        groups = [group for share in shares for group in share.groups]
+        groups = groups_of(shares)
         batch = flatten(groups)
         if reference:
-            batch = with_fields(batch, {REFERENCE_LOG_PROBS: _in_order(batch, reference)})
+            batch = with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
         if settings.needs_old_log_probs:
             mine = self.score(shares, settings.score, settings.temperature)
-            batch = with_fields(batch, {OLD_LOG_PROBS: _in_order(batch, [mine])})
-        batch = with_advantages(groups, batch, settings.advantages, self._add_moments)
+            batch = with_fields(batch, {OLD_LOG_PROBS: in_order(batch, [mine])})
+        values = in_order(batch, critic) if critic else None
+        batch = with_advantages(groups, batch, settings.advantages, self._add_moments, values)
+        if RETURNS in batch.fields:
+            self._returns = by_sample([batch], [batch.fields[RETURNS]])
+            batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
         self._recorder = self._start_recording(batch, settings, record) if record else None
-        sample_steps = {
-            sample_id(sample): step
-            for share in shares
-            for group, steps in zip(share.groups, share.steps, strict=True)
-            for sample, step in zip(group.samples, steps, strict=True)
-        }
+        sample_steps = steps_of(shares)
         self._steps = cut_into_steps(batch, sample_steps, num_steps)
-        everyone = self._backend.gather_facts(totals_of(self._steps), "count the tokens of each optimizer step")
-        self._totals = [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
+        self._totals = self._add_totals(self._steps)
         return PrepareReport(len(sample_steps), batch.num_tokens, int(batch.mask.sum()))
+
+    def returns(self) -> dict[str, list[Tensor]]:
+        """What the critic is to learn of the prepared samples of this rank, by sample id. Handed over once."""
+        found, self._returns = self._returns, {}
+        return found
 
     def update(self, settings: PolicySettings) -> list[UpdateReport]:
         """Together. Every optimizer step of the prepared rollout."""
@@ -232,9 +247,7 @@ class ActorWorker(ModelWorker):
         segments = [index for index, name in enumerate(batch.sample_ids) if name in record]
         chosen = take(batch, segments)
         if OLD_LOG_PROBS in batch.fields:
-            scored: dict[str, list[Tensor]] = {}
-            for name, log_probs in _by_sample([chosen], [chosen.fields[OLD_LOG_PROBS]]):
-                scored.setdefault(name, []).append(log_probs)
+            scored = by_sample([chosen], [chosen.fields[OLD_LOG_PROBS]])
         else:
             scored = self._score(chosen, settings.score, settings.temperature)
         return Recorder(chosen, scored)
@@ -271,13 +284,9 @@ class ActorWorker(ModelWorker):
             sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
         )
         pieces = split_by_tokens(batch, max(_CANARY_TOKENS, int(lengths.max())))
-        scored = dict(_by_sample(pieces, self._backend.log_probs(pieces, canary.temperature)))
+        scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
         digests = self._backend.digest(dtype=self._dtype)
-        return Proof(digests, [scored[name].tolist() for name in batch.sample_ids])
-
-    def export(self, directory: str, is_averaged: bool = False) -> None:
-        """Together."""
-        self._backend.export(Path(directory), is_averaged=is_averaged)
+        return Proof(digests, [scored[name][0].tolist() for name in batch.sample_ids])
 
     def close(self) -> None:
         self._sender.close()
@@ -288,10 +297,14 @@ class ActorWorker(ModelWorker):
         return sum(everyone[1:], start=everyone[0])
 
 
-def _by_sample(pieces: Sequence[MicroBatch], log_probs: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Sample id and log-probs of each segment."""
-    for piece, values in zip(pieces, log_probs, strict=True):
-        yield from zip(piece.sample_ids, values.split((piece.offsets[1:] - piece.offsets[:-1]).tolist()), strict=True)
+def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """From [num_tokens] of each piece to the part of each segment, in order, by sample id."""
+    found: dict[str, list[Tensor]] = {}
+    for piece, values in zip(pieces, scores, strict=True):
+        segments = values.split((piece.offsets[1:] - piece.offsets[:-1]).tolist())
+        for name, segment in zip(piece.sample_ids, segments, strict=True):
+            found.setdefault(name, []).append(segment)
+    return found
 
 
 def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
@@ -304,10 +317,10 @@ def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
     return take(batch, chosen)
 
 
-def _in_order(batch: MicroBatch, found: Iterable[Mapping[str, list[Tensor]]]) -> Tensor:
-    """[num_tokens]: log-probs by sample id, in the batch's order."""
-    by_sample = {name: iter(segments) for scores in found for name, segments in scores.items()}
-    pieces = [next(by_sample[name]) for name in batch.sample_ids]
+def in_order(batch: MicroBatch, found: Iterable[BySample]) -> Tensor:
+    """[num_tokens]: what `by_sample` took apart, from however many ranks, in the batch's order."""
+    segments = {name: iter(each) for scores in found for name, each in scores.items()}
+    pieces = [next(segments[name]) for name in batch.sample_ids]
     return torch.cat(pieces) if pieces else torch.zeros(0)
 
 

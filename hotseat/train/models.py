@@ -104,7 +104,7 @@ def load_model(
     common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if options.head == "policy":
         return AutoModelForCausalLM.from_pretrained(source, **common)
-    return _load_value_model(source, options.value_head_prefix, common)
+    return _load_value_model(source, options, common)
 
 
 def check_fit(config: Any, options: TrainOptions) -> None:
@@ -114,8 +114,8 @@ def check_fit(config: Any, options: TrainOptions) -> None:
         check_experts(config)
 
 
-def _load_value_model(source: str | Path, head_prefix: str, common: dict[str, Any]) -> PreTrainedModel:
-    """A model with one label. The head of a model that has none, such as a language model's, is made anew."""
+def _load_value_model(source: str | Path, options: TrainOptions, common: dict[str, Any]) -> PreTrainedModel:
+    """A model with one label. The head of one to be trained that has none, such as a language model, is made anew."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=common["trust_remote_code"])
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(
@@ -123,13 +123,19 @@ def _load_value_model(source: str | Path, head_prefix: str, common: dict[str, An
             " head of one number: choose another model for the critic or the reward"
         )
     config.num_labels = 1
-    head_prefix = getattr(config, "value_head_prefix", head_prefix)  # a reward model of ours or OpenRLHF's says it
-    renamed = {} if head_prefix == _SCORE else {"key_mapping": {rf"^{head_prefix}\.": f"{_SCORE}."}}
+    # A reward model of ours or OpenRLHF's says it.
+    prefix = getattr(config, "value_head_prefix", options.value_head_prefix)
+    renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}
     model, info = AutoModelForSequenceClassification.from_pretrained(
         source, config=config, output_loading_info=True, **common, **renamed
     )
     head = getattr(model, _SCORE)
     if any(name.startswith(f"{_SCORE}.") for name in info["missing_keys"]):
+        if options.optimizer is None:
+            raise UserError(
+                f"{source} has no weights called {prefix}.*, the head of a reward model: choose a reward model, or set"
+                " value_head_prefix to what its head is called"
+            )
         # Small, so that a critic starts near zero; and the same in every process.
         with torch.no_grad():
             std = 1 / (head.weight.shape[1] + 1)

@@ -109,6 +109,7 @@ WITHOUT_A_FLAG = {
     "actor.shape",
     "critic.shape",
     "reward.shape",
+    "reward.retokenize",
     "inference.enable_offload",
     "env.enable_offload",
     "reward.timeout_s",  # set beside --remote_rm_url http://...

@@ -652,7 +652,6 @@ def test_what_is_not_built_is_named_by_flag_and_default():
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--async_train": "rollout beside training",
         "--backend (deepspeed by default)": "the DeepSpeed backend",
-        "--advantage_estimator": "the critic",
         "--use_liger_kernel": "Liger kernels",
     }
     assert dict(translate("train_dpo", ["--backend", "fsdp"], {}).not_built) == {"train_dpo": "preference optimisation"}

@@ -134,3 +134,30 @@ def rm_yaml(directory: Path, **changes: str) -> str:
         "train": "{dtype: fp32, batch_size: 32, micro_batch_size: 16}",
     } | changes
     return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+
+
+def make_value_model(directory: Path, seed: int = 1, **config: float) -> Path:
+    """A reward model over the task's digits. config: of its config.json, where it is to have more."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory.parent / "model")
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(seed)
+    made = transformers.LlamaConfig.from_pretrained(directory.parent / "model", num_labels=1)
+    for name, value in config.items():
+        setattr(made, name, value)
+    model = transformers.LlamaForSequenceClassification(made)
+    with torch.no_grad():
+        model.score.weight.mul_(20)  # as made, its numbers are near 0
+    model.save_pretrained(directory)
+    return directory
+
+
+def ppo_yaml(directory: Path, **changes: str) -> str:
+    """With every role: two optimizer steps of two passes, a reference with an adaptive KL, a critic."""
+    sections = {
+        "algorithm": "{estimator: gae, gae_lambda: 0.9, kl: {coef: 0.1, target: 0.5}}",
+        "critic": "{optimizer: {learning_rate: 1e-2, schedule: constant}}",
+        "train": "{dtype: fp32, batch_size: 8, micro_batch_size: 4, max_epochs: 2, num_episodes: 2}",
+    } | changes
+    return rl_yaml(directory, **sections)

@@ -111,11 +111,11 @@ def test_what_was_done_after_the_checkpoint_is_done_again_and_counted_once(task,
     with monkeypatch.context() as patch:
         update, count = RlRun.update, []
 
-        def updating(self):
+        def updating(self, step):
             count.append(1)
             if len(count) == 4:
                 raise Stop
-            return update(self)
+            return update(self, step)
 
         patch.setattr(RlRun, "update", updating)
         with pytest.raises(Stop):
@@ -217,11 +217,11 @@ def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(tas
     with monkeypatch.context() as patch:
         update, count = RlRun.update, []
 
-        def updating(self):
+        def updating(self, step):
             count.append(1)
             if len(count) == 3:
                 raise Stop
-            return update(self)
+            return update(self, step)
 
         patch.setattr(RlRun, "update", updating)
         with pytest.raises(Stop):

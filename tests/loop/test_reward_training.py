@@ -28,7 +28,7 @@ from hotseat.train.backend import Outputs, TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
 
 LESSON = Preference("sigmoid", use_margin=False, pad_token_id=0)
-VALUE = TrainOptions(head="value", optimizer=None)
+VALUE = TrainOptions(head="value")
 
 
 def example(*token_ids: int, context: int = 1) -> Example:

@@ -47,8 +47,8 @@ def readings(source: str, known: frozenset[str]) -> Iterator[tuple[str, str]]:
 
 
 def _sections(model: type[BaseModel], at: str) -> dict[str, list[str]]:
-    """Name of a section's class -> where in the tree it stands."""
-    found: dict[str, list[str]] = {model.__name__: [at]}
+    """Name of a section's class, or of one that it derives from -> where in the tree it stands."""
+    found: dict[str, list[str]] = {each.__name__: [at] for each in model.__mro__ if issubclass(each, BaseModel)}
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             for below, keys in _sections(info.annotation, f"{at}.{name}" if at else name).items():

@@ -1,0 +1,109 @@
+"""Which checkpoints critic and reward model come from, and whether they fit the policy. No model is loaded for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hotseat.config import Config
+from hotseat.config.roles import has_critic, has_reward_model
+from hotseat.errors import UserError
+
+_NUM_NAMED = 3  # tokens in an error message
+
+
+def critic_model(config: Config) -> str:
+    """Its own checkpoint, the reward model's, or the actor's."""
+    found = config.critic.model or config.reward.model or config.actor.model
+    assert found is not None
+    return found
+
+
+def check_value_models(config: Config, tokenizer: Any) -> None:
+    """Raise unless critic and reward model can read what the policy writes. `tokenizer`: the actor's."""
+    if has_reward_model(config):
+        reward_scale(config)
+        _check_reward_model(config, tokenizer)
+    if has_critic(config) and critic_model(config) != config.actor.model:
+        _check_critic(config, tokenizer)
+
+
+def reward_scale(config: Config) -> tuple[float, float] | None:
+    """Mean and deviation of the reward model's scores, from its config.json; None: they are not asked for."""
+    from transformers import AutoConfig
+
+    if not config.reward.normalize:
+        return None
+    model = config.reward.model
+    found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    mean, std = getattr(found, "mean", None), getattr(found, "std", None)
+    if isinstance(mean, int | float) and isinstance(std, int | float) and std > 0:
+        return float(mean), float(std)
+    raise UserError(
+        f"reward.normalize: the config.json of reward.model {model!r} has mean {mean} and std {std}: it needs the mean"
+        " of the model's scores and their deviation, above 0, as its training leaves them there; add them, or set"
+        " reward.normalize to false"
+    )
+
+
+def _check_reward_model(config: Config, tokenizer: Any) -> None:
+    model = config.reward.model
+    assert model is not None
+    theirs = _tokenizer(config, "reward.model", model)
+    if config.reward.retokenize:
+        return
+    difference = _difference(tokenizer, theirs) or _other_ends(tokenizer, theirs)
+    if difference is not None:
+        raise UserError(
+            f"reward.model {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; choose"
+            " a reward model with the actor's tokenizer, or set reward.retokenize to true to give it the text in"
+            " tokens of its own"
+        )
+
+
+def _check_critic(config: Config, tokenizer: Any) -> None:
+    model = critic_model(config)
+    key = "critic.model" if config.critic.model is not None else "critic.model (unset: reward.model)"
+    difference = _difference(tokenizer, _tokenizer(config, key, model))
+    if difference is not None:
+        raise UserError(
+            f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a critic"
+            " gives a value for each of the actor's tokens: set critic.model to the actor's checkpoint, or to another"
+            " with its tokenizer"
+        )
+
+
+def _tokenizer(config: Config, key: str, model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{key} {model!r}: no tokenizer there, so nothing says which tokens it reads: save the tokenizer it was"
+            f" trained with beside it ({error})"
+        ) from None
+
+
+def _difference(ours: Any, theirs: Any) -> str | None:
+    """What is different between two vocabularies, in words; None: every token has the same number."""
+    mine: Mapping[str, int] = ours.get_vocab()
+    other: Mapping[str, int] = theirs.get_vocab()
+    if mine == other:
+        return None
+    changed = [token for token in sorted(mine, key=mine.__getitem__) if other.get(token) != mine[token]]
+    changed += [token for token in sorted(other, key=other.__getitem__) if token not in mine]
+    named = ", ".join(f"{t!r} is {_number(mine, t)} and {_number(other, t)}" for t in changed[:_NUM_NAMED])
+    return f"{len(changed):,} tokens differ ({named}{', ...' if len(changed) > _NUM_NAMED else ''})"
+
+
+def _other_ends(ours: Any, theirs: Any) -> str | None:
+    for name in ("bos_token", "eos_token"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            return f"the {name} is {mine!r} and {other!r}"
+    return None
+
+
+def _number(vocabulary: Mapping[str, int], token: str) -> str:
+    return str(vocabulary[token]) if token in vocabulary else "absent"
