@@ -29,7 +29,7 @@ def check_model(config: Config) -> None:
 
     assert config.actor.model is not None
     found = AutoConfig.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
-    check_fit(found, settings.train_options(config, 1))
+    check_fit(found, config.train.sequence_parallel_size, config.algorithm.aux_loss_coef)
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
