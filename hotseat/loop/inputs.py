@@ -37,7 +37,7 @@ def check_model(config: Config) -> None:
     if config.train.lora.rank > 0:
         check_targets(config.actor.model, config.train.lora.target_modules, "policy", config.trust_remote_code)
     found = AutoConfig.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
-    check_fit(found, settings.train_options(config, 1, is_trained=False))
+    check_fit(found, config.train.sequence_parallel_size, config.algorithm.aux_loss_coef)
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:

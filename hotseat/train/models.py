@@ -96,21 +96,22 @@ def load_model(
     """From a folder or hub name, or a model that is already there, which is then ours to change."""
     check_ranks(options.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(source, PreTrainedModel):
-        check_fit(source.config, options)
+        check_fit(source.config, options.sequence_parallel_size, options.aux_loss_coefficient)
         for weight in source.parameters():  # not buffers, such as the frequencies of positions: they keep their bits
             weight.data = weight.data.to(dtype)
         return source
-    check_fit(AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code), options)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    check_fit(config, options.sequence_parallel_size, options.aux_loss_coefficient)
     common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if options.head == "policy":
         return AutoModelForCausalLM.from_pretrained(source, **common)
     return _load_value_model(source, options, common)
 
 
-def check_fit(config: Any, options: TrainOptions) -> None:
-    """Raise if a model of this config cannot do what the options ask for."""
-    check_heads(options.sequence_parallel_size, config)
-    if options.aux_loss_coefficient:
+def check_fit(config: Any, sequence_parallel_size: int, aux_loss_coefficient: float) -> None:
+    """Raise if a model of this config cannot do what is asked of it."""
+    check_heads(sequence_parallel_size, config)
+    if aux_loss_coefficient:
         check_experts(config)
 
 
