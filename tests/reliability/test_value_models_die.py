@@ -40,7 +40,7 @@ def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint
     with Faulty(task, num_passes=2) as run:
         (task / "disturbed.yaml").write_text(config_text(task, "disturbed", f"{{component_placement: {PLACEMENT}}}"))
         run.arm(fault)
-        code, out, errors = run.go()
+        code, out, errors = run.go(timeout_s=280)
         assert code != 0
         assert run.all_happened(), out + errors[-2000:]
         assert run.seconds_since_last_fault() < 15
