@@ -1,6 +1,6 @@
 """Runs the suite's scenarios in a group of processes on loopback, within a deadline.
 
-python -m PACKAGE.run_ranks FACTORY_MODULE DIRECTORY      (one rank; RANK and the rest come from the environment)
+python -m PACKAGE.run_ranks FACTORY_MODULE DIRECTORY SCENARIOS    (one rank; RANK and the rest are in the environment)
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from hotseat.errors import DeadlineError
 from hotseat.train.ranks import Ranks
 
 
-def run_ranks(num_ranks: int, factory: str, directory: Path, *, timeout_s: float) -> list[dict[str, Any]]:
+def run_ranks(
+    num_ranks: int, factory: str, directory: Path, *, timeout_s: float, scenarios: str = "SCENARIOS"
+) -> list[dict[str, Any]]:
     """Every rank's results by scenario. A scenario that failed has its traceback there instead."""
     directory.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
@@ -39,7 +41,7 @@ def run_ranks(num_ranks: int, factory: str, directory: Path, *, timeout_s: float
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", __name__, factory, str(directory)]
+    command = [sys.executable, "-m", __name__, factory, str(directory), scenarios]
     processes = []
     try:
         for rank in range(num_ranks):
@@ -77,14 +79,14 @@ def wait_for_an_absent_rank(rank: int) -> str:
     return "nothing"
 
 
-def main(factory: str, directory: Path) -> None:
+def main(factory: str, directory: Path, scenarios: str) -> None:
     suite = importlib.import_module(f"{__package__}.conformance")
     make = importlib.import_module(factory).make
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Started here, so that it outlives the backends of each scenario.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     results: dict[str, Any] = {}
-    for name, scenario in suite.SCENARIOS.items():
+    for name, scenario in getattr(suite, scenarios).items():
         print(f"{name} ...", flush=True)
         try:
             results[name] = scenario(make, rank, num_ranks, directory)
@@ -98,4 +100,4 @@ def main(factory: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
