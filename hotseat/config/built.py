@@ -44,7 +44,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     ),
     Unbuilt("flow", "flows other than the task's own"),
     Unbuilt("overlap", "rollout beside training"),
-    Unbuilt("train.backend", "the DeepSpeed backend", ("deepspeed",), options=("train.deepspeed",)),
+    Unbuilt("train.deepspeed.deepcompile", "DeepSpeed's compiler passes"),
+    Unbuilt("train.deepspeed.tensor_parallel_size", "models cut by AutoTP"),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt(
         "algorithm.estimator",
@@ -65,7 +66,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     ),
     Unbuilt("actor.optimizer.kind", "Muon", options=("actor.optimizer.muon",)),
     Unbuilt("critic.optimizer.kind", "Muon", options=("critic.optimizer.muon",)),
-    Unbuilt("train.dtype", "fp16", ("fp16",)),
     Unbuilt("train.attention", "a choice of attention"),
     Unbuilt("train.liger_kernel", "Liger kernels"),
     Unbuilt("train.load_in_4bit", "4-bit weights"),

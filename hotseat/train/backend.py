@@ -87,7 +87,7 @@ class TrainOptions:
     head: Head = "policy"
     value_head_prefix: str = "score"  # of the names of a value model's head in the checkpoint it is loaded from
     # bf16_master: 16-bit compute from 32-bit weights, gradients summed in 32 bits. bf16: everything in 16 bits.
-    # fp16: as bf16_master, and the loss is scaled; DeepSpeed only. There `grad_accum_dtype` says how gradients are summed.
+    # fp16: as bf16_master, and the loss is scaled; DeepSpeed only. How that sums gradients, `grad_accum_dtype` says.
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
     schedule: Schedule = field(default_factory=Schedule)

@@ -80,7 +80,7 @@ class Fragment(Tensor):
     def _boxes(self) -> list[Box]:
         return boxes(self.shape, self.start, self.start + self.flat.numel())
 
-    # --- what torch's checkpoints ask a tensor that is in several places -----------------------------------------------
+    # --- what torch's checkpoints ask a tensor that is in several places ----------------------------------------------
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.flat)

@@ -225,8 +225,8 @@ def test_options_change_nothing_that_is_computed(stage: int, settings: dict[str,
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_of_sixteen_bits_are_summed_in_thirty_two_if_asked(stage: int) -> None:
-    """Many equal micro-batches: in bf16 a sum stops growing."""
-    work = [some_segments(2)] * 300
+    """Equal micro-batches: what is added to a sum in bf16 is rounded to a 256th of it."""
+    work = [some_segments(2)] * 25
     norms = {}
     for dtype in (None, "fp32"):
         backend = make(stage, precision="bf16_master", grad_accum_dtype=dtype)
@@ -235,8 +235,8 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two_if_asked(stage: int)
         backend = make(stage, precision="bf16_master", grad_accum_dtype=dtype)
         norms[dtype] = backend.update(work, ClippedLoss(), 1.0).grad_norm / once
         backend.close()
-    assert norms["fp32"] == pytest.approx(300, rel=1e-3)
-    assert norms[None] < 290
+    assert norms["fp32"] == pytest.approx(25, rel=1e-4)
+    assert norms[None] != pytest.approx(25, rel=1e-3)
 
 
 @pytest.mark.slow
