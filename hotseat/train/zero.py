@@ -140,7 +140,7 @@ class ZeroBackend(Trainer):
         return module
 
     def _after_scoring(self) -> None:
-        pass
+        self._stage.release()
 
     def _before_forward(self, is_last: bool) -> None:
         # Numbers of micro-batches differ from update to update, so DeepSpeed is not to count.
@@ -304,8 +304,12 @@ def _check(options: TrainOptions, zero: ZeroOptions) -> None:
 def _import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # One process has one device; DeepSpeed asks for its number in this way.
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+        os.environ.setdefault("LOCAL_RANK", "0")
+    else:
+        # One process has one device, and DeepSpeed asks for its number in this way.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        os.environ["LOCAL_RANK"] = str(index)
+        torch.cuda.set_device(index)
     try:
         import deepspeed
         import deepspeed.accelerator

@@ -51,7 +51,8 @@ class Stage(ABC):
     def backward(self, loss: Tensor, is_last: bool) -> None: ...
 
     @abstractmethod
-    def gradients(self) -> list[Tensor]: ...
+    def gradients(self) -> list[Tensor]:
+        """With the norm of all that this rank has."""
 
     @abstractmethod
     def step(self, factor: float) -> None:
@@ -71,6 +72,9 @@ class Stage(ABC):
     def gradient_memory(self) -> list[Tensor]:
         """What of gradients has memory between updates."""
         return []
+
+    def release(self) -> None:  # noqa: B027
+        """Let go of weights that were gathered for forwards, where no backward follows."""
 
     @abstractmethod
     def destroy(self) -> None: ...
@@ -157,7 +161,8 @@ class _Sharded(Stage):
 
     def gradients(self) -> list[Tensor]:
         if self._is_offloaded:
-            return [owner.grad for owner in self.owners if owner.grad is not None]
+            # They are on their way to host memory, each after DeepSpeed has taken its norm: which is all that is asked.
+            return [norm.detach().float().view(1) for norm in self._zero.norm_for_param_grads.values()]
         return [gradient for group in self._zero.averaged_gradients.values() if group for gradient in group]
 
     def step(self, factor: float) -> None:
@@ -249,18 +254,16 @@ class Scattered(_Sharded):
         if self._is_offloaded:
             self._zero.reset_cpu_buffers()
 
-    def refresh(self) -> None:
+    def release(self) -> None:
         offload = self._zero.parameter_offload if self._is_trained else self._zero
         offload.partition_all_parameters()
+
+    def refresh(self) -> None:
+        self.release()  # they are gathered anew when they are used
         if self._is_trained:
             for group in range(len(self.owners)):
                 self._zero._reassign_or_swap_out_partitioned_parameters(group)
             self._zero.invalidate_secondary_tensor()
-        self._gather_persistent(offload)
-
-    def _gather_persistent(self, offload: Any) -> None:
-        if offload.persistent_parameters:
-            offload.persistent_parameters[0].all_gather(offload.persistent_parameters)
 
     def live(self, weights: Mapping[str, Any]) -> list[Tensor]:
         found = [tensor for weight in weights.values() for tensor in (weight.detach(), weight.ds_tensor)]

@@ -236,7 +236,7 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two_if_asked(stage: int)
         norms[dtype] = backend.update(work, ClippedLoss(), 1.0).grad_norm / once
         backend.close()
     assert norms["fp32"] == pytest.approx(25, rel=1e-4)
-    assert norms[None] != pytest.approx(25, rel=1e-3)
+    assert norms[None] != pytest.approx(25, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -258,8 +258,7 @@ def test_a_value_model_is_trained(tmp_path: Path) -> None:
     assert_close(results[0], results[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(3, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
 def test_compiled_layers_compute_the_same(stage: int) -> None:
     results = []
     for options in (replace(OPTIONS, zero=ZeroOptions(stage), compile=True), OPTIONS):
