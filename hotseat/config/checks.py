@@ -281,6 +281,12 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     """(key, message) of values that contradict each other."""
     found: list[tuple[str, str]] = []
     algorithm, rollout, reward, data = config.algorithm, config.rollout, config.reward, config.data
+    if config.train.dtype == "fp16" and config.train.backend != "deepspeed":
+        found.append(("train.dtype", "fp16 needs a scaled loss, which train.backend deepspeed has; or set bf16"))
+    if config.train.dtype == "fp16" and not config.train.fp32_master:
+        found.append(
+            ("train.fp32_master", "false: weights in fp16 alone would not move by a small step; set it to true")
+        )
     if algorithm.correction.low > algorithm.correction.high:
         found.append(
             ("algorithm.correction.low", f"{algorithm.correction.low} is above high, {algorithm.correction.high}")

@@ -420,13 +420,11 @@ class DeepSpeed(Section):
     overlap_comm: bool = False
     """Overlap gradient reduction with the backward pass."""
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Type in which gradients accumulate; unset is DeepSpeed's choice."""
+    """Type in which gradients accumulate; unset is DeepSpeed's choice, the type of the computation."""
     deepcompile: bool = False
     """Compile the model with DeepSpeed's passes."""
     tensor_parallel_size: Positive = 1
     """Devices per model replica (AutoTP)."""
-    universal_checkpoint: bool = False
-    """Load a checkpoint made under another stage or world size."""
 
 
 class Lora(Section):

@@ -16,7 +16,7 @@ from hotseat.loop.value_models import reward_scale
 from hotseat.loop.value_workers import CriticSettings, RewardSettings
 from hotseat.loop.workers import BatchSettings, PolicySettings
 from hotseat.placement import Plan
-from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions
+from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import Lanes, choose_lanes
@@ -68,6 +68,22 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
+        zero=_zero(config),
+    )
+
+
+def _zero(config: Config) -> ZeroOptions | None:
+    zero = config.train.deepspeed
+    if config.train.backend != "deepspeed":
+        return None
+    return ZeroOptions(
+        stage=zero.zero_stage,
+        adam_offload=zero.adam_offload,
+        zpg=zero.zpg,
+        overlap_comm=zero.overlap_comm,
+        grad_accum_dtype=zero.grad_accum_dtype,
+        deepcompile=zero.deepcompile,
+        tensor_parallel_size=zero.tensor_parallel_size,
     )
 
 
@@ -117,13 +133,13 @@ def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
 
 
 def _precision(config: Config) -> Precision:
-    if config.train.dtype == "fp32":
-        return "fp32"
+    if config.train.dtype != "bf16":
+        return config.train.dtype
     return "bf16_master" if config.train.fp32_master else "bf16"
 
 
 def engine_dtype(config: Config) -> str:
-    return "float32" if config.train.dtype == "fp32" else "bfloat16"
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.train.dtype]
 
 
 def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) -> EngineSettings:

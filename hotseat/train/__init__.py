@@ -11,11 +11,13 @@ from hotseat.train.backend import (
     Precision,
     TrainOptions,
     UpdateReport,
+    ZeroOptions,
 )
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.make import make_backend
 from hotseat.train.packing import join, split_by_count, split_by_tokens, spread_over_ranks, take
 from hotseat.train.schedule import Schedule, ScheduleKind
+from hotseat.train.zero import ZeroBackend
 
 __all__ = [
     "PARTS",
@@ -31,6 +33,8 @@ __all__ = [
     "ScheduleKind",
     "TrainOptions",
     "UpdateReport",
+    "ZeroBackend",
+    "ZeroOptions",
     "join",
     "make_backend",
     "split_by_count",

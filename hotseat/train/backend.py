@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from hotseat.errors import UserError
+from hotseat.errors import NotBuiltError, UserError
 from hotseat.train.packing import LayoutKind
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Moved
@@ -24,7 +24,8 @@ from hotseat.types import MicroBatch, Moved
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-Precision = Literal["fp32", "bf16_master", "bf16"]
+Precision = Literal["fp32", "bf16_master", "bf16", "fp16"]
+GradDtype = Literal["fp32", "bf16", "fp16"]
 Head = Literal["policy", "value"]  # log-probs over the vocabulary, or one number: a critic, a reward model
 
 
@@ -57,12 +58,52 @@ class LoraOptions:
 
 
 @dataclass(frozen=True)
+class ZeroOptions:
+    """What the DeepSpeed backend is told besides."""
+
+    stage: int = 2  # ZeRO shards nothing, optimizer state, gradients too, weights too
+    adam_offload: bool = False  # optimizer state stays in host memory, and is stepped there
+    zpg: int = 1  # ranks that keep a second copy of the weights among them (ZeRO++)
+    overlap_comm: bool = False  # gradients are summed over ranks while the backward pass goes on
+    grad_accum_dtype: GradDtype | None = None  # None: DeepSpeed's choice, the type of the computation
+    deepcompile: bool = False
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stage not in range(4):
+            raise UserError(f"ZeRO stage {self.stage}: choose 0, 1, 2 or 3")
+        if self.zpg < 1 or (self.zpg > 1 and self.stage < 3):
+            raise UserError(
+                f"zpg {self.zpg} with ZeRO stage {self.stage}: only stage 3 shards weights, of which ZeRO++ keeps a"
+                " second copy; set zpg to 1 or the stage to 3"
+            )
+        if self.adam_offload and self.stage == 0:
+            raise UserError(
+                "adam_offload with ZeRO stage 0: DeepSpeed offloads what it shards; set the stage to 1 or more"
+            )
+        if self.grad_accum_dtype is not None and self.grad_accum_dtype not in get_args(GradDtype):
+            raise UserError(
+                f"grad_accum_dtype {self.grad_accum_dtype!r}: choose one of {', '.join(get_args(GradDtype))}"
+            )
+        if self.deepcompile:
+            raise NotBuiltError(
+                "deepcompile: DeepSpeed's compiler passes are not built in; train.compile compiles layers"
+            )
+        if self.tensor_parallel_size > 1:
+            raise NotBuiltError(
+                f"tensor_parallel_size {self.tensor_parallel_size}: models cut by AutoTP are not built in; ZeRO stage 3"
+                " shards weights too"
+            )
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """What every backend is told."""
 
     head: Head = "policy"
     value_head_prefix: str = "score"  # of the names of a value model's head in checkpoints
     # bf16_master: 16-bit compute from 32-bit weights, gradients summed in 32 bits. bf16: everything in 16 bits.
+    # fp16: as bf16_master, and the loss is scaled; DeepSpeed only. How that sums gradients, `grad_accum_dtype` says.
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
     schedule: Schedule = field(default_factory=Schedule)
@@ -76,6 +117,7 @@ class TrainOptions:
     sequence_parallel_size: int = 1  # ranks that share each micro-batch; see `sequence`
     max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
     timeout_s: float = 600.0  # for one rank to wait for the others
+    zero: ZeroOptions | None = None  # None: FSDP2
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):

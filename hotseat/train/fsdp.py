@@ -8,22 +8,20 @@ one rank is wrapped, for the conversion.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from hotseat.algorithms.digest import combine_digests, named_digests
-from hotseat.errors import RunError
+from hotseat.errors import UserError
+from hotseat.train.adamw import make_adamw, set_learning_rate, start_state
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import Part, TrainOptions
@@ -44,7 +42,7 @@ class FSDPBackend(Trainer):
         the messages would cost more than the memory.
     """
 
-    kind = {"backend": "fsdp", "format": 1}  # noqa: RUF012
+    name = "fsdp"
     has_adapters = has_average = True
 
     def __init__(
@@ -57,6 +55,11 @@ class FSDPBackend(Trainer):
         unit_bytes: int = 8 << 20,
         _compiler: Compiler = "inductor",
     ):
+        if options.precision == "fp16":
+            raise UserError(
+                "FSDP2 has no fp16, for which the loss must be scaled: set train.backend to deepspeed, or train.dtype"
+                " to bf16"
+            )
         device = torch.device(device)
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
         is_16_bit = options.precision == "bf16" or (options.precision == "bf16_master" and options.lora is not None)
@@ -84,7 +87,10 @@ class FSDPBackend(Trainer):
         # Taken once: while a layer is gathered the model shows other tensors under the same names.
         self._weights = dict(loaded.named_parameters())
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
-        self._optimizer = None if options.optimizer is None else _adamw(self._trained, options)
+        self._optimizer: torch.optim.AdamW | None = None
+        if options.optimizer is not None:
+            self._optimizer = make_adamw(self._trained.values(), options.optimizer)
+            start_state(self._optimizer, self._trained.values())
         self._host_mesh = None  # of the average: a DTensor is where its mesh is
         if options.average_decay is not None:
             self._average = MovingAverage(self._shards(), options.average_decay)
@@ -112,26 +118,26 @@ class FSDPBackend(Trainer):
     def _gradients(self) -> list[Tensor]:
         return [local(weight.grad) for weight in self._trained.values() if weight.grad is not None]
 
-    def _grad_norm(self) -> float:
-        squares = torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
-        total = squares.square_().sum()
-        if self._ranks.size > 1:
-            dist.all_reduce(total)
-        return float(total.sqrt_())
+    def _gradient_unit(self) -> float:
+        return 1.0
+
+    def _are_gradients_sharded(self) -> bool:
+        return isinstance(self._wrapped, FSDPModule)
 
     def _step(self, grad_norm: float, learning_rate: float) -> None:
         assert self._optimizer is not None
-        limit = self._options.max_grad_norm
-        # The same small term as torch's own clipping has, so that a reference loop agrees to the last bits.
-        if limit is not None and limit / (grad_norm + 1e-6) < 1:
-            torch._foreach_mul_(self._gradients(), limit / (grad_norm + 1e-6))
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        factor = self._clip_factor(grad_norm)
+        if factor < 1:
+            torch._foreach_mul_(self._gradients(), factor)
+        set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
 
     def _forget_gradients(self) -> None:
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
+
+    def _lower_loss_scale(self) -> bool:
+        return False
 
     def _can_go_on(self) -> bool:
         return not isinstance(self._wrapped, FSDPModule)
@@ -220,19 +226,6 @@ class FSDPBackend(Trainer):
 
     # --- on disk ------------------------------------------------------------------------------------------------------
 
-    def _write(self, directory: Path, state: dict[str, Tensor]) -> None:
-        self._write_kind(directory)
-        _alone_is_fine()
-        dcp.save(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
-
-    def _read(self, directory: Path, state: dict[str, Tensor]) -> None:
-        _alone_is_fine()
-        try:
-            dcp.load(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
-        except CheckpointException as error:
-            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
-            raise RunError(f"{directory} does not fit this model and optimizer: {reasons}") from error
-
     def _stored(self) -> dict[str, Tensor]:
         """The live tensors that a checkpoint holds, by name: weights, and what the optimizer knows of each.
 
@@ -249,6 +242,9 @@ class FSDPBackend(Trainer):
             for name, shard in self._average.shards.items():
                 stored[f"average.{name}"] = self._like(self._trained[name], shard)
         return stored
+
+    def _after_loading(self) -> None:
+        pass
 
     def _like(self, weight: Tensor, shard: Tensor) -> Tensor:
         """A piece of host memory as what this rank holds of something as large as a weight."""
@@ -276,7 +272,7 @@ def _shard(
 ) -> None:
     mesh = init_device_mesh(device.type, (size,))
     # Sums over ranks are taken in 32 bits, whatever the weights are.
-    compute = {"fp32": None, "bf16": None, "bf16_master": torch.bfloat16}[options.precision]
+    compute = torch.bfloat16 if options.precision == "bf16_master" else None
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for layer in layers(model):
         if sum(weight.nbytes for weight in layer.parameters()) < unit_bytes:
@@ -288,38 +284,3 @@ def _shard(
             # Summed, not averaged; and by a plain sum, because gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _adamw(weights: Mapping[str, nn.Parameter], options: TrainOptions) -> torch.optim.AdamW:
-    assert options.optimizer is not None
-    groups = [
-        {
-            "params": [weight for weight in weights.values() if weight.ndim >= 2],
-            "weight_decay": options.optimizer.weight_decay,
-        },
-        {"params": [weight for weight in weights.values() if weight.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=0.0,
-        betas=options.optimizer.betas,
-        eps=options.optimizer.eps,
-        fused=True,
-    )
-    # Made here rather than in the first step: memory is then known from the start, and there is always something to
-    # save, load and move.
-    for weight in weights.values():
-        optimizer.state[weight] = {
-            "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-            "exp_avg": torch.zeros_like(weight, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
-        }
-    return optimizer
-
-
-def _alone_is_fine() -> None:
-    """torch warns that one rank saves alone, which it was told.
-
-    For good: `catch_warnings` changes what every thread sees, and a checkpoint may be written by one of several.
-    """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hotseat.train.backend import Backend, TrainOptions
 from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.zero import ZeroBackend
 
 
 def make_backend(
@@ -19,4 +20,5 @@ def make_backend(
     trust_remote_code: bool = False,
 ) -> Backend:
     """One rank of the model, behind the backend that the options name."""
-    return FSDPBackend(model, options, device=device, trust_remote_code=trust_remote_code)
+    kind = FSDPBackend if options.zero is None else ZeroBackend
+    return kind(model, options, device=device, trust_remote_code=trust_remote_code)

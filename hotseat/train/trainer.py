@@ -8,6 +8,7 @@ import copy
 import json
 import math
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -35,6 +39,7 @@ from hotseat.train.backend import (
     needs_entropy,
 )
 from hotseat.train.experts import balancing_loss
+from hotseat.train.fragments import Fragment
 from hotseat.train.lora import Adapter, dropouts, find_adapters, save_adapter
 from hotseat.train.models import exported_name
 from hotseat.train.packing import LayoutKind, model_input
@@ -48,12 +53,13 @@ Merge = Callable[[str, Tensor, int], Tensor]
 
 _MAX_NAMED = 16  # samples in an error message
 _LAST_WRITE_S = 5.0  # for a snapshot that is being written when the backend is closed
+_FORMAT = 1  # of checkpoints, the same for every backend: each weight and its optimizer state, whole, by name
 
 
 class Trainer(ABC):
     """One rank. See `Backend` for the contract."""
 
-    kind: ClassVar[dict[str, Any]]  # what wrote a checkpoint: the backend's name and its format's number
+    name: ClassVar[str]
     has_adapters: ClassVar[bool] = False  # has `_whole` and `_base_digest`, and sends weights through `_merging`
     has_average: ClassVar[bool] = False  # has `_shards`, and stores the average
 
@@ -72,7 +78,7 @@ class Trainer(ABC):
         }
         if any(lacks.values()):
             missing = " and ".join(what for what, is_missing in lacks.items() if is_missing)
-            raise NotBuiltError(f"the {self.kind['backend']} backend does not have {missing}: train with another")
+            raise NotBuiltError(f"the {self.name} backend does not have {missing}: train with another")
         if options.sequence_parallel_size > 1 and layout == "padded":
             raise NotBuiltError(
                 f"{type(model).__name__} cannot run packed, and only packed sequences can be cut over several ranks:"
@@ -115,8 +121,15 @@ class Trainer(ABC):
         """Add the gradients of a loss; `is_last` of this update."""
 
     @abstractmethod
-    def _grad_norm(self) -> float:
-        """Of all gradients of all ranks together, when all of them are summed."""
+    def _gradients(self) -> list[Tensor]:
+        """This rank's share, when all of them are summed; all, where they are not sharded."""
+
+    @abstractmethod
+    def _gradient_unit(self) -> float:
+        """What they are multiples of."""
+
+    @abstractmethod
+    def _are_gradients_sharded(self) -> bool: ...
 
     @abstractmethod
     def _step(self, grad_norm: float, learning_rate: float) -> None:
@@ -124,6 +137,10 @@ class Trainer(ABC):
 
     @abstractmethod
     def _forget_gradients(self) -> None: ...
+
+    @abstractmethod
+    def _lower_loss_scale(self) -> bool:
+        """After gradients that are not finite: whether a scale of the loss may have been too high, and is lower now."""
 
     @abstractmethod
     def _can_go_on(self) -> bool:
@@ -142,12 +159,8 @@ class Trainer(ABC):
         """The live tensors that a checkpoint holds of this rank."""
 
     @abstractmethod
-    def _write(self, directory: Path, state: dict[str, Tensor]) -> None:
-        """Together, perhaps in a thread. Put what `_to_save` gave, or a copy of it, on disk."""
-
-    @abstractmethod
-    def _read(self, directory: Path, state: dict[str, Tensor]) -> None:
-        """Together. Fill tensors, such as `_to_save` gives, from disk."""
+    def _after_loading(self) -> None:
+        """Make everything follow from the tensors that were filled."""
 
     @abstractmethod
     def _after_scoring(self) -> None:
@@ -237,13 +250,14 @@ class Trainer(ABC):
         learning_rate = self._options.schedule.learning_rate(self._version)
         faults.reach("update.middle")
         is_finite = math.isfinite(step_loss) and math.isfinite(grad_norm)
+        is_scale = not is_finite and math.isfinite(step_loss) and self._lower_loss_scale()
         if is_finite:
             self._step(grad_norm, learning_rate)
             self._version += 1
             if self._average is not None:
                 self._average.update(self._shards())
         self._forget_gradients()
-        self._count(is_finite, step_loss, grad_norm, facts)
+        self._count(is_finite, is_scale, step_loss, grad_norm, facts)
         return UpdateReport(
             version=self._version,
             loss=step_loss,
@@ -294,6 +308,19 @@ class Trainer(ABC):
         self._is_halfway = False
         return losses, metrics
 
+    def _grad_norm(self) -> float:
+        """Of all gradients of all ranks together."""
+        norms = torch.stack([norm.to(self._device) for norm in _norms(self._gradients())])
+        total = norms.square_().sum()
+        if self._ranks.size > 1 and self._are_gradients_sharded():
+            dist.all_reduce(total)
+        return float(total.sqrt_()) * self._gradient_unit()
+
+    def _clip_factor(self, grad_norm: float) -> float:
+        """With the same small term as torch's own clipping, so that a reference loop agrees to the last bits."""
+        limit = self._options.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
+
     def _in_step(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch | None]:
         """This rank's micro-batches, then None until it has as many as the rank that has most."""
         real = [batch for batch in micro_batches if batch.num_tokens > 0]
@@ -325,11 +352,15 @@ class Trainer(ABC):
         for dropout in self._dropouts:
             dropout.train(is_on)
 
-    def _count(self, is_finite: bool, loss: float, grad_norm: float, facts: list[dict[str, Any]]) -> None:
+    def _count(
+        self, is_finite: bool, is_scale: bool, loss: float, grad_norm: float, facts: list[dict[str, Any]]
+    ) -> None:
         if is_finite:
             self._skipped_samples = []
             return
         self._num_skipped += 1
+        if is_scale:  # no sample is to blame
+            return
         suspects = tuple(sample for fact in facts for sample in fact["suspects"])
         self._skipped_samples.append(suspects or tuple(sample for fact in facts for sample in fact["samples"]))
         if len(self._skipped_samples) < self._options.max_non_finite:
@@ -448,16 +479,27 @@ class Trainer(ABC):
             state[f"random.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(self._device)
         return state
 
-    def _write_kind(self, directory: Path) -> None:
-        """Together. The folder, and what wrote it."""
+    def _write(self, directory: Path, state: dict[str, Tensor]) -> None:
+        """Together, perhaps in a thread. Put what `_to_save` gave, or a copy of it, on disk."""
         if self._ranks.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            kind = self.kind | {"num_ranks": self._ranks.size}
+            kind: dict[str, Any] = {"backend": self.name, "format": _FORMAT, "num_ranks": self._ranks.size}
             if self._base is not None:
                 kind["base"] = {"model": self._model.name_or_path, "digests": self._base}
             (directory / "backend.json").write_text(json.dumps(kind) + "\n")
         self._ranks.wait_to_save("create the folder of a checkpoint")
         faults.reach("save.during")
+        _alone_is_fine()
+        dcp.save(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
+
+    def _read(self, directory: Path, state: dict[str, Tensor]) -> None:
+        """Together. Fill tensors, such as `_to_save` gives, from disk."""
+        _alone_is_fine()
+        try:
+            dcp.load(state, checkpoint_id=directory, process_group=self._ranks.saving, no_dist=self._ranks.size == 1)
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items())
+            raise RunError(f"{directory} does not fit this model and optimizer: {reasons}") from error
 
     def saved_bytes(self) -> int:
         return sum(local(tensor).nbytes for tensor in self._stored().values())
@@ -465,7 +507,7 @@ class Trainer(ABC):
     def load(self, directory: str | Path) -> None:
         self._need("load", "weights", "optimizer")
         directory = Path(directory)
-        kind = _read_kind(directory, self.kind)
+        kind = _read_kind(directory)
         self._check_base(directory, kind.get("base"))
         counters = {name: torch.tensor(0) for name in ("version", "num_skipped")}
         state = self._stored() | {f"counter.{name}": value for name, value in counters.items()}
@@ -477,6 +519,7 @@ class Trainer(ABC):
                 random["cuda"] = torch.cuda.get_rng_state(self._device)
             state |= {f"random.{kind}.{self._ranks.rank}": value for kind, value in random.items()}
         self._read(directory, state)
+        self._after_loading()
         self._version, self._num_skipped = int(counters["version"]), int(counters["num_skipped"])
         self._skipped_samples = []
         if "cpu" in random:
@@ -516,7 +559,7 @@ class Trainer(ABC):
         if self._ranks.rank == 0:
             # Without weights of its own, and unsharded: only what it knows about names and files is wanted.
             with torch.device("meta"):
-                shell = type(self._model)(copy.deepcopy(self._model.config)).to(dtype or _dtype(self._model))
+                shell = type(self._model)(copy.deepcopy(self._model.config)).to(next(iter(whole.values())).dtype)
             if self._options.head == "policy":
                 shell.generation_config = self._model.generation_config
             else:
@@ -554,8 +597,10 @@ def _company() -> MicroBatch:
     )
 
 
-def _dtype(model: PreTrainedModel) -> torch.dtype:
-    return next(model.parameters()).dtype
+def _norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """[1] each, in float32."""
+    found: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+    return found
 
 
 def _sum_metrics(metrics: Sequence[Mapping[str, Tensor | float]]) -> dict[str, Any]:
@@ -609,6 +654,8 @@ def _first_samples(micro_batches: Sequence[MicroBatch]) -> tuple[str, ...]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor that is sharded, or all of one that is not."""
+    if isinstance(tensor, Fragment):
+        return tensor.flat
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -616,14 +663,22 @@ def convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def _read_kind(directory: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _read_kind(directory: Path) -> dict[str, Any]:
     try:
         kind: dict[str, Any] = json.loads((directory / "backend.json").read_text())
     except FileNotFoundError:
         raise RunError(f"{directory} holds no state of a training backend: it has no backend.json") from None
-    if {key: kind.get(key) for key in expected} != expected:
+    if kind.get("format") != _FORMAT:
         raise RunError(
-            f"{directory} was saved by the {kind.get('backend')} backend, format {kind.get('format')}; this is"
-            f" {expected['backend']}, format {expected['format']}: go on with the backend that wrote it"
+            f"{directory} was saved in format {kind.get('format')}, and this version reads format {_FORMAT}: go on with"
+            " the version of Hotseat that wrote it"
         )
     return kind
+
+
+def _alone_is_fine() -> None:
+    """torch warns that one rank saves alone, which it was told.
+
+    For good: `catch_warnings` changes what every thread sees, and a checkpoint may be written by one of several.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -60,7 +60,6 @@ def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
     for flag in ("--pretrain: not set", "--prompt_data: not set", "--n_samples_per_prompt: 1: a group of one"):
         assert f"\n  {flag}" in said
     assert "set --remote_rm_url, --reward_pretrain or --agent_func_path\n" in said
-    assert "--backend (deepspeed by default): the DeepSpeed backend" in said
 
 
 def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypatch, capsys):
@@ -259,7 +258,11 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("train: {backend: deepspeed}", [("train.backend", "the DeepSpeed backend")]),
+        ("train: {backend: deepspeed}", []),
+        (
+            "train: {backend: deepspeed, deepspeed: {deepcompile: true}}",
+            [("train.deepspeed.deepcompile", "DeepSpeed's compiler passes")],
+        ),
         ("overlap: {queue: 1}", [("overlap.queue", "rollout beside training")]),
         ("train: {lora: {rank: 0}}", []),
         ("task: dpo", [("task", "preference optimisation")]),

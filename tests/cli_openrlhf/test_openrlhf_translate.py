@@ -506,11 +506,9 @@ def test_the_wandb_names_have_no_effect_without_wandb():
 
 
 def test_deepspeed_options_have_no_effect_under_fsdp():
-    found = split("--backend fsdp --zero_stage 3 --adam_offload --zpg 8 --use_ds_universal_ckpt")
+    found = split("--backend fsdp --zero_stage 3 --adam_offload --zpg 8")
     assert found.config.train.deepspeed == loads("").train.deepspeed
-    assert found.no_effect == [
-        (name, "--backend is fsdp") for name in ("--zero_stage", "--adam_offload", "--zpg", "--use_ds_universal_ckpt")
-    ]
+    assert found.no_effect == [(name, "--backend is fsdp") for name in ("--zero_stage", "--adam_offload", "--zpg")]
 
 
 def test_a_transport_matters_only_between_devices():
@@ -651,7 +649,6 @@ def test_what_is_not_built_is_named_by_flag_and_default():
     assert dict(found.not_built) == {
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--async_train": "rollout beside training",
-        "--backend (deepspeed by default)": "the DeepSpeed backend",
         "--use_liger_kernel": "Liger kernels",
     }
     assert dict(translate("train_dpo", ["--backend", "fsdp"], {}).not_built) == {"train_dpo": "preference optimisation"}

@@ -34,6 +34,15 @@ def test_the_loss_falls_and_the_model_is_exported(task):
     assert weights(task, "sft")
 
 
+def test_deepspeed_learns_the_same(task):
+    start(loads(sft_yaml(task)))
+    start(loads(sft_yaml(task, name="zero"), ["train.backend=deepspeed", "train.deepspeed.zero_stage=3"]))
+    one, two = weights(task, "sft"), weights(task, "zero")
+    assert one.keys() == two.keys()
+    for name in one:
+        assert (one[name] - two[name]).abs().max() < 1e-4
+
+
 @pytest.mark.timeout(240)
 def test_ranks_of_a_launcher_agree_with_one_process(task):
     """No Ray: torchrun starts two processes, each is one rank."""

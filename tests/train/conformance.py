@@ -1,8 +1,8 @@
 """What every training backend must do, as plain functions over a factory.
 
 A factory is `make(model, options) -> Backend`. Each check takes one and a folder of its own, and raises where the
-backend is wrong. `ONE_RANK` are the checks of a single process. `SCENARIOS` are run by every rank of a group, and by
-one rank alone for comparison; `run_ranks` starts the group.
+backend is wrong. `ONE_RANK` are the checks of a single process. `SCENARIOS` are run by every rank of a group of two,
+and by one rank alone for comparison, `FOUR_RANKS` likewise; `run_ranks` starts the group.
 
 Expected values come from a reference in this file: one segment at a time through the model of transformers, full
 log_softmax, AdamW written out.
@@ -704,6 +704,39 @@ def _trains(shares: tuple[int, int], options: TrainOptions = OPTIONS) -> Scenari
     return scenario
 
 
+def _learns(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """Five updates from three micro-batches: backends differ by no more than roundings."""
+    backend = make(tiny_model(tied=False), OPTIONS)
+    losses = []
+    for step in range(5):
+        work = split_by_count(some_segments(9, seed=step), 3)
+        losses.append(backend.update(share_of(work, (2, 1), rank, num_ranks), ClippedLoss(), 1.0).loss)
+    found = backend.log_probs([some_segments()], 1.0)
+    result = {"weights": copy_weights(backend), "reports": torch.tensor(losses), "log_probs": found[0]}
+    backend.close()
+    return result
+
+
+def _deals(counts: tuple[int, ...]) -> Scenario:
+    """Ten micro-batches, so many to each rank."""
+
+    def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+        backend = make(tiny_model(), OPTIONS)
+        first = sum(counts[:rank])
+        share = slice(first, first + counts[rank]) if num_ranks > 1 else slice(None)
+        reports = []
+        for step in range(2):
+            work = split_by_count(some_segments(20, seed=step), 2)
+            assert len(work) == 10
+            report = backend.update(work[share], ClippedLoss(), 1.0)
+            reports.append((report.loss, report.grad_norm, report.num_tokens))
+        result = {"weights": copy_weights(backend), "reports": torch.tensor(reports)}
+        backend.close()
+        return result
+
+    return scenario
+
+
 def _scores(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
     """One rank has three micro-batches, the other none; each gets back its own."""
     backend = make(tiny_model(), OPTIONS)
@@ -891,12 +924,19 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"trains_{name}": _trains(shares) for name, shares in SHARES.items()},
     "trains_packed": _trains((3, 1), replace(OPTIONS, layout="packed")),
     "trains_checkpointed": _trains((1, 3), replace(OPTIONS, gradient_checkpointing=True)),
+    "learns": _learns,
     "scores": _scores,
     "skips_alike": _skips_alike,
     "digests": _digests,
     "saves_and_loads": _saves_and_loads,
     "snapshots": _snapshots,
     "loads_what_one_rank_saved": _loads_what_one_rank_saved,
+}
+
+# Of four ranks.
+FOUR_RANKS: dict[str, Scenario] = {
+    "ten_on_four": _deals((3, 3, 2, 2)),
+    "ten_on_three_of_four": _deals((5, 3, 0, 2)),
 }
 
 

@@ -1,6 +1,6 @@
 """Runs the suite's scenarios in a group of processes on loopback, within a deadline.
 
-python -m PACKAGE.run_ranks FACTORY_MODULE DIRECTORY SUITE_MODULE   (one rank; RANK etc. come from the environment)
+python -m PACKAGE.run_ranks FACTORY DIRECTORY SUITE SCENARIOS   (one rank; RANK etc. are in the environment)
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ SUITE = f"{__package__}.conformance"
 
 
 def run_ranks(
-    num_ranks: int, factory: str, directory: Path, *, timeout_s: float, suite: str = SUITE
+    num_ranks: int,
+    factory: str,
+    directory: Path,
+    *,
+    timeout_s: float,
+    suite: str = SUITE,
+    scenarios: str = "SCENARIOS",
 ) -> list[dict[str, Any]]:
     """Every rank's results by scenario. A scenario that failed has its traceback there instead."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -43,7 +49,7 @@ def run_ranks(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", __name__, factory, str(directory), suite]
+    command = [sys.executable, "-m", __name__, factory, str(directory), suite, scenarios]
     processes = []
     try:
         for rank in range(num_ranks):
@@ -81,15 +87,15 @@ def wait_for_an_absent_rank(rank: int) -> str:
     return "nothing"
 
 
-def main(factory: str, directory: Path, suite_name: str) -> None:
-    suite = importlib.import_module(suite_name)
+def main(factory: str, directory: Path, suite: str, scenarios: str) -> None:
     made_by = importlib.import_module(factory)
-    scenarios = getattr(made_by, "SCENARIOS", suite.SCENARIOS)  # a backend may have more to show
+    # A backend may have more to show.
+    chosen = getattr(made_by if hasattr(made_by, scenarios) else importlib.import_module(suite), scenarios)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Started here, so that it outlives the backends of each scenario.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
     results: dict[str, Any] = {}
-    for name, scenario in scenarios.items():
+    for name, scenario in chosen.items():
         print(f"{name} ...", flush=True)
         try:
             results[name] = scenario(made_by.make, rank, num_ranks, directory)
@@ -103,4 +109,4 @@ def main(factory: str, directory: Path, suite_name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4])

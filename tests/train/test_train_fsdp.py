@@ -160,10 +160,10 @@ def test_a_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         dist.destroy_process_group()
 
 
-def test_a_checkpoint_of_another_backend_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "backend.json").write_text(json.dumps({"backend": "deepspeed", "format": 1, "num_ranks": 1}))
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "backend.json").write_text(json.dumps({"backend": "deepspeed", "format": 2, "num_ranks": 1}))
     backend = fsdp_factory.make(tiny_model(), OPTIONS)
-    with pytest.raises(RunError, match="saved by the deepspeed backend, format 1; this is fsdp"):
+    with pytest.raises(RunError, match="saved in format 2, and this version reads format 1: go on with the version"):
         backend.load(tmp_path)
     backend.close()
 
@@ -179,7 +179,7 @@ def test_weights_are_refused_before_the_first_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "fp8"}, "precision 'fp8': choose one of fp32, bf16_master, bf16"),
+        ({"precision": "fp8"}, "precision 'fp8': choose one of fp32, bf16_master, bf16, fp16"),
         ({"layout": "ragged"}, "layout 'ragged': choose one of auto, padded, packed"),
         ({"max_grad_norm": 0.0}, "clipped to norm 0.0: set it above 0, or to none"),
         ({"max_non_finite": 0}, "after 0 updates that are not finite"),
@@ -207,6 +207,24 @@ def test_a_backend_without_a_feature_says_so(options: TrainOptions, what: str) -
 
     with pytest.raises(NotBuiltError, match=f"the fsdp backend does not have {what}: train with another"):
         Bare(tiny_model(), options)
+
+
+def test_sixteen_bit_floats_need_the_other_backend() -> None:
+    with pytest.raises(UserError, match="FSDP2 has no fp16.*set train.backend to deepspeed"):
+        fsdp_factory.make(tiny_model(), replace(OPTIONS, precision="fp16"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", conformance.FOUR_RANKS)
+def test_four_ranks_are_as_one(name: str, four: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = conformance.FOUR_RANKS[name](fsdp_factory.make, 0, 1, tmp_path)
+    conformance.assert_group_agrees(alone, [result[name] for result in four])
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("four")
+    return run_ranks(4, fsdp_factory.__name__, directory, timeout_s=240, scenarios="FOUR_RANKS")
 
 
 def test_it_is_loaded_from_a_folder(tmp_path: Path) -> None:

@@ -158,7 +158,11 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _text("--grad_accum_dtype", "--ds.grad_accum_dtype", None, "train.deepspeed.grad_accum_dtype"),
         _switch("--deepcompile", "--ds.deepcompile", "train.deepspeed.deepcompile"),
         _int("--ds_tensor_parallel_size", "--ds.tensor_parallel_size", 1, "train.deepspeed.tensor_parallel_size"),
-        _switch("--use_ds_universal_ckpt", "--ds.use_universal_ckpt", "train.deepspeed.universal_checkpoint"),
+        _switch(
+            "--use_ds_universal_ckpt",
+            "--ds.use_universal_ckpt",
+            because="every checkpoint loads under another stage or number of ranks",
+        ),
         # batches
         _int("--train_batch_size", "--train.batch_size", 128, "train.batch_size"),
         _int("--micro_train_batch_size", "--train.micro_batch_size", 8, "train.micro_batch_size"),

@@ -1,0 +1,101 @@
+"""A stretch of a flattened tensor, in a checkpoint as part of the whole.
+
+ZeRO cuts weights and optimizer state wherever a rank's share of all elements ends, in the middle of a row too. The
+checkpoint format knows rectangles only: a `Fragment` tells it those that the stretch is made of. What is written so can
+be read by any number of ranks, cut in any way, by either backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+class Box(NamedTuple):
+    """Where a rectangle lies in the whole tensor, and where it begins in the stretch."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    begin: int
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The rectangles that elements `start` to `stop` of a flattened tensor are made of, in order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), (), 0)]
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,), 0)]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        return _in_row(shape, last, start - last * row, stop - last * row, 0)
+    found = _in_row(shape, first - 1, start - (first - 1) * row, row, 0) if start < first * row else []
+    if first < last:
+        rest = tuple(shape[1:])
+        found.append(Box((first, *[0] * len(rest)), (last - first, *rest), first * row - start))
+    return found + _in_row(shape, last, 0, stop - last * row, last * row - start)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int, begin: int) -> list[Box]:
+    return [
+        Box((row, *box.offsets), (1, *box.sizes), begin + box.begin) for box in boxes(tuple(shape[1:]), start, stop)
+    ]
+
+
+class Fragment(Tensor):
+    """Elements `start` and on of a tensor of this shape, when flattened. `flat` [num_elements] is where they are."""
+
+    flat: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, flat: Tensor, shape: Sequence[int], start: int) -> Fragment:
+        fragment = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=flat.dtype, device=flat.device)
+        fragment.flat, fragment.start = flat, start
+        return fragment
+
+    def __init__(self, flat: Tensor, shape: Sequence[int], start: int): ...
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a fragment: use what it holds")
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"Fragment({self.start} to {self.start + self.flat.numel()} of {tuple(self.shape)})"
+
+    def detach(self) -> Fragment:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Fragment:
+        return Fragment(self.flat.detach().to(*args, **kwargs), self.shape, self.start)
+
+    def _boxes(self) -> list[Box]:
+        return boxes(self.shape, self.start, self.start + self.flat.numel())
+
+    # --- what torch's checkpoints ask a tensor that is in several places ----------------------------------------------
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.flat)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        [box] = [box for box in self._boxes() if box.offsets == tuple(index.offset or ())]
+        return self.flat.detach()[box.begin : box.begin + math.prod(box.sizes)].view(box.sizes)

@@ -1,0 +1,391 @@
+"""The DeepSpeed backend: ZeRO stages 0 to 3.
+
+DeepSpeed shards, gathers and sums over ranks, and keeps masters and loss scale. What a step means stays ours: gradients
+are summed and not averaged, whether a step is taken and how it is clipped is decided before DeepSpeed hears of it, and
+checkpoints have the format of every backend.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hotseat.algorithms.digest import named_digests
+from hotseat.errors import NotBuiltError, RunError, UserError
+from hotseat.train.adamw import make_adamw, set_learning_rate
+from hotseat.train.attention import has_flash
+from hotseat.train.backend import Part, Precision, TrainOptions, ZeroOptions
+from hotseat.train.fragments import Fragment
+from hotseat.train.logprobs import Compiler
+from hotseat.train.models import compiles, layers, load_model, prepare_model
+from hotseat.train.ranks import Ranks
+from hotseat.train.trainer import Trainer, convert
+from hotseat.train.zero_stages import Flattened, Piece, Scattered, Stage, Unsharded
+
+_COMPUTE: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16_master": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_MAX_BUCKET = 500_000_000  # elements that are summed over ranks at once: DeepSpeed's own number
+# Of the loss, in fp16: DeepSpeed's own numbers. The second overflow in a row and all after it halve the scale.
+_SCALE = {
+    "init_scale": 2**16,
+    "scale_window": 1000,
+    "delayed_shift": 2,
+    "min_scale": 1,
+    "consecutive_hysteresis": False,
+}
+_SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class ZeroBackend(Trainer):
+    """One rank. See `Backend` for the contract.
+
+    persistent_size: with stage 3, weights of at most so many elements are whole on every rank.
+    """
+
+    name = "deepspeed"
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        options: TrainOptions,
+        *,
+        device: str | torch.device = "cpu",
+        trust_remote_code: bool = False,
+        persistent_size: int = 100_000,
+        _compiler: Compiler = "inductor",
+    ):
+        zero = options.zero or ZeroOptions()
+        device = torch.device(device)
+        _check(options, zero)
+        self._deepspeed = _import_deepspeed(device)
+        compute = _COMPUTE[options.precision]
+        dtype = compute if options.precision == "bf16" else torch.float32
+        loaded = load_model(model, options, dtype, trust_remote_code)
+        is_compiled = compiles(options.compile, device)
+        self._wrapped, layout = prepare_model(
+            loaded,
+            head=options.head,
+            layout=options.layout,
+            gradient_checkpointing=options.gradient_checkpointing,
+            compiler=_compiler if is_compiled else None,
+        )
+        self._saved_names = set(loaded.state_dict())
+        ranks = Ranks(device, options.timeout_s, always_group=True)
+        self._deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        if ranks.size % zero.zpg:
+            raise UserError(f"zpg {zero.zpg} with {ranks.size} ranks: set it to a divisor of their number")
+        super().__init__(options, ranks, device, loaded, layout, has_flash(device, compute))
+        self._compute = compute
+        self._has_masters = options.optimizer is not None and compute != dtype
+        self._weights = dict(loaded.named_parameters())
+        self._shapes = {name: weight.shape for name, weight in self._weights.items()}
+        exact = {name: weight.detach() for name, weight in self._weights.items()}
+        if is_compiled and zero.stage == 3:
+            # Gathered as a whole before its compiled code runs, not one by one in the middle of it.
+            self._deepspeed.utils.set_z3_leaf_modules(self._wrapped, list({type(layer) for layer in layers(loaded)}))
+        self._engine: Any = None  # DeepSpeed's; None: a model that is only scored and is not sharded
+        self._optimizer: torch.optim.AdamW | None = None
+        self._stage = self._shard(zero, persistent_size)
+        self._pieces = self._stage.pieces(self._weights)
+        if self._has_masters:  # which DeepSpeed makes of weights that have been rounded
+            for name, piece in self._pieces.items():
+                piece.of(piece.owner).copy_(exact[name].view(-1)[piece.start : piece.start + piece.size])
+
+    def _shard(self, zero: ZeroOptions, persistent_size: int) -> Stage:
+        options = self._options
+        trained = [weight for weight in self._weights.values() if weight.requires_grad]
+        masters = trained
+        if zero.stage == 0 and self._has_masters:
+            masters = [weight.detach().to(self._device, copy=True).requires_grad_() for weight in trained]
+        if options.optimizer is not None:
+            # Before weights are sharded: it asks for their dimensions.
+            self._optimizer = make_adamw(masters, options.optimizer)
+        for weight in self._weights.values():
+            weight.data = weight.data.to(self._compute)
+        if options.optimizer is None and zero.stage < 3:
+            self._wrapped.to(self._device)
+            return Unsharded([], [])
+        config = _config(options, zero, self._ranks.size, sum(map(Tensor.numel, trained)), persistent_size)
+        if zero.stage == 3:
+            # One weight after the other; below, DeepSpeed would first take all of them to the device.
+            self._deepspeed.zero.Init(module=self._wrapped, config_dict_or_path=config, dtype=self._compute)
+        self._engine, *_ = self._deepspeed.initialize(model=self._wrapped, optimizer=self._optimizer, config=config)
+        if zero.stage == 3:
+            return Scattered(self._engine, zero.adam_offload, self._ranks.rank, self._ranks.size)
+        if zero.stage > 0:
+            return Flattened(self._engine, zero.adam_offload)
+        assert self._optimizer is not None
+        return Unsharded(trained, masters, self._engine, self._optimizer, _make_scaler(options))
+
+    # --- forward and backward -----------------------------------------------------------------------------------------
+
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._wrapped if self._engine is None else self._engine
+        return module
+
+    def _after_scoring(self) -> None:
+        self._stage.release()
+
+    def _before_forward(self, is_last: bool) -> None:
+        # Numbers of micro-batches differ from update to update, so DeepSpeed is not to count.
+        self._engine.set_gradient_accumulation_boundary(is_last)
+
+    def _backward(self, total: Tensor, is_last: bool) -> None:
+        self._stage.backward(total, is_last)
+
+    def _gradients(self) -> list[Tensor]:
+        return self._stage.gradients()
+
+    def _gradient_unit(self) -> float:
+        return self._stage.gradient_unit()
+
+    def _are_gradients_sharded(self) -> bool:
+        return self._stage.are_gradients_sharded
+
+    def _step(self, grad_norm: float, learning_rate: float) -> None:
+        assert self._optimizer is not None
+        set_learning_rate(self._optimizer, learning_rate)
+        self._stage.step(self._clip_factor(grad_norm) * self._stage.gradient_unit())
+
+    def _lower_loss_scale(self) -> bool:
+        scaler = self._stage.scaler
+        if scaler is None or scaler.cur_scale <= scaler.min_scale:
+            return False
+        scaler.update_scale(True)
+        return True
+
+    def _forget_gradients(self) -> None:
+        if self._optimizer is not None:
+            self._stage.forget_gradients()
+
+    def _can_go_on(self) -> bool:
+        return self._ranks.size == 1
+
+    # --- residency ----------------------------------------------------------------------------------------------------
+
+    def _tensors(self, part: Part) -> list[Tensor]:
+        live = self._stage.live(self._weights)
+        if part == "weights":
+            return live
+        if part == "gradients":
+            return self._stage.gradient_memory()
+        if self._optimizer is None:
+            return []
+        # Masters count as optimizer state, unless they are the weights themselves.
+        weights = {tensor.untyped_storage().data_ptr() for tensor in live}
+        masters = [owner for owner in self._stage.owners if owner.untyped_storage().data_ptr() not in weights]
+        states = [value for owner in self._stage.owners for value in self._optimizer.state[owner].values()]
+        found = [tensor.detach() for tensor in (*masters, *states) if tensor.ndim > 0]
+        return [tensor for tensor in found if tensor.device.type == self._device.type]
+
+    # --- weights out --------------------------------------------------------------------------------------------------
+
+    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        if self._has_masters and dtype != self._compute:
+            self._need("weights in another type than that of the computation", "optimizer")
+            yield from self._masters(dtype or torch.float32, bucket_bytes)
+        else:
+            for bucket in self._buckets(dtype or self._compute, bucket_bytes):
+                gathered = [self._weights[name] for name in bucket]
+                with self._deepspeed.zero.GatheredParameters(gathered):
+                    for name, weight in zip(bucket, gathered, strict=True):
+                        yield name, convert(weight.detach(), dtype)
+        for name, buffer in self._saved_buffers().items():
+            yield name, convert(buffer, dtype)
+
+    def _masters(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self._buckets(dtype, bucket_bytes):
+            counts = [math.prod(self._shapes[name]) for name in bucket]
+            # Every element is on one rank and zero elsewhere; a sum of integers keeps its bits.
+            words = torch.zeros(-(-sum(counts) * dtype.itemsize // 4), dtype=torch.int32, device=self._device)
+            places = words.view(dtype)[: sum(counts)].split(counts)
+            for name, place in zip(bucket, places, strict=True):
+                piece = self._pieces.get(name)
+                if piece is not None:
+                    place[piece.start : piece.start + piece.size] = piece.of(piece.owner).to(dtype)
+            if self._ranks.size > 1 and self._stage.are_gradients_sharded:
+                dist.all_reduce(words)
+            for name, place in zip(bucket, places, strict=True):
+                yield name, place.view(self._shapes[name])
+
+    def _buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[str]]:
+        """Names of weights that go together."""
+        bucket: list[str] = []
+        size = 0
+        for name, shape in self._shapes.items():
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if bucket and size + num_bytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += num_bytes
+        if bucket:
+            yield bucket
+
+    def _saved_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_names}
+
+    def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
+        self._need("digest", "weights")
+        return named_digests(self.weights(dtype=dtype))
+
+    # --- on disk ------------------------------------------------------------------------------------------------------
+
+    def _stored(self) -> dict[str, Tensor]:
+        stored: dict[str, Tensor] = {f"weight.{name}": buffer for name, buffer in self._saved_buffers().items()}
+        for name, piece in self._pieces.items():
+            stored[f"weight.{name}"] = self._fragment(name, piece, piece.owner)
+            if self._optimizer is None or not self._weights[name].requires_grad:
+                continue
+            for key, value in self._optimizer.state[piece.owner].items():
+                stored[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else self._fragment(name, piece, value)
+        if self._stage.scaler is not None:
+            stored["loss_scale"] = torch.tensor([float(getattr(self._stage.scaler, name)) for name in _SCALE_STATE])
+        return stored
+
+    def _fragment(self, name: str, piece: Piece, tensor: Tensor) -> Fragment:
+        return Fragment(piece.of(tensor), self._shapes[name], piece.start)
+
+    def _read(self, directory: Path, state: dict[str, Tensor]) -> None:
+        scale = state.pop("loss_scale", None)
+        if scale is not None and "loss_scale" in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata:
+            state["loss_scale"] = scale
+        super()._read(directory, state)
+        if "loss_scale" in state:
+            for name, value in zip(_SCALE_STATE, state["loss_scale"].tolist(), strict=True):
+                setattr(self._stage.scaler, name, value if name == "cur_scale" else int(value))
+
+    def _after_loading(self) -> None:
+        self._stage.refresh()
+
+    def close(self) -> None:
+        super().close()
+        if not dist.is_initialized():
+            # DeepSpeed remembers groups of which nothing is left.
+            self._deepspeed.utils.groups._release_process_group_references()
+
+    def _drop(self) -> None:
+        self._stage.destroy()
+        del self._wrapped, self._engine, self._optimizer, self._weights, self._pieces, self._stage
+
+
+def _check(options: TrainOptions, zero: ZeroOptions) -> None:
+    """What DeepSpeed would refuse by an assertion, or not at all."""
+    wanted, compute = zero.grad_accum_dtype, _NAMES[_COMPUTE[options.precision]]
+    is_wider = zero.stage >= 2 or (zero.stage == 1 and compute == "fp16")
+    if wanted not in (None, compute) and not (wanted == "fp32" and is_wider):
+        raise NotBuiltError(
+            f"gradients of a {compute} computation summed in {wanted} with ZeRO stage {zero.stage}: leave"
+            f" grad_accum_dtype unset for {compute}, or choose fp32 with stage 2 or 3"
+        )
+    if zero.adam_offload and options.precision == "bf16":
+        raise NotBuiltError(
+            "adam_offload of weights in pure bf16, for which DeepSpeed needs an optimizer of its own: set"
+            " train.fp32_master to true"
+        )
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("LOCAL_RANK", "0")
+    else:
+        # One process has one device, and DeepSpeed asks for its number in this way.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        os.environ["LOCAL_RANK"] = str(index)
+        torch.cuda.set_device(index)
+    try:
+        import deepspeed
+        import deepspeed.accelerator
+    except ImportError as error:
+        raise UserError(
+            f"the DeepSpeed backend: {error}; install it with `pip install hotseat[deepspeed]`, or set train.backend to"
+            " fsdp"
+        ) from None
+    found = deepspeed.accelerator.get_accelerator().device_name()
+    if found != device.type:
+        raise RunError(
+            f"DeepSpeed in this process is set to {found} and cannot train on {device.type}: start training in a"
+            " process of its own"
+        )
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # On CPUs it would first compile collectives of its own, for minutes; gloo has them.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It calls them by names that torch 2.13 has others for.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    return deepspeed
+
+
+def _config(
+    options: TrainOptions, zero: ZeroOptions, num_ranks: int, num_elements: int, persistent_size: int
+) -> dict[str, Any]:
+    """DeepSpeed's. Batch sizes are a formality: it is told which micro-batch is the last."""
+    sharding: dict[str, Any] = {
+        "stage": zero.stage,
+        "overlap_comm": zero.overlap_comm,
+        "reduce_bucket_size": max(1, min(num_elements, _MAX_BUCKET)),
+    }
+    if zero.stage == 3:
+        sharding |= {"stage3_param_persistence_threshold": persistent_size, "zero_hpz_partition_size": zero.zpg}
+    if zero.adam_offload:
+        sharding["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    elif zero.stage in (1, 2):
+        sharding["compute_grad_norm"] = False  # it is known by then
+    config: dict[str, Any] = {
+        "train_batch_size": num_ranks,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_allreduce_op": "mean" if zero.stage == 3 else "sum",
+        "gradient_clipping": 0.0,
+        "zero_optimization": sharding,
+        "zero_allow_untested_optimizer": True,
+        # torch's fused AdamW steps host memory too, and needs no compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if zero.stage == 0:
+        return config
+    if zero.grad_accum_dtype is not None:
+        config["data_types"] = {"grad_accum_dtype": zero.grad_accum_dtype}
+        config["communication_data_type"] = zero.grad_accum_dtype
+    if options.precision in ("bf16", "bf16_master"):
+        is_pure = options.precision == "bf16" and options.optimizer is not None
+        config["bf16"] = {
+            "enabled": True,
+            "check_grad_overflow": False,  # as above
+            "bf16_master_weights_and_grads": is_pure,
+            "bf16_optimizer_states": is_pure,
+        }
+    if options.precision == "fp16":
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": int(math.log2(_SCALE["init_scale"])),
+            "loss_scale_window": _SCALE["scale_window"],
+            "hysteresis": _SCALE["delayed_shift"],
+            "min_loss_scale": _SCALE["min_scale"],
+        }
+    return config
+
+
+def _make_scaler(options: TrainOptions) -> Any:
+    if options.precision != "fp16":
+        return None
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    return DynamicLossScaler(**_SCALE)

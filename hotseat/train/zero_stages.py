@@ -1,0 +1,276 @@
+"""What DeepSpeed's optimizers look like inside: where a weight's master copy and gradient are, for each ZeRO stage.
+
+All that depends on DeepSpeed's own names is here and in `zero.py`; written for 0.19.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hotseat.train.adamw import start_state
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's stretch of one weight, where the optimizer steps it."""
+
+    start: int  # in the weight, flattened
+    size: int
+    owner: Tensor  # what the optimizer steps: one weight, or parts of many laid end to end
+    offset: int = 0  # in the owner, flattened
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The stretch [size] in the owner, or in state that is as large."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.size]
+
+
+class Stage(ABC):
+    """A model that DeepSpeed shards, or does not."""
+
+    are_gradients_sharded = True
+    scaler: Any = None  # of the loss, for fp16: DeepSpeed's
+    owners: Sequence[Tensor] = ()  # what the optimizer steps
+
+    @abstractmethod
+    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
+        """Of those weights that this rank has a stretch of."""
+
+    def scale(self) -> float:
+        return 1.0 if self.scaler is None else float(self.scaler.cur_scale)
+
+    def gradient_unit(self) -> float:
+        return 1 / self.scale()
+
+    @abstractmethod
+    def backward(self, loss: Tensor, is_last: bool) -> None: ...
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """With the norm of all that this rank has."""
+
+    @abstractmethod
+    def step(self, factor: float) -> None:
+        """With gradients times the factor."""
+
+    @abstractmethod
+    def forget_gradients(self) -> None: ...
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Make the weights that forwards use from the pieces."""
+
+    @abstractmethod
+    def live(self, weights: Mapping[str, nn.Parameter]) -> list[Tensor]:
+        """The memory of the weights that forwards use."""
+
+    def gradient_memory(self) -> list[Tensor]:
+        """What of gradients has memory between updates."""
+        return []
+
+    def release(self) -> None:  # noqa: B027
+        """Let go of weights that were gathered for forwards, where no backward follows."""
+
+    @abstractmethod
+    def destroy(self) -> None: ...
+
+
+class Unsharded(Stage):
+    """Stage 0, and models that are only scored unless their weights are sharded.
+
+    DeepSpeed sums gradients over ranks. For 16-bit weights its optimizer of stage 0 has neither a layout of its own nor
+    a choice of types: masters are kept here, one for each weight.
+    """
+
+    are_gradients_sharded = False
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        masters: Sequence[Tensor],
+        engine: Any = None,
+        optimizer: torch.optim.AdamW | None = None,
+        scaler: Any = None,
+    ):
+        self.owners = masters
+        self._trained = trained
+        self._engine, self._optimizer, self.scaler = engine, optimizer, scaler
+        if optimizer is not None:
+            start_state(optimizer, masters)
+
+    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
+        masters = dict(zip(map(id, self._trained), self.owners, strict=True))
+        found = {name: masters.get(id(weight), weight) for name, weight in weights.items()}
+        return {name: Piece(0, owner.numel(), owner) for name, owner in found.items()}
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        self._engine.backward(loss * self.scale(), scale_wrt_gas=False)
+        if is_last:
+            for weight, master in zip(self._trained, self.owners, strict=True):
+                if master is not weight and weight.grad is not None:
+                    master.grad = weight.grad.to(master.dtype)
+                    weight.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.owners if master.grad is not None]
+
+    def step(self, factor: float) -> None:
+        assert self._optimizer is not None
+        if factor != 1:
+            torch._foreach_mul_(self.gradients(), factor)
+        self._optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update_scale(False)
+        self.refresh()
+
+    def forget_gradients(self) -> None:
+        for tensor in (*self._trained, *self.owners):
+            tensor.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for weight, master in zip(self._trained, self.owners, strict=True):
+            if master is not weight:
+                weight.copy_(master)
+
+    def live(self, weights: Mapping[str, nn.Parameter]) -> list[Tensor]:
+        return [weight.detach() for weight in weights.values()]
+
+    def destroy(self) -> None:
+        if self._engine is not None:
+            self._engine.destroy()
+
+
+class _Sharded(Stage):
+    """What DeepSpeed's sharding optimizers have in common."""
+
+    def __init__(self, engine: Any, is_offloaded: bool):
+        self._engine = engine
+        self._zero = engine.optimizer
+        self._is_offloaded = is_offloaded
+        if self._zero.loss_scaler.dynamic:
+            self.scaler = self._zero.loss_scaler
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def gradients(self) -> list[Tensor]:
+        if self._is_offloaded:
+            # They are on their way to host memory, each after DeepSpeed has taken its norm: which is all that is asked.
+            return [norm.detach().float().view(1) for norm in self._zero.norm_for_param_grads.values()]
+        return [gradient for group in self._zero.averaged_gradients.values() if group for gradient in group]
+
+    def step(self, factor: float) -> None:
+        # DeepSpeed divides 32-bit gradients by the scale, which is a good time for any other factor too.
+        self._zero.override_loss_scale(1 / factor)
+        try:
+            self._zero.step()
+        finally:
+            self._zero.custom_loss_scaler = False
+
+    def destroy(self) -> None:
+        self._engine.destroy()
+
+
+class Flattened(_Sharded):
+    """Stages 1 and 2: every rank has all weights, end to end, and steps its share of the elements."""
+
+    def __init__(self, engine: Any, is_offloaded: bool):
+        super().__init__(engine, is_offloaded)
+        self.owners = self._zero.single_partition_of_fp32_groups
+        start_state(self._zero.optimizer, self.owners)
+
+    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
+        found = {}
+        for name, weight in weights.items():
+            if not weight.requires_grad:
+                found[name] = Piece(0, weight.numel(), weight)
+            elif weight._hp_mapping is not None:
+                place = weight._hp_mapping
+                owner = self.owners[place.param_group_index]
+                within = place.lp_fragment_address
+                found[name] = Piece(within.start, within.numel, owner, place.hp_fragment_address.start)
+        return found
+
+    def forget_gradients(self) -> None:
+        # As DeepSpeed does after an overflow; there is no other way to leave out a step.
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        zero.micro_step_id = -1
+        zero._epilogue_ran_this_backward = False
+        zero.averaged_gradients = {}
+        zero.all_grad_tensors = {}
+        if self._is_offloaded:
+            zero._offload_accumulated_param_ids = set()
+            zero.reset_cpu_buffers()
+
+    def refresh(self) -> None:
+        self._zero.update_lp_params()
+
+    def live(self, weights: Mapping[str, nn.Parameter]) -> list[Tensor]:
+        return [*self._zero.bit16_groups_flat, *(weight.detach() for weight in weights.values())]
+
+
+class Scattered(_Sharded):
+    """Stage 3: every rank has a stretch of each weight, and gathers weights when a layer needs them."""
+
+    def __init__(self, engine: Any, is_offloaded: bool, rank: int, num_ranks: int):
+        self._rank, self._num_ranks = rank, num_ranks
+        self._engine = engine
+        self._zero = engine.optimizer
+        self._is_trained = hasattr(self._zero, "fp32_partitioned_groups_flat")
+        if self._is_trained:
+            super().__init__(engine, is_offloaded)
+            self.owners = self._zero.fp32_partitioned_groups_flat
+            start_state(self._zero.optimizer, self.owners)
+
+    def pieces(self, weights: Mapping[str, Any]) -> dict[str, Piece]:
+        found = {}
+        for name, weight in weights.items():
+            share = weight.partition_numel()
+            start = min(self._rank * share, weight.ds_numel)
+            size = min(share, weight.ds_numel - start)  # the last ranks' shares may be padded
+            if self._is_trained and weight.requires_grad:
+                group, offset, _ = self._zero.grad_position[self._zero.get_param_id(weight)]
+                piece = Piece(start, size, self.owners[group], offset)
+            else:
+                piece = Piece(start, size, weight.ds_tensor)
+            if size:
+                found[name] = piece
+        return found
+
+    def gradient_unit(self) -> float:
+        return self._num_ranks * super().gradient_unit()  # it averages, whatever it is told
+
+    def forget_gradients(self) -> None:
+        self._zero.zero_grad(set_to_none=True)
+        self._zero.averaged_gradients = {}
+        self._zero._offload_boundary_param_ids = set()
+        if self._is_offloaded:
+            self._zero.reset_cpu_buffers()
+
+    def release(self) -> None:
+        offload = self._zero.parameter_offload if self._is_trained else self._zero
+        offload.partition_all_parameters()
+
+    def refresh(self) -> None:
+        self.release()  # they are gathered anew when they are used
+        if self._is_trained:
+            for group in range(len(self.owners)):
+                self._zero._reassign_or_swap_out_partitioned_parameters(group)
+            self._zero.invalidate_secondary_tensor()
+
+    def live(self, weights: Mapping[str, Any]) -> list[Tensor]:
+        found = [tensor for weight in weights.values() for tensor in (weight.detach(), weight.ds_tensor)]
+        return [*found, self._zero.lp_param_buffer] if self._is_trained else found
+
+    def gradient_memory(self) -> list[Tensor]:
+        if not self._is_trained:
+            return []
+        buckets = [bucket.buffer for bucket in self._zero.ipg_buckets.values() if isinstance(bucket.buffer, Tensor)]
+        return [self._zero.grad_partitions_flat_buffer, *buckets]
