@@ -8,7 +8,7 @@ from hotseat.config import loads
 from hotseat.faults import Fault
 from hotseat.loop.run import start
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 PLACEMENT = "{actor: 0, 'reference,rollout': '@actor', critic: 1, reward: 2}"
 
@@ -28,8 +28,8 @@ def config_text(task, name: str, cluster: str) -> str:
     "fault",
     [
         Fault("update.micro-batch", "kill", by="critic:0", skip=4),
-        pytest.param(Fault("prepare.before", "kill", to="reward:0", skip=2), marks=pytest.mark.long),
-        pytest.param(Fault("save.during", "kill", by="critic:0", skip=2), marks=pytest.mark.long),
+        Fault("prepare.before", "kill", to="reward:0", skip=2),
+        Fault("save.during", "kill", by="critic:0", skip=2),
     ],
 )
 def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint(tmp_path, fault):
