@@ -45,6 +45,7 @@ class Case:
     fp32_master: bool = False
     always_aside: bool = False
     kl: bool = False
+    ppo: bool = False  # with a critic, a reference and a reward model, each of the actor's shape
     micro_batch: int = 32
     memory_share: float = 0.4
     num_prompts: int = NUM_PROMPTS
@@ -55,6 +56,7 @@ CASES = {
     "bf16": Case("pure bf16, everything stays", steps=6),
     "master": Case("fp32 masters, engine and trainer put aside in turn", steps=4, fp32_master=True, always_aside=True),
     "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
+    "ppo": Case("PPO: actor, critic, reference, reward model, pure bf16", steps=10, kl=True, ppo=True),
     "8B": Case(
         "Llama-3-8B's shape, pure bf16", model="8B", steps=2, micro_batch=8, memory_share=0.3, checkpointing=True
     ),
@@ -70,13 +72,13 @@ CONFIG = """
 task: rl
 name: {name}
 run_dir: {directory}/runs
-cluster: {{component_placement: {{actor: 0, rollout: "@actor"{reference}}}}}
+cluster: {{component_placement: {{actor: 0, rollout: "@actor"{others}}}}}
 actor: {{model: {directory}/{model}, optimizer: {{learning_rate: 1e-6, schedule: constant}}{aside}}}
 data: {{path: {directory}/{model}/prompts.jsonl, label_key: label, max_length: {max_length}, max_samples: {num_rows}}}
-reward: {{function: {directory}/reward.py}}
+reward: {{{reward}}}
 rollout:
   {{engine: vllm, batch_size: {num_prompts}, samples_per_prompt: 8, max_new_tokens: 512, memory_share: {share}{aside}}}
-algorithm: {{estimator: group_norm{kl}}}
+algorithm: {{estimator: {estimator}{kl}}}
 train: {{dtype: {dtype}, fp32_master: {master}, batch_size: {batch}, micro_batch_size: {micro_batch},
   gradient_checkpointing: {checkpointing}}}
 log: {{samples_per_step: 0}}
@@ -124,7 +126,7 @@ def make_model(directory: Path, model: str) -> None:
 
 def write_model(directory: Path, model: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     path, vocab_size = directory / model, VOCAB_SIZES[model]
     words = [*(f"w{index}" for index in range(vocab_size)), "<eos>"]
@@ -135,6 +137,10 @@ def write_model(directory: Path, model: str) -> None:
         made = AutoModelForCausalLM.from_config(shape(model))
     torch.set_default_dtype(torch.float32)
     made.to(torch.bfloat16).save_pretrained(path)
+    if model == "1.5B":
+        reward_model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.bfloat16)
+        reward_model.save_pretrained(directory / f"{model}-reward")
+        save_tokenizer(directory / f"{model}-reward", words)
     rng = random.Random(0)
     num_rows = 20 * NUM_PROMPTS
     (directory / "reward.py").write_text(REWARD)
@@ -319,10 +325,12 @@ def config_of(directory: Path, name: str) -> Any:
             name=f"{name}-{int(time.time())}",
             directory=directory,
             model=case.model,
-            reference=', reference: "@actor"' if case.kl else "",
+            others=', reference: "@actor"' * case.kl + ', critic: "@actor", reward: "@actor"' * case.ppo,
+            reward=f"model: {directory}/{case.model}-reward" if case.ppo else f"function: {directory}/reward.py",
+            estimator="gae" if case.ppo else "group_norm",
             aside=", enable_offload: true" if case.always_aside else "",
             share=case.memory_share,
-            kl=", kl: {coef: 0.001, as_loss: true}" if case.kl else "",
+            kl=f", kl: {{coef: 0.001, as_loss: {str(not case.ppo).lower()}}}" if case.kl else "",
             dtype=case.dtype,
             master=str(case.fp32_master).lower(),
             max_length=PROMPT_LENGTH + NUM_NEW_TOKENS + 1,
