@@ -43,9 +43,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt("reward.url", "reward servers"),
     Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),
-    Unbuilt(
-        "cluster.component_placement", "log-probs on devices of their own", role="inference", options=("inference",)
-    ),
     Unbuilt("actor.optimizer.kind", "Muon", options=("actor.optimizer.muon",)),
     Unbuilt("critic.optimizer.kind", "Muon", options=("critic.optimizer.muon",)),
     Unbuilt("train.attention", "a choice of attention"),

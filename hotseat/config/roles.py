@@ -24,6 +24,11 @@ def has_reward_model(config: Config) -> bool:
     return "reward" in placed_roles(config) and not has_other_source
 
 
+def has_inference(config: Config) -> bool:
+    """Whether a copy of the policy computes old log-probs on devices of its own: it is there if it is placed."""
+    return config.task == "rl" and "inference" in placed_roles(config)
+
+
 def placed_roles(config: Config) -> set[str]:
     return {name.strip() for names in config.cluster.component_placement for name in names.split(",")}
 
@@ -41,7 +46,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
         "env": "env" in placed,
         "reward": has_reward_model(config),
         "reference": has_reference(config),
-        "inference": "inference" in placed,
+        "inference": has_inference(config),
         "critic": has_critic(config),
         "actor": True,
     }

@@ -10,14 +10,14 @@ from typing import Any
 from hotseat import faults
 from hotseat.cluster import Cluster, Group
 from hotseat.config import Config
-from hotseat.config.roles import has_critic, has_reference, has_reward_model
+from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
 from hotseat.loop import settings
 from hotseat.loop.host import HostSettings, RolloutHost
 from hotseat.loop.planning import are_devices_logical
 from hotseat.loop.revival import start_up
 from hotseat.loop.value_models import critic_model
 from hotseat.loop.value_workers import CriticWorker, RewardWorker
-from hotseat.loop.workers import ActorWorker, EngineWorker, ModelWorker
+from hotseat.loop.workers import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
 from hotseat.placement import Plan
 
 
@@ -31,6 +31,7 @@ class Groups:
     critic: Group | None
     reference: Group | None
     reward: Group | None
+    inference: Group | None
     seated: dict[str, Group]
     measures_its_device: bool  # an engine that starts takes a share of what it finds free on its device
 
@@ -72,7 +73,7 @@ def launch_groups(
                 say(f"with its engines started, device {device} has {memory.used / 2**30:.1f} GiB in use")
     options = settings.train_options(config, schedule_length)
     actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
-    critic = reference = reward = None
+    critic = reference = reward = inference = None
     if has_critic(config):
         options = settings.critic_options(config, schedule_length)
         critic = launch("critic", CriticWorker, critic_model(config), options, trust)
@@ -81,6 +82,10 @@ def launch_groups(
         reference = launch("reference", ModelWorker, config.reference.model or config.actor.model, options, trust)
     if has_reward_model(config):
         reward = launch("reward", RewardWorker, config.reward.model, settings.reward_options(config), trust)
+    if has_inference(config):
+        options = settings.train_options(config, schedule_length, is_trained=False)
+        dtype = settings.engine_dtype(config)
+        inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
     hosts = cluster.launch(
         "agents",
         RolloutHost,
@@ -94,7 +99,7 @@ def launch_groups(
     for group in seated.values():
         group.ready()
     hosts.call("connect", engines)
-    return Groups(engines, actor, hosts, critic, reference, reward, seated, measures_its_device)
+    return Groups(engines, actor, hosts, critic, reference, reward, inference, seated, measures_its_device)
 
 
 def _host_settings(config: Config) -> HostSettings:

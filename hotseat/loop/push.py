@@ -48,9 +48,17 @@ class PushReport:
 
 
 def push_weights(
-    actor: Group, engines: Group, version: int, canary: Canary, lanes: Lanes, audience: Audience | None = None
+    actor: Group,
+    engines: Group,
+    version: int,
+    canary: Canary,
+    lanes: Lanes,
+    audience: Audience | None = None,
+    what: str = "engine",
 ) -> PushReport:
     """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them.
+
+    `what`: the word for one that takes them, in errors.
 
     Both sides work at the same time where they can: on a small model the calls themselves are most of the time. The
     next bucket is packed while engines take the last; the one after that waits, since its memory is being read.
@@ -79,7 +87,7 @@ def push_weights(
     assert sent.log_probs is not None
     for rank, found in enumerate(proofs):
         reached = {name: digest for name, digest in sent.digests.items() if name not in found.undigested}
-        check_digests(version, reached, found.digests, f"engine {rank}")
+        check_digests(version, reached, found.digests, f"{what} {rank}")
     answers = [found.log_probs for found in proofs if found.log_probs is not None]
     is_complete = len(answers) == len(proofs)
     return PushReport(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from hotseat.observe import Journal
 from hotseat.placement import Plan
 from hotseat.train.backend import UpdateReport
 from hotseat.types import Prompt, Sampling
-from hotseat.weights import LOOPBACK, TIMEOUT_S
+from hotseat.weights import LOOPBACK, TIMEOUT_S, Lanes
 
 COLUMNS = {
     "reward": "reward {:.3f}",
@@ -139,6 +139,7 @@ class RlRun:
         )
         self._engines, self._hosts, self._actor = groups.engines, groups.hosts, groups.actor
         self._critic, self._reference, self._reward = groups.critic, groups.reference, groups.reward
+        self._inference = groups.inference
         self._groups = groups.seated
         self._seats = Seats(
             plan,
@@ -169,7 +170,11 @@ class RlRun:
         self._version = 0
         self._pushed: PushReport | None = None
         self._canary_gap: float | None = None  # the last that is known
-        self._lanes = settings.weight_lanes(config, plan, self._actor.call("device_type")[0] == "cuda")
+        is_cuda = self._actor.call("device_type")[0] == "cuda"
+        self._lanes = settings.weight_lanes(config, plan, is_cuda)
+        self._lanes_to_inference: Lanes | None = None
+        if self._inference is not None:
+            self._lanes_to_inference = settings.weight_lanes(config, plan, is_cuda, "inference")
         self._sender_host = _sender_host(plan, cluster)
         self._ledger = ledger
         self._revive = Revival(
@@ -249,7 +254,7 @@ class RlRun:
             if self._is_recorded(step):
                 chosen = choose(collected, step, self._config.log.samples_per_step)
                 self._told = list(zip(chosen, self._hosts.call("tell", [c.key for c in chosen])[0], strict=True))
-            groups = [group for group in (self._actor, self._critic, self._reference) if group is not None]
+            groups = [g for g in (self._actor, self._critic, self._reference, self._inference) if g is not None]
             return {n: self._hand_out(collected, n) for n in {group.size // self._num_sharing for group in groups}}
 
         self._told = []
@@ -277,23 +282,20 @@ class RlRun:
         def for_ranks(group: Group) -> Shares:
             return self._for_ranks(shares[group.size // self._num_sharing])
 
-        scored: list[Ref] = []
-        values: list[Ref] = []
-        if self._reference is not None:
-            with self._turn("prepare", "reference"):
-                scored = self._reference.start_scatter(
-                    "score",
-                    for_ranks(self._reference),
-                    cut=self._policy.score,
-                    temperature=self._policy.temperature,
-                    keep=True,
-                ).result()[:: self._num_sharing]
-        if self._critic is not None:
-            with self._turn("prepare", "critic"):
-                values = self._critic.start_scatter(
-                    "values", for_ranks(self._critic), settings=self._critic_settings, keep=True
-                ).result()[:: self._num_sharing]
-        with self._turn("prepare", "actor"):
+        def ask(role: str, group: Group | None, method: str, **arguments: Any) -> list[Ref]:
+            """What a role has to say of every sample, in its turn; nothing of one that is not there."""
+            if group is None:
+                return []
+            with self._turn("prepare", role):
+                found = group.start_scatter(method, for_ranks(group), keep=True, **arguments).result()
+            return found[:: self._num_sharing]
+
+        policy = {"cut": self._policy.score, "temperature": self._policy.temperature}
+        scored = ask("reference", self._reference, "score", **policy)
+        values = ask("critic", self._critic, "values", settings=self._critic_settings)
+        old = ask("inference", self._inference, "score", **policy)
+        # With old log-probs at hand the actor computes nothing here.
+        with self._turn("prepare", "actor") if self._inference is None else nullcontext():
             self._actor.scatter(
                 "prepare",
                 for_ranks(self._actor),
@@ -302,6 +304,7 @@ class RlRun:
                 reference=scored,
                 record=record,
                 critic=values,
+                inference=old,
             )
 
     def _for_ranks(self, shares: Shares) -> Shares:
@@ -343,6 +346,10 @@ class RlRun:
         )
         with self._turn("sync", "actor"):
             self._pushed = push_weights(self._actor, self._engines, version, self._canary, self._lanes, audience)
+            if self._inference is not None and self._lanes_to_inference is not None:
+                lanes = self._lanes_to_inference
+                audience = lanes.audience(0, self._sender_host, min(TIMEOUT_S, self._timeout_s))
+                push_weights(self._actor, self._inference, version, self._canary, lanes, audience, "inference rank")
         self._seats.given_weights("rollout")
         self._canary_gap = self._pushed.canary_gap if self._pushed.canary_gap is not None else self._canary_gap
         unseen = sorted(self._pushed.undigested)
@@ -525,9 +532,10 @@ class RlRun:
 
 
 def _sender_host(plan: Plan, cluster: Cluster) -> str:
-    """Where engines on other devices meet the actor's first rank."""
+    """Where those that get weights on other devices meet the actor's first rank."""
     node = plan.role("actor").processes[0].node
-    if all(process.node == node for process in plan.role("rollout").processes):
+    takers = [role for role in plan.roles if role.name in ("rollout", "inference")]
+    if all(process.node == node for role in takers for process in role.processes):
         return LOOPBACK
     return cluster.nodes[node].address
 

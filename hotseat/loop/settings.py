@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.batches import tokens_per_micro_batch, warmup_steps
+from hotseat.config.roles import has_inference
 from hotseat.config.schema import Optimizer
 from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
@@ -55,7 +56,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
     """For the actor; a model that is only scored has no optimizer."""
     train = config.train
     return TrainOptions(
-        precision=_precision(config),
+        precision=_precision(config, is_trained),
         optimizer=_adamw(config.actor.optimizer) if is_trained else None,
         schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
         max_grad_norm=config.actor.optimizer.max_grad_norm or None,
@@ -132,10 +133,11 @@ def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
     )
 
 
-def _precision(config: Config) -> Precision:
+def _precision(config: Config, is_trained: bool) -> Precision:
     if config.train.dtype != "bf16":
         return config.train.dtype
-    return "bf16_master" if config.train.fp32_master else "bf16"
+    # Nothing is added to weights that are not trained: what they are computed with is all they need.
+    return "bf16_master" if config.train.fp32_master and is_trained else "bf16"
 
 
 def engine_dtype(config: Config) -> str:
@@ -203,7 +205,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         aggregation=algorithm.aggregation,
         max_epochs=config.train.max_epochs,
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
-        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered,
+        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered or has_inference(config),
         temperature=config.rollout.temperature,
         score=score_batches(config),
         train=train_batches(config),
@@ -235,10 +237,10 @@ def _batches(config: Config, micro_batch_size: int, max_tokens_per_device: int |
     return BatchSettings(micro_batch_size, max_tokens, is_padded=not config.train.packing)
 
 
-def weight_lanes(config: Config, plan: Plan, is_cuda: bool) -> Lanes:
-    """How weights reach each engine."""
+def weight_lanes(config: Config, plan: Plan, is_cuda: bool, role: str = "rollout") -> Lanes:
+    """How weights reach each engine, or each process of another role that gets them."""
     actor = [process.devices for process in plan.role("actor").processes]
-    engines = [process.devices for process in plan.role("rollout").processes]
+    takers = [process.devices for process in plan.role(role).processes]
     if config.cluster.runtime == "local" and is_cuda:
-        engines = [actor[0]] * len(engines)  # One process has one device, whatever the plan calls it.
-    return choose_lanes(actor, engines, is_cuda, config.rollout.weight_transport)
+        takers = [actor[0]] * len(takers)  # One process has one device, whatever the plan calls it.
+    return choose_lanes(actor, takers, is_cuda, config.rollout.weight_transport)

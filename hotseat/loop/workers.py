@@ -29,7 +29,7 @@ from hotseat.loop.experience import (
 from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.push import Canary, Proof
 from hotseat.loop.records import Recorder, TokenRecord
-from hotseat.train.backend import TrainOptions, UpdateReport
+from hotseat.train.backend import Backend, TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_count, split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
@@ -112,6 +112,21 @@ class ModelWorker:
         everyone = self._backend.gather_facts(totals_of(steps), "count the tokens of each optimizer step")
         return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
 
+    def _score_canary(self, canary: Canary) -> list[list[float]]:
+        """Together. Every rank scores all of it, so that none waits for another."""
+        lengths = torch.tensor([0, *map(len, canary.sequences)])
+        num_tokens = int(lengths.sum())
+        batch = MicroBatch(
+            token_ids=torch.tensor([token for sequence in canary.sequences for token in sequence]),
+            offsets=lengths.cumsum(0),
+            mask=torch.ones(num_tokens, dtype=torch.bool),
+            weights=torch.zeros(num_tokens),
+            sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
+        )
+        pieces = split_by_tokens(batch, max(_CANARY_TOKENS, int(lengths.max())))
+        scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
+        return [scored[name][0].tolist() for name in batch.sample_ids]
+
     def save(self, directory: str) -> None:
         """Together."""
         self._backend.save(directory)
@@ -155,6 +170,46 @@ class ModelWorker:
         self._backend.close()
 
 
+class InferenceWorker(ModelWorker):
+    """One rank of a copy of the policy, for old log-probs on devices of its own. It gets weights as engines do."""
+
+    def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
+        super().__init__(model, options, trust_remote_code)
+        self._dtype = getattr(torch, engine_dtype)
+        self._receiver = Receiver(_Copy(self._backend, self._dtype))
+
+    def begin_load(self, version: int) -> None:
+        self._receiver.begin(version)
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        self._receiver.take(bucket)
+
+    def finish_load(self, version: int, canary: Canary) -> Proof:
+        """Together."""
+        digests = self._receiver.finish(version)
+        return Proof(digests, self._score_canary(canary))
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A model behind a training backend, as one that takes weights."""
+
+    backend: Backend
+    dtype: torch.dtype
+
+    def begin_load(self, version: int) -> None:
+        """Nothing is served while weights come."""
+
+    def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.backend.take_weights(named_tensors)
+
+    def finish_load(self) -> None:
+        """They are live as they come."""
+
+    def digest(self) -> dict[str, int]:
+        return self.backend.digest(dtype=self.dtype)
+
+
 @dataclass(frozen=True)
 class PrepareReport:
     """Facts about a rank's experience."""
@@ -191,19 +246,20 @@ class ActorWorker(ModelWorker):
         reference: Sequence[BySample],
         record: Sequence[str] = (),
         critic: Sequence[BySample] = (),
+        inference: Sequence[BySample] = (),
     ) -> PrepareReport:
         """Together. Turn this rank's groups into the batches of the optimizer steps to come.
 
-        `reference`, `critic`: log-probs and values that the ranks of these roles gave all samples; none where there is
-        no such role. `record`: samples, of any rank, whose tokens `recorded` will tell of.
+        `reference`, `critic`, `inference`: log-probs and values that the ranks of these roles gave all samples; none
+        where there is no such role. `record`: samples, of any rank, whose tokens `recorded` will tell of.
         """
         groups = groups_of(shares)
         batch = flatten(groups)
         if reference:
             batch = with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
         if settings.needs_old_log_probs:
-            mine = self.score(shares, settings.score, settings.temperature)
-            batch = with_fields(batch, {OLD_LOG_PROBS: in_order(batch, [mine])})
+            old = inference or [self.score(shares, settings.score, settings.temperature)]
+            batch = with_fields(batch, {OLD_LOG_PROBS: in_order(batch, old)})
         values = in_order(batch, critic) if critic else None
         batch = with_advantages(groups, batch, settings.advantages, self._add_moments, values)
         if RETURNS in batch.fields:
@@ -272,21 +328,10 @@ class ActorWorker(ModelWorker):
         self._sender.broadcast()
 
     def finish_push(self, canary: Canary) -> Proof:
-        """Together. Every rank scores all of the canary, so that none waits for another."""
+        """Together."""
         self._sender.finish()
-        lengths = torch.tensor([0, *map(len, canary.sequences)])
-        num_tokens = int(lengths.sum())
-        batch = MicroBatch(
-            token_ids=torch.tensor([token for sequence in canary.sequences for token in sequence]),
-            offsets=lengths.cumsum(0),
-            mask=torch.ones(num_tokens, dtype=torch.bool),
-            weights=torch.zeros(num_tokens),
-            sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
-        )
-        pieces = split_by_tokens(batch, max(_CANARY_TOKENS, int(lengths.max())))
-        scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
-        digests = self._backend.digest(dtype=self._dtype)
-        return Proof(digests, [scored[name][0].tolist() for name in batch.sample_ids])
+        log_probs = self._score_canary(canary)
+        return Proof(self._backend.digest(dtype=self._dtype), log_probs)
 
     def close(self) -> None:
         self._sender.close()

@@ -8,7 +8,7 @@ included, down to none at all; only ranks that share sequences (`sequence`) brin
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -244,6 +244,9 @@ class Backend(Protocol):
         Sharded weights are gathered a bucket at a time, after conversion to `dtype`. A tensor may be the live weight or
         a piece of the bucket: it is to be read, not kept, and only until the next one is asked for.
         """
+
+    def take_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Each rank for itself. New values of a model that is only scored: whole weights, as `weights` gives them."""
 
     def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
         """Together. A 64-bit hash of every weight that `weights` would yield, by name: equal for equal bits."""

@@ -8,7 +8,7 @@ one rank is wrapped, for the conversion.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -190,6 +190,13 @@ class FSDPBackend(Trainer):
         mine = named_digests(((name, convert(tensor, dtype)) for name, tensor in rows), offsets)
         everyone = self._ranks.gather(mine, "add up the digests of the weights")
         return {name: combine_digests(part[name] for part in everyone if name in part) for name in state}
+
+    def _take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        state = self._state()
+        for name, tensor in named_tensors:
+            rows = local(state[name])
+            first = self._first_row(state[name]) if isinstance(state[name], DTensor) else 0
+            rows.copy_(tensor[first : first + len(rows)] if rows.ndim else tensor)
 
     def _first_row(self, weight: Tensor) -> int:
         """Of those that this rank holds."""

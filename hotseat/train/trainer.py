@@ -10,7 +10,7 @@ import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,6 +153,10 @@ class Trainer(ABC):
     @abstractmethod
     def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """As `weights`."""
+
+    @abstractmethod
+    def _take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """As `take_weights`."""
 
     @abstractmethod
     def _stored(self) -> dict[str, Tensor]:
@@ -433,6 +437,12 @@ class Trainer(ABC):
             return rows if adapter is None else adapter.merge(rows, first_row, factors[adapter.a], factors[adapter.b])
 
         return merged
+
+    def take_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._need("take_weights", "weights")
+        if self._options.optimizer is not None:
+            raise RunError("take_weights of a model that is trained: what it has learned would be lost")
+        self._take(named_tensors)
 
     def save(self, directory: str | Path) -> None:
         self._write(Path(directory), self._to_save("save"))

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +241,16 @@ class ZeroBackend(Trainer):
 
     def _saved_buffers(self) -> dict[str, Tensor]:
         return {name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_names}
+
+    def _take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        buffers = self._saved_buffers()
+        for name, tensor in named_tensors:
+            if name in buffers:
+                buffers[name].copy_(tensor)
+            elif name in self._pieces:
+                piece = self._pieces[name]
+                piece.of(piece.owner).copy_(tensor.reshape(-1)[piece.start : piece.start + piece.size])
+        self._stage.refresh()
 
     def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
         self._need("digest", "weights")

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hotseat.cli.main import main
 from hotseat.config import loads
+from hotseat.errors import WeightError
 from hotseat.loop.experience import AdvantageSettings, Share
 from hotseat.loop.losses import PolicyObjective, ValueObjective
 from hotseat.loop.metrics import critic_metrics
 from hotseat.loop.run import start
 from hotseat.loop.seats import Seats
 from hotseat.loop.value_workers import CriticSettings, CriticWorker
-from hotseat.loop.workers import ActorWorker, BatchSettings, ModelWorker, PolicySettings
+from hotseat.loop.workers import ActorWorker, BatchSettings, InferenceWorker, ModelWorker, PolicySettings
 from hotseat.observe import read_lines
 from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.schedule import Schedule
@@ -364,3 +365,19 @@ def test_on_one_rank_each_placement_changes_no_bit(task):
     for model in ("model", "critic"):
         one, *others = (weights(task / "runs" / name / model) for name in ("in_process", "apart", "in_turn"))
         assert all(same(one, other) for other in others), model
+
+
+def test_old_log_probs_on_devices_of_their_own_change_no_bit(task):
+    """The inference role has the actor's weights before every rollout, and says what the actor would have said."""
+    run(task, "without")
+    placement = "{runtime: local, component_placement: {actor: 0, rollout: 0, critic: 0, reference: 0, inference: 1}}"
+    records = run(task, "with", cluster=placement)
+    assert same(weights(task / "runs" / "without" / "model"), weights(task / "runs" / "with" / "model"))
+    assert all(record["engine_gap"] < 1e-4 for record in records[1:])
+
+
+def test_an_inference_rank_that_serves_other_weights_is_found(task, monkeypatch):
+    monkeypatch.setattr(InferenceWorker, "take_bucket", lambda self, bucket: None)
+    placement = "{runtime: local, component_placement: {actor: 0, rollout: 0, critic: 0, reference: 0, inference: 1}}"
+    with pytest.raises(WeightError, match="inference rank 0 serves other values of .* than the trainer holds"):
+        run(task, "stale", cluster=placement)

@@ -639,7 +639,22 @@ def a_checkpoint_of_another_model_is_refused(make: Make, directory: Path) -> Non
     other.close()
 
 
+def a_model_that_is_only_scored_takes_weights(make: Make, _: Path) -> None:
+    trained, scored = make(tiny_model(seed=1), OPTIONS), make(tiny_model(), replace(OPTIONS, optimizer=None))
+    scored.log_probs([some_segments()], 1.0)
+    sent = list(copy_weights(trained).items())
+    for start in range(0, len(sent), 5):
+        scored.take_weights(sent[start : start + 5])
+    assert scored.digest() == trained.digest()
+    assert torch.equal(scored.log_probs([some_segments()], 1.0)[0], trained.log_probs([some_segments()], 1.0)[0])
+    with pytest.raises(RunError, match="what it has learned would be lost"):
+        trained.take_weights([])
+    trained.close()
+    scored.close()
+
+
 ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
+    a_model_that_is_only_scored_takes_weights,
     log_probs_equal_a_plain_forward,
     the_first_token_of_a_segment_has_log_prob_zero,
     updates_equal_adamw_written_out,
@@ -909,7 +924,23 @@ def _tiny_mixture() -> PreTrainedModel:
 
 PACKED = replace(OPTIONS, layout="packed")
 
+
+def _takes_weights(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    frozen = replace(OPTIONS, optimizer=None)
+    source, scored = make(tiny_model(seed=1), frozen), make(tiny_model(), frozen)
+    scored.take_weights(source.weights(bucket_bytes=5000))
+    found = {
+        "weights": copy_weights(scored),
+        "digests": scored.digest(),
+        "is_taken": scored.digest() == source.digest(),
+    }
+    source.close()
+    scored.close()
+    return found
+
+
 SCENARIOS: dict[str, Scenario] = {
+    "takes_weights": _takes_weights,
     "shares_sequences": _shares_sequences(tiny_model, ClippedLoss(0.01), PACKED),
     "shares_sequences_and_contexts": _shares_sequences(tiny_model, SequenceLoss(), replace(OPTIONS, layout="shared")),
     "shares_sequences_with_few_keys": _shares_sequences(
