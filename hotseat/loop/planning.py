@@ -258,7 +258,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         weight_bytes=4 if has_master and not is_deepspeed else compute,
         compute_bytes=compute,
         gradient_bytes=_gradient_bytes(config, compute, has_master),
-        master_bytes=4 if has_master and is_deepspeed else 0,
+        master_bytes=_master_bytes(config, compute, has_master),
         moment_bytes=4 if train.fp32_master or compute == 4 else compute,
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
@@ -287,6 +287,13 @@ def _score_batch(config: Config) -> tuple[int, int]:
     if budget is not None:
         return budget, 1
     return config.data.max_length, config.rollout.micro_batch_size
+
+
+def _master_bytes(config: Config, compute: int, has_master: bool) -> int:
+    """Sharding, DeepSpeed steps a copy of the weights, even where that has their type."""
+    if config.train.backend != "deepspeed":
+        return 0
+    return 4 if has_master else compute if config.train.deepspeed.zero_stage > 0 else 0
 
 
 def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:

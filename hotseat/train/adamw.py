@@ -12,12 +12,10 @@ from hotseat.train.backend import AdamW
 
 def make_adamw(weights: Iterable[Tensor], settings: AdamW) -> torch.optim.AdamW:
     """Without state yet, and with a learning rate of 0: each step sets it."""
-    matrices, others = [], []
-    for weight in weights:
-        (matrices if weight.ndim >= 2 else others).append(weight)
+    weights = list(weights)
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True

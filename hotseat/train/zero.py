@@ -136,6 +136,7 @@ class ZeroBackend(Trainer):
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def _module(self) -> nn.Module:
+        _number_device(self._device)  # a process may hold several workers, each with an environment of its own
         module: nn.Module = self._wrapped if self._engine is None else self._engine
         return module
 
@@ -304,12 +305,7 @@ def _check(options: TrainOptions, zero: ZeroOptions) -> None:
 def _import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("LOCAL_RANK", "0")
-    else:
-        # One process has one device, and DeepSpeed asks for its number in this way.
-        index = torch.cuda.current_device() if device.index is None else device.index
-        os.environ["LOCAL_RANK"] = str(index)
-        torch.cuda.set_device(index)
+    _number_device(device)
     try:
         import deepspeed
         import deepspeed.accelerator
@@ -330,6 +326,15 @@ def _import_deepspeed(device: torch.device) -> Any:
     # It calls them by names that torch 2.13 has others for.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     return deepspeed
+
+
+def _number_device(device: torch.device) -> None:
+    """DeepSpeed reads the number of the process's device from the environment, again and again."""
+    if device.type == "cpu":
+        os.environ.setdefault("LOCAL_RANK", "0")
+    else:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        os.environ["LOCAL_RANK"] = str(index)
 
 
 def _config(

@@ -45,6 +45,9 @@ def test_deepspeed_keeps_masters_beside_sixteen_bit_weights_and_fsdp_casts_fp32_
     assert isinstance(deepspeed, TrainMemory)
     assert (deepspeed.weight_bytes, deepspeed.master_bytes, deepspeed.zero_stage) == (2, 4, 1)
     assert deepspeed.optimizer_offload
+    for stage, expected in ((0, 0), (2, 2)):  # what it shards it steps in a copy, in whatever type
+        pure = specs(f"train: {{backend: deepspeed, fp32_master: false, deepspeed: {{zero_stage: {stage}}}}}")
+        assert pure["actor"].memory.master_bytes == expected
     fsdp = specs("")["actor"].memory
     assert (fsdp.weight_bytes, fsdp.master_bytes, fsdp.compute_bytes, fsdp.zero_stage) == (4, 0, 2, 3)
     pure = specs("train: {fp32_master: false}")["actor"].memory

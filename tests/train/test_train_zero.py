@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotseat.errors import NonFiniteError, NotBuiltError, UserError
-from hotseat.train import FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
+from hotseat.train import PARTS, FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
 from hotseat.types import MicroBatch
 
 from . import conformance, fsdp_factory, zero_factory
@@ -283,6 +283,39 @@ def test_a_model_that_is_only_scored(stage: int) -> None:
     rounded = {name: weight.detach().bfloat16() for name, weight in expected.named_parameters()}
     assert_identical(copy_weights(backend), rounded)
     backend.close()
+
+
+class Moving(ZeroBackend):
+    """Moves on a CPU what it would move on a device."""
+
+    movable = frozenset(PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_put_aside_is_emptied_and_comes_back_under_deepspeeds_views(stage: int, precision: Any) -> None:
+    options = replace(OPTIONS, precision=precision, zero=ZeroOptions(stage))
+    num_elements = sum(weight.numel() for weight in tiny_model().parameters())
+    results = []
+    for moves in (False, True):
+        backend = Moving(tiny_model(), options, persistent_size=32)
+        for step in range(3):
+            backend.update([some_segments(seed=step)], ClippedLoss(), 1.0)
+            if moves:
+                away = {part: backend.put_aside([part]) for part in ("optimizer", "weights", "gradients")}
+                # Two moments of 4 bytes, and masters where they are not the weights.
+                assert away["optimizer"].num_bytes >= num_elements * (8 if stage == 0 and precision == "fp32" else 12)
+                assert away["weights"].num_bytes >= num_elements * (4 if precision == "fp32" else 2)
+                for part in PARTS:
+                    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in backend._tensors(part))
+                for part in ("gradients", "weights", "optimizer"):
+                    assert backend.bring_back([part]).num_bytes == away[part].num_bytes
+            (scored,) = backend.log_probs([some_segments()], 1.0)
+        results.append(copy_weights(backend) | {"scored": scored})
+        backend.close()
+    assert_identical(results[0], results[1])
 
 
 def test_the_options_choose_the_backend() -> None:
