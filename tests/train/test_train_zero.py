@@ -19,7 +19,7 @@ from hotseat.errors import NonFiniteError, NotBuiltError, UserError
 from hotseat.train import PARTS, FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
 from hotseat.types import MicroBatch
 
-from . import conformance, fsdp_factory, zero_factory
+from . import adapters, conformance, fsdp_factory, zero_factory
 from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model
 from .run_ranks import run_ranks
 
@@ -48,6 +48,15 @@ def make(stage: int, **settings: Any) -> ZeroBackend:
 )
 @pytest.mark.parametrize("check", conformance.ONE_RANK, ids=lambda check: check.__name__)
 def test_one_rank(check: Any, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(zero_factory.STAGE, str(stage))
+    check(zero_factory.make, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("check", adapters.ONE_RANK, ids=lambda check: check.__name__)
+def test_one_rank_with_adapters(check: Any, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(zero_factory.STAGE, str(stage))
     check(zero_factory.make, tmp_path)
 
