@@ -79,8 +79,7 @@ class ZeroBackend(Trainer):
         self._deepspeed = _import_deepspeed(device)
         compute = _COMPUTE[options.precision]
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
-        is_narrow = options.precision == "bf16" or options.lora is not None
-        dtype = compute if is_narrow else torch.float32
+        dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
         is_compiled = compiles(options.compile, device)
         self._wrapped, layout = prepare_model(
