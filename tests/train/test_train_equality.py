@@ -1,4 +1,4 @@
-"""The same recorded batches train the same model, whatever backend, number of ranks, ZeRO stage and layout: invariant 2.
+"""The same recorded batches train the same model, whatever backend, ranks, ZeRO stage and layout: invariant 2.
 
 In fp32. What is compared is `conformance.learns`: losses of five updates, log-probs before and after, and the weights.
 """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hotseat.errors import NonFiniteError, NotBuiltError, UserError
+from hotseat.errors import NonFiniteError, NotBuiltError, RunError, UserError
 from hotseat.train import PARTS, FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
 from hotseat.types import MicroBatch
 
@@ -366,6 +366,33 @@ def test_what_is_put_aside_is_emptied_and_comes_back_under_deepspeeds_views(stag
         results.append(copy_weights(backend) | {"scored": scored})
         backend.close()
     assert_identical(results[0], results[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_aside(
+    stage: int, tmp_path: Path
+) -> None:
+    options = replace(adapters.LORA, precision="bf16_master", average_decay=0.5, zero=ZeroOptions(stage))
+    backend = Moving(tiny_model(), options, persistent_size=32)
+    adapters.train(backend, range(2))
+    exact, halves = copy_weights(backend), copy_weights(backend, dtype=torch.bfloat16)
+    assert_close(halves, exact, 0.01)  # adapters were rounded before they were merged
+    backend.put_aside(["optimizer"])
+    assert_identical(copy_weights(backend, dtype=torch.bfloat16), halves)
+    for what in (copy_weights, lambda each: each.export(tmp_path, dtype=torch.bfloat16, is_averaged=True)):
+        with pytest.raises(RunError, match="needs optimizer on the device"):
+            what(backend)
+    backend.bring_back(["optimizer"])
+    # An average in 16 bits is that of the masters.
+    for dtype in (torch.bfloat16, None):
+        backend.export(tmp_path / f"{dtype}", dtype=dtype, is_averaged=True)
+    averages = [load_file(tmp_path / f"{dtype}" / "model.safetensors") for dtype in (torch.bfloat16, None)]
+    assert_close(*averages, 0.01)
+    assert_identical(copy_weights(backend), exact)
+    assert_identical(copy_weights(backend, dtype=torch.bfloat16), halves)
+    backend.close()
 
 
 def test_the_options_choose_the_backend() -> None:
