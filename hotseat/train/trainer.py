@@ -547,8 +547,9 @@ class Trainer(ABC):
     @contextmanager
     def _averaged(self, average: MovingAverage) -> Iterator[None]:
         """The weights are their average meanwhile."""
+        shards = self._shards()
         try:
-            with average.in_place_of(self._shards()):
+            with average.in_place_of(shards):
                 self._after_loading()
                 yield
         finally:
