@@ -282,7 +282,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         state.append(share("master weights", memory.master_bytes, optimizer_cut, Part.OPTIMIZER))
     host = [process_on_host(role)]
     if memory.has_average:
-        host.append(share("moving average (pinned)", FP32, weight_cut, Part.WEIGHTS))
+        host.append(share("moving average (pinned)", FP32, optimizer_cut, Part.WEIGHTS))
     parts: dict[Part, tuple[Term, ...]] = {
         Part.WEIGHTS: tuple(weights),
         Part.GRADIENTS: (gradients,),

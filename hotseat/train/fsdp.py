@@ -43,7 +43,6 @@ class FSDPBackend(Trainer):
     """
 
     name = "fsdp"
-    has_adapters = has_average = True
 
     def __init__(
         self,
@@ -156,7 +155,7 @@ class FSDPBackend(Trainer):
     # --- weights out --------------------------------------------------------------------------------------------------
 
     def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        dtype, merge = self._outward(dtype), self._merging()
+        dtype, merge = self._outward(dtype), self._merging(self._whole(self._factor_names()))
         bucket: list[tuple[str, DTensor]] = []
         size = 0
         for name, weight in self._state().items():
@@ -174,7 +173,7 @@ class FSDPBackend(Trainer):
 
     def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
         self._need("digest", "weights")
-        return self._digests(self._state(), self._outward(dtype), self._merging())
+        return self._digests(self._state(), self._outward(dtype), self._merging(self._whole(self._factor_names())))
 
     def _base_digest(self) -> dict[str, int]:
         frozen = {name: tensor for name, tensor in self._state().items() if name not in self._trained}

@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,8 +60,6 @@ class Trainer(ABC):
     """One rank. See `Backend` for the contract."""
 
     name: ClassVar[str]
-    has_adapters: ClassVar[bool] = False  # has `_whole` and `_base_digest`, and sends weights through `_merging`
-    has_average: ClassVar[bool] = False  # has `_shards`, and stores the average
 
     def __init__(
         self,
@@ -72,13 +70,6 @@ class Trainer(ABC):
         layout: LayoutKind,
         has_flash: bool,
     ):
-        lacks = {
-            "LoRA": options.lora is not None and not self.has_adapters,
-            "a moving average of the weights": options.average_decay is not None and not self.has_average,
-        }
-        if any(lacks.values()):
-            missing = " and ".join(what for what, is_missing in lacks.items() if is_missing)
-            raise NotBuiltError(f"the {self.name} backend does not have {missing}: train with another")
         if options.sequence_parallel_size > 1 and layout == "padded":
             raise NotBuiltError(
                 f"{type(model).__name__} cannot run packed, and only packed sequences can be cut over several ranks:"
@@ -170,17 +161,17 @@ class Trainer(ABC):
     def _after_scoring(self) -> None:
         """After forwards without a backward."""
 
+    @abstractmethod
     def _whole(self, names: Collection[str]) -> dict[str, Tensor]:
         """Together. Trained weights by the model's own names, gathered."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _base_digest(self) -> dict[str, int]:
         """Together. As `digest`, of what is not trained."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _shards(self) -> dict[str, Tensor]:
-        """What this rank holds of the trained weights: the live tensors, by the model's own names."""
-        raise NotImplementedError
+        """What this rank holds of the trained weights: the tensors that are stepped, by the model's own names."""
 
     @abstractmethod
     def _drop(self) -> None:
@@ -428,9 +419,11 @@ class Trainer(ABC):
             return dtype
         return torch.bfloat16 if self._options.precision == "bf16" else torch.float32
 
-    def _merging(self) -> Merge:
-        """Together. What merges adapters into weights that leave; it waits for nobody itself."""
-        factors = self._whole([name for each in self._adapters.values() for name in (each.a, each.b)])
+    def _factor_names(self) -> list[str]:
+        return [name for each in self._adapters.values() for name in (each.a, each.b)]
+
+    def _merging(self, factors: Mapping[str, Tensor]) -> Merge:
+        """What merges adapters into weights that leave, from all their factors, whole."""
 
         def merged(name: str, rows: Tensor, first_row: int) -> Tensor:
             adapter = self._adapters.get(name)
@@ -558,8 +551,19 @@ class Trainer(ABC):
         self._need("export", "weights")
         if is_averaged and self._average is None:
             raise RunError("export of a moving average that was not asked for when training began")
-        with self._average.in_place_of(self._shards()) if is_averaged and self._average else nullcontext():
+        with self._averaged(self._average) if is_averaged and self._average else nullcontext():
             self._export(Path(directory), self._outward(dtype))
+
+    @contextmanager
+    def _averaged(self, average: MovingAverage) -> Iterator[None]:
+        """The weights are their average meanwhile."""
+        shards = self._shards()
+        try:
+            with average.in_place_of(shards):
+                self._after_loading()
+                yield
+        finally:
+            self._after_loading()
 
     def _export(self, directory: Path, dtype: torch.dtype | None) -> None:
         whole = {}
@@ -576,7 +580,7 @@ class Trainer(ABC):
                 shell.config.value_head_prefix = self._options.value_head_prefix
             shell.save_pretrained(directory, state_dict=whole)
         if self._adapters:
-            trained = self._whole(self._shards())
+            trained = self._whole([name for name, weight in self._model.named_parameters() if weight.requires_grad])
             if self._ranks.rank == 0:
                 save_adapter(directory / "adapter", self._model, trained)
         self._ranks.wait("export the model")

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from hotseat.algorithms.digest import named_digests
 from hotseat.errors import NotBuiltError, RunError, UserError
 from hotseat.train.adamw import make_adamw, set_learning_rate
 from hotseat.train.attention import has_flash
+from hotseat.train.average import MovingAverage
 from hotseat.train.backend import Part, Precision, TrainOptions, ZeroOptions
 from hotseat.train.fragments import Fragment
 from hotseat.train.logprobs import Compiler
+from hotseat.train.lora import base_names
 from hotseat.train.models import compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
 from hotseat.train.trainer import Trainer, convert
-from hotseat.train.zero_stages import Flattened, Piece, Scattered, Stage, Unsharded
+from hotseat.train.zero_stages import Flattened, Scattered, Stage, Unsharded
 
 _COMPUTE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
@@ -40,6 +42,7 @@ _COMPUTE: dict[Precision, torch.dtype] = {
     "fp16": torch.float16,
 }
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_BASE_BUCKET = 2**28  # bytes of a frozen base that are gathered at once, for its digest
 _MAX_BUCKET = 500_000_000  # elements that are summed over ranks at once: DeepSpeed's own number
 # Of the loss, in fp16: DeepSpeed's own numbers. The second overflow in a row and all after it halve the scale.
 _SCALE = {
@@ -75,7 +78,8 @@ class ZeroBackend(Trainer):
         _check(options, zero)
         self._deepspeed = _import_deepspeed(device)
         compute = _COMPUTE[options.precision]
-        dtype = compute if options.precision == "bf16" else torch.float32
+        # A frozen base is never stepped: more bits than it is computed with would be of no use.
+        dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
         is_compiled = compiles(options.compile, device)
         self._wrapped, layout = prepare_model(
@@ -84,6 +88,7 @@ class ZeroBackend(Trainer):
             layout=options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
             compiler=_compiler if is_compiled else None,
+            lora=options.lora,
         )
         self._saved_names = set(loaded.state_dict())
         ranks = Ranks(device, options.timeout_s, always_group=True)
@@ -92,10 +97,10 @@ class ZeroBackend(Trainer):
             raise UserError(f"zpg {zero.zpg} with {ranks.size} ranks: set it to a divisor of their number")
         super().__init__(options, ranks, device, loaded, layout, has_flash(device, compute))
         self._compute = compute
-        self._has_masters = options.optimizer is not None and compute != dtype
+        self._has_masters = options.optimizer is not None and options.precision in ("bf16_master", "fp16")
         self._weights = dict(loaded.named_parameters())
         self._shapes = {name: weight.shape for name, weight in self._weights.items()}
-        exact = {name: weight.detach() for name, weight in self._weights.items()}
+        exact = {name: weight.detach() for name, weight in self._weights.items() if weight.requires_grad}
         if is_compiled and zero.stage == 3:
             # Gathered as a whole before its compiled code runs, not one by one in the middle of it.
             self._deepspeed.utils.set_z3_leaf_modules(self._wrapped, list({type(layer) for layer in layers(loaded)}))
@@ -103,16 +108,21 @@ class ZeroBackend(Trainer):
         self._optimizer: torch.optim.AdamW | None = None
         self._stage = self._shard(zero, persistent_size)
         self._pieces = self._stage.pieces(self._weights)
-        if self._has_masters:  # which DeepSpeed makes of weights that have been rounded
-            for name, piece in self._pieces.items():
-                piece.of(piece.owner).copy_(exact[name].view(-1)[piece.start : piece.start + piece.size])
+        for name, shard in self._shards().items() if self._has_masters else ():
+            # DeepSpeed made it of a weight that had been rounded.
+            start = self._pieces[name].start
+            shard.copy_(exact[name].view(-1)[start : start + shard.numel()])
+        if options.average_decay is not None:
+            self._average = MovingAverage(self._shards(), options.average_decay)
 
     def _shard(self, zero: ZeroOptions, persistent_size: int) -> Stage:
         options = self._options
         trained = [weight for weight in self._weights.values() if weight.requires_grad]
         masters = trained
         if zero.stage == 0 and self._has_masters:
-            masters = [weight.detach().to(self._device, copy=True).requires_grad_() for weight in trained]
+            masters = [
+                weight.detach().to(self._device, torch.float32, copy=True).requires_grad_() for weight in trained
+            ]
         if options.optimizer is not None:
             # Before weights are sharded: it asks for their dimensions.
             self._optimizer = make_adamw(masters, options.optimizer)
@@ -198,44 +208,63 @@ class ZeroBackend(Trainer):
     # --- weights out --------------------------------------------------------------------------------------------------
 
     def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        if self._has_masters and dtype != self._compute:
+        dtype = self._outward(dtype)
+        is_exact = self._has_masters and dtype != self._compute
+        if is_exact:
             self._need("weights in another type than that of the computation", "optimizer")
-            yield from self._masters(dtype or torch.float32, bucket_bytes)
-        else:
-            for bucket in self._buckets(dtype or self._compute, bucket_bytes):
-                gathered = [self._weights[name] for name in bucket]
-                with self._deepspeed.zero.GatheredParameters(gathered):
-                    for name, weight in zip(bucket, gathered, strict=True):
-                        yield name, convert(weight.detach(), dtype)
+        merge = self._merging(self._copies(self._factor_names(), is_exact))
+        plain = base_names(list(self._weights))
+        num_bytes = (torch.float32 if is_exact else dtype or self._compute).itemsize
+        for bucket in self._buckets(plain, num_bytes, bucket_bytes):
+            for name, weight in self._gather(bucket, is_exact):
+                yield plain[name], convert(merge(plain[name], weight, 0), dtype)
         for name, buffer in self._saved_buffers().items():
             yield name, convert(buffer, dtype)
 
-    def _masters(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self._buckets(dtype, bucket_bytes):
-            counts = [math.prod(self._shapes[name]) for name in bucket]
-            # Every element is on one rank and zero elsewhere; a sum of integers keeps its bits.
-            words = torch.zeros(-(-sum(counts) * dtype.itemsize // 4), dtype=torch.int32, device=self._device)
-            places = words.view(dtype)[: sum(counts)].split(counts)
-            for name, place in zip(bucket, places, strict=True):
-                piece = self._pieces.get(name)
-                if piece is not None:
-                    place[piece.start : piece.start + piece.size] = piece.of(piece.owner).to(dtype)
-            if self._ranks.size > 1 and self._stage.are_gradients_sharded:
-                dist.all_reduce(words)
-            for name, place in zip(bucket, places, strict=True):
-                yield name, place.view(self._shapes[name])
+    def _gather(self, names: Collection[str], is_exact: bool) -> Iterator[tuple[str, Tensor]]:
+        """Together. Whole weights, each to be read before the next comes; masters of what is trained, if exact."""
+        masters = [name for name in names if is_exact and self._weights[name].requires_grad]
+        live = [name for name in names if not (is_exact and self._weights[name].requires_grad)]
+        with self._deepspeed.zero.GatheredParameters([self._weights[name] for name in live]):
+            for name in live:
+                yield name, self._weights[name].detach()
+        counts = [math.prod(self._shapes[name]) for name in masters]
+        # Every element is on one rank and zero elsewhere; a sum of integers keeps its bits.
+        whole = torch.zeros(sum(counts), dtype=torch.float32, device=self._device)
+        places = dict(zip(masters, whole.split(counts), strict=True))
+        for name, place in places.items():
+            piece = self._pieces.get(name)
+            if piece is not None:
+                place[piece.start : piece.start + piece.size] = piece.of(piece.owner)
+        if masters and self._ranks.size > 1 and self._stage.are_gradients_sharded:
+            dist.all_reduce(whole.view(torch.int32))
+        for name, place in places.items():
+            yield name, place.view(self._shapes[name])
 
-    def _buckets(self, dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[str]]:
-        """Names of weights that go together."""
+    def _copies(self, names: Collection[str], is_exact: bool) -> dict[str, Tensor]:
+        return {name: weight.clone() for name, weight in self._gather(names, is_exact)}
+
+    def _whole(self, names: Collection[str]) -> dict[str, Tensor]:
+        if self._has_masters:
+            self._need("weights with all their bits", "optimizer")
+        return self._copies(names, self._has_masters)
+
+    def _shards(self) -> dict[str, Tensor]:
+        self._need("what is trained", "optimizer")
+        pieces = self._pieces.items()
+        return {name: piece.of(piece.owner) for name, piece in pieces if self._weights[name].requires_grad}
+
+    def _buckets(self, names: Iterable[str], num_bytes: int, bucket_bytes: int) -> Iterator[list[str]]:
+        """Names of weights that go together, of so many bytes per element."""
         bucket: list[str] = []
         size = 0
-        for name, shape in self._shapes.items():
-            num_bytes = math.prod(shape) * dtype.itemsize
-            if bucket and size + num_bytes > bucket_bytes:
+        for name in names:
+            needed = math.prod(self._shapes[name]) * num_bytes
+            if bucket and size + needed > bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(name)
-            size += num_bytes
+            size += needed
         if bucket:
             yield bucket
 
@@ -256,22 +285,37 @@ class ZeroBackend(Trainer):
         self._need("digest", "weights")
         return named_digests(self.weights(dtype=dtype))
 
+    def _base_digest(self) -> dict[str, int]:
+        plain = base_names([name for name, weight in self._weights.items() if not weight.requires_grad])
+        buckets = self._buckets(plain, self._compute.itemsize, _BASE_BUCKET)
+        weights = (weight for bucket in buckets for weight in self._gather(bucket, is_exact=False))
+        found = named_digests((plain[name], weight) for name, weight in weights)
+        return found | named_digests(self._saved_buffers().items())
+
     # --- on disk ------------------------------------------------------------------------------------------------------
 
     def _stored(self) -> dict[str, Tensor]:
-        stored: dict[str, Tensor] = {f"weight.{name}": buffer for name, buffer in self._saved_buffers().items()}
+        """What `FSDPBackend` stores, in stretches."""
+        stored: dict[str, Tensor] = {}
+        if not self._adapters:
+            stored = {f"weight.{name}": buffer for name, buffer in self._saved_buffers().items()}
         for name, piece in self._pieces.items():
-            stored[f"weight.{name}"] = self._fragment(name, piece, piece.owner)
-            if self._optimizer is None or not self._weights[name].requires_grad:
+            is_trained = self._weights[name].requires_grad
+            if is_trained or not self._adapters:
+                stored[f"weight.{name}"] = self._fragment(name, piece.of(piece.owner))
+            if self._optimizer is None or not is_trained:
                 continue
             for key, value in self._optimizer.state[piece.owner].items():
-                stored[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else self._fragment(name, piece, value)
+                stored[f"optimizer.{name}.{key}"] = value if value.ndim == 0 else self._fragment(name, piece.of(value))
+        if self._average is not None:
+            for name, shard in self._average.shards.items():
+                stored[f"average.{name}"] = self._fragment(name, shard)
         if self._stage.scaler is not None:
             stored["loss_scale"] = torch.tensor([float(getattr(self._stage.scaler, name)) for name in _SCALE_STATE])
         return stored
 
-    def _fragment(self, name: str, piece: Piece, tensor: Tensor) -> Fragment:
-        return Fragment(piece.of(tensor), self._shapes[name], piece.start)
+    def _fragment(self, name: str, stretch: Tensor) -> Fragment:
+        return Fragment(stretch, self._shapes[name], self._pieces[name].start)
 
     def _read(self, directory: Path, state: dict[str, Tensor]) -> None:
         scale = state.pop("loss_scale", None)

@@ -42,8 +42,10 @@ def moved(before: dict, after: dict) -> set[str]:
     return {name for name in after if not torch.equal(before[name], after[name])}
 
 
-def test_examples_are_learned_by_adapters_alone(task):
-    records = run(task, sft_yaml(task), *LORA, "actor.optimizer.learning_rate=0.03", "train.lora.dropout=0.1")
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_examples_are_learned_by_adapters_alone(task, backend):
+    options = ("actor.optimizer.learning_rate=0.03", "train.lora.dropout=0.1", f"train.backend={backend}")
+    records = run(task, sft_yaml(task), *LORA, *options)
     assert records[-1]["loss"] < records[0]["loss"] - 0.2
     directory = task / "runs" / "sft" / "model"
     base = weights(task / "model")
@@ -76,8 +78,10 @@ def test_a_policy_of_adapters_learns_and_engines_sample_from_the_merged_weights(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a CPU without 16-bit units says so
-def test_16_bit_engines_get_merged_weights_in_16_bits(task):
-    records = run(task, rl_yaml(task, train="{dtype: bf16, batch_size: 16, micro_batch_size: 8}"), *LORA)
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_16_bit_engines_get_merged_weights_in_16_bits(task, backend):
+    train = f"{{backend: {backend}, dtype: bf16, batch_size: 16, micro_batch_size: 8}}"
+    records = run(task, rl_yaml(task, train=train), *LORA)
     assert [record["version"] for record in records[1:]] == [1.0, 2.0]  # digests agreed
     assert records[-1]["canary_gap"] < 0.25
 

@@ -719,17 +719,25 @@ def _trains(shares: tuple[int, int], options: TrainOptions = OPTIONS) -> Scenari
     return scenario
 
 
-def _learns(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
-    """Five updates from three micro-batches: backends differ by no more than roundings."""
-    backend = make(tiny_model(tied=False), OPTIONS)
-    losses = []
-    for step in range(5):
-        work = split_by_count(some_segments(9, seed=step), 3)
-        losses.append(backend.update(share_of(work, (2, 1), rank, num_ranks), ClippedLoss(), 1.0).loss)
-    found = backend.log_probs([some_segments()], 1.0)
-    result = {"weights": copy_weights(backend), "reports": torch.tensor(losses), "log_probs": found[0]}
-    backend.close()
-    return result
+def learns(options: TrainOptions) -> Scenario:
+    """Five updates from three micro-batches, and log-probs before and after: they differ by no more than roundings."""
+
+    def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+        backend = make(tiny_model(tied=False), options)
+        log_probs, losses = backend.log_probs([some_segments()], 1.0), []
+        for step in range(5):
+            work = split_by_count(some_segments(9, seed=step), 3)
+            losses.append(backend.update(share_of(work, (2, 1), rank, num_ranks), ClippedLoss(), 1.0).loss)
+        log_probs += backend.log_probs([some_segments()], 1.0)
+        result = {
+            "weights": copy_weights(backend),
+            "reports": torch.tensor(losses, dtype=torch.float64),
+            "log_probs": torch.cat(log_probs),
+        }
+        backend.close()
+        return result
+
+    return scenario
 
 
 def _deals(counts: tuple[int, ...]) -> Scenario:
@@ -955,7 +963,7 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"trains_{name}": _trains(shares) for name, shares in SHARES.items()},
     "trains_packed": _trains((3, 1), replace(OPTIONS, layout="packed")),
     "trains_checkpointed": _trains((1, 3), replace(OPTIONS, gradient_checkpointing=True)),
-    "learns": _learns,
+    "learns": learns(OPTIONS),
     "scores": _scores,
     "skips_alike": _skips_alike,
     "digests": _digests,

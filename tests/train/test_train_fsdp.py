@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hotseat.errors import NotBuiltError, RunError, UserError
+from hotseat.errors import RunError, UserError
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions
 
 from . import adapters, conformance, fsdp_factory
@@ -192,21 +192,6 @@ def test_weights_are_refused_before_the_first_is_asked_for() -> None:
 def test_options_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         TrainOptions(**settings)
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        (replace(OPTIONS, lora=LoraOptions(4)), "LoRA"),
-        (replace(OPTIONS, average_decay=0.9), "a moving average of the weights"),
-    ],
-)
-def test_a_backend_without_a_feature_says_so(options: TrainOptions, what: str) -> None:
-    class Bare(FSDPBackend):
-        has_adapters = has_average = False
-
-    with pytest.raises(NotBuiltError, match=f"the fsdp backend does not have {what}: train with another"):
-        Bare(tiny_model(), options)
 
 
 def test_sixteen_bit_floats_need_the_other_backend() -> None:

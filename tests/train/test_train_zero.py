@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
-from hotseat.errors import NonFiniteError, NotBuiltError, UserError
+from hotseat.errors import NonFiniteError, NotBuiltError, RunError, UserError
 from hotseat.train import PARTS, FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
 from hotseat.types import MicroBatch
 
-from . import conformance, fsdp_factory, zero_factory
+from . import adapters, conformance, fsdp_factory, zero_factory
 from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model
 from .run_ranks import run_ranks
 
@@ -32,7 +33,11 @@ STAGES = [
     pytest.param(0, marks=pytest.mark.long),
     pytest.param(1, marks=pytest.mark.long),
 ]
-Group = Callable[[int], tuple[Path, list[dict[str, Any]]]]
+ONE_STAGE = [
+    pytest.param(2, marks=pytest.mark.slow),
+    *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3)),
+]
+Group = Callable[[int, str], tuple[Path, list[dict[str, Any]]]]
 
 
 def make(stage: int, **settings: Any) -> ZeroBackend:
@@ -42,12 +47,18 @@ def make(stage: int, **settings: Any) -> ZeroBackend:
     return zero_factory.make(tiny_model(), replace(OPTIONS, zero=ZeroOptions(stage, **zero), **others))
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3))],
-)
+@pytest.mark.parametrize("stage", ONE_STAGE)
 @pytest.mark.parametrize("check", conformance.ONE_RANK, ids=lambda check: check.__name__)
 def test_one_rank(check: Any, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(zero_factory.STAGE, str(stage))
+    check(zero_factory.make, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("check", adapters.ONE_RANK, ids=lambda check: check.__name__)
+def test_one_rank_with_adapters(check: Any, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(zero_factory.STAGE, str(stage))
     check(zero_factory.make, tmp_path)
 
@@ -57,37 +68,76 @@ def test_one_rank(check: Any, stage: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
+    """Of a stage, for a scenario: what its ranks found."""
+
     @functools.cache
-    def run(stage: int) -> tuple[Path, list[dict[str, Any]]]:
+    def run(stage: int, scenarios: str) -> tuple[Path, list[dict[str, Any]]]:
         directory = tmp_path_factory.mktemp(f"stage-{stage}")
         # By the other backend: the format is the same.
         conformance.save_alone(fsdp_factory.make, directory)
+        adapters.save_alone(fsdp_factory.make, directory)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(zero_factory.STAGE, str(stage))
-            return directory, run_ranks(NUM_RANKS, zero_factory.__name__, directory, timeout_s=280)
+            return directory, run_ranks(NUM_RANKS, zero_factory.__name__, directory, timeout_s=280, scenarios=scenarios)
 
-    return run
+    # With stage 2 all are in `make test`, and to start ranks again would cost as much as the scenarios.
+    apart = {name: "PLAIN" if name in zero_factory.PLAIN else "ADAPTED" for name in zero_factory.ALL}
+    return lambda stage, name: run(stage, "ALL" if stage == 2 else apart[name])
 
 
 @functools.cache
 def alone(name: str) -> Any:
     """One rank of the other backend."""
     with tempfile.TemporaryDirectory() as directory:
-        return conformance.SCENARIOS[name](fsdp_factory.make, 0, 1, Path(directory))
+        return zero_factory.ALL[name](fsdp_factory.make, 0, 1, Path(directory))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", conformance.SCENARIOS)
-def test_two_ranks_are_as_one_of_fsdp(name: str, stage: int, group: Group) -> None:
-    _, results = group(stage)
+def assert_as_one_of_fsdp(name: str, results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
     conformance.assert_group_agrees(alone(name), [result[name] for result in results])
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", zero_factory.PLAIN)
+def test_two_ranks_are_as_one_of_fsdp(name: str, stage: int, group: Group) -> None:
+    _, results = group(stage, name)
+    assert_as_one_of_fsdp(name, results)
+
+
+@pytest.mark.parametrize("stage", ONE_STAGE)
+@pytest.mark.parametrize("name", zero_factory.ADAPTED)
+def test_two_ranks_with_adapters_are_as_one_of_fsdp(name: str, stage: int, group: Group) -> None:
+    _, results = group(stage, name)
+    assert_as_one_of_fsdp(name, results)
+
+
+@pytest.mark.parametrize("stage", ONE_STAGE)
+def test_other_stages_and_backends_load_adapters_that_two_saved(stage: int, group: Group, tmp_path: Path) -> None:
+    directory, _ = group(stage, "goes_on_with_adapters")
+    settings = {"lora": adapters.LORA.lora, "average_decay": adapters.BETA}
+    others = [
+        fsdp_factory.make(tiny_model(), replace(OPTIONS, **settings)),
+        *(make(each, **settings) for each in (0, 2, 3)),
+    ]
+    loaded, after = [], []
+    for index, backend in enumerate(others):
+        backend.load(directory / "adapters-2")
+        assert backend.version == 1
+        backend.export(tmp_path / f"{index}", is_averaged=True)
+        average = load_file(tmp_path / f"{index}" / "model.safetensors")
+        loaded.append(copy_weights(backend) | {f"average of {name}": tensor for name, tensor in average.items()})
+        backend.update([some_segments(seed=2)], ClippedLoss(), 1.0)  # the optimizer came along
+        after.append(copy_weights(backend))
+        backend.close()
+    for index in range(1, len(others)):
+        assert_identical(loaded[index], loaded[0])
+        assert_close(after[index], after[0])
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_other_numbers_of_ranks_stages_and_backends_load_what_two_saved(stage: int, group: Group) -> None:
-    directory, results = group(stage)
+    directory, results = group(stage, "saves_and_loads")
     saved = results[0]["saves_and_loads"]["weights"]
     others = [fsdp_factory.make(tiny_model(seed=5), OPTIONS), make(0), make(2), make(3)]
     after = []
@@ -316,6 +366,33 @@ def test_what_is_put_aside_is_emptied_and_comes_back_under_deepspeeds_views(stag
         results.append(copy_weights(backend) | {"scored": scored})
         backend.close()
     assert_identical(results[0], results[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_aside(
+    stage: int, tmp_path: Path
+) -> None:
+    options = replace(adapters.LORA, precision="bf16_master", average_decay=0.5, zero=ZeroOptions(stage))
+    backend = Moving(tiny_model(), options, persistent_size=32)
+    adapters.train(backend, range(2))
+    exact, halves = copy_weights(backend), copy_weights(backend, dtype=torch.bfloat16)
+    assert_close(halves, exact, 0.01)  # adapters were rounded before they were merged
+    backend.put_aside(["optimizer"])
+    assert_identical(copy_weights(backend, dtype=torch.bfloat16), halves)
+    for what in (copy_weights, lambda each: each.export(tmp_path, dtype=torch.bfloat16, is_averaged=True)):
+        with pytest.raises(RunError, match="needs optimizer on the device"):
+            what(backend)
+    backend.bring_back(["optimizer"])
+    # An average in 16 bits is that of the masters.
+    for dtype in (torch.bfloat16, None):
+        backend.export(tmp_path / f"{dtype}", dtype=dtype, is_averaged=True)
+    averages = [load_file(tmp_path / f"{dtype}" / "model.safetensors") for dtype in (torch.bfloat16, None)]
+    assert_close(*averages, 0.01)
+    assert_identical(copy_weights(backend), exact)
+    assert_identical(copy_weights(backend, dtype=torch.bfloat16), halves)
+    backend.close()
 
 
 def test_the_options_choose_the_backend() -> None:

@@ -12,6 +12,10 @@ from transformers import PreTrainedModel
 
 from hotseat.train import TrainOptions, ZeroBackend, ZeroOptions
 
+from . import adapters, conformance
+
+PLAIN, ADAPTED = conformance.SCENARIOS, adapters.SCENARIOS
+ALL = PLAIN | ADAPTED
 STAGE = "HOTSEAT_TEST_ZERO_STAGE"
 
 
