@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,7 +62,10 @@ class FSDPBackend(Trainer):
                 " to bf16"
             )
         device = torch.device(device)
-        # A frozen base is never stepped: more bits than it is computed with would be of no use.
+        # What is never stepped, a model that is only scored or a frozen base, has no use for more bits than it is
+        # computed with.
+        if options.precision == "bf16_master" and options.optimizer is None:
+            options = replace(options, precision="bf16")
         is_16_bit = options.precision == "bf16" or (options.precision == "bf16_master" and options.lora is not None)
         dtype = torch.bfloat16 if is_16_bit else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
