@@ -20,17 +20,20 @@ class Unbuilt:
     what: str
     values: tuple[Any, ...] = ()
     role: str | None = None  # asked for by a run that has this role
+    backend: str | None = None  # there with another `train.backend` than this
     options: tuple[str, ...] = ()  # keys that matter to nothing else
 
     def is_asked_for(self, config: Config) -> bool:
         if self.role is not None:
             return self.role in roles_of(config)
+        if self.backend not in (None, config.train.backend):
+            return False
         value, default = value_at(config, self.key), value_at(Config(), self.key)
         return value in self.values if self.values else value != default
 
     def owns(self, key: str) -> bool:
         """Whether a key is the feature's own, so that nothing reads it before the feature is there."""
-        own = self.options if self.values or self.role else (self.key, *self.options)
+        own = self.options if self.values or self.role or self.backend else (self.key, *self.options)
         return any(key == each or key.startswith(each + ".") for each in own)
 
 
@@ -40,6 +43,8 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("overlap", "rollout beside training"),
     Unbuilt("train.deepspeed.deepcompile", "DeepSpeed's compiler passes"),
     Unbuilt("train.deepspeed.tensor_parallel_size", "models cut by AutoTP"),
+    Unbuilt("train.lora.rank", "adapters with train.backend deepspeed; fsdp has them", backend="deepspeed"),
+    Unbuilt("train.ema.enabled", "an average with train.backend deepspeed; fsdp has it", backend="deepspeed"),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt("reward.url", "reward servers"),
     Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),

@@ -84,6 +84,15 @@ def test_what_is_not_built_prints_but_does_not_start(capsys):
     assert "  --async_train: rollout beside training\n" in said
 
 
+def test_adapters_want_another_backend_than_the_default_before_anything_starts(capsys):
+    text = COMPLETE["train_ppo_ray"].replace(" --backend fsdp", "") + " --lora_rank 8 --enable_ema"
+    assert go("train_ppo_ray", text) == (2, [])
+    said = capsys.readouterr().err
+    assert "  --lora_rank: adapters with --backend deepspeed; fsdp has them\n" in said
+    assert "  --enable_ema: an average with --backend deepspeed; fsdp has it\n" in said
+    assert go("train_ppo_ray", text + " --backend fsdp")[0] == 0
+
+
 def test_flags_without_effect_are_listed_once_on_stderr(capsys):
     text = COMPLETE["train_ppo_ray"] + " --zero_stage 3 --normalize_reward --critic_learning_rate 9e-6"
     assert go("train_ppo_ray", text)[0] == 0
@@ -264,7 +273,14 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
             [("train.deepspeed.deepcompile", "DeepSpeed's compiler passes")],
         ),
         ("overlap: {queue: 1}", [("overlap.queue", "rollout beside training")]),
-        ("train: {lora: {rank: 0}}", []),
+        ("train: {lora: {rank: 8}, ema: {enabled: true}}", []),
+        (
+            "train: {backend: deepspeed, lora: {rank: 8}, ema: {enabled: true}}",
+            [
+                ("train.lora.rank", "adapters with train.backend deepspeed; fsdp has them"),
+                ("train.ema.enabled", "an average with train.backend deepspeed; fsdp has it"),
+            ],
+        ),
         ("task: dpo", [("task", "preference optimisation")]),
         (
             "cluster: {component_placement: {env: 0}}",
