@@ -56,11 +56,7 @@ class FSDPBackend(Trainer):
         unit_bytes: int = 8 << 20,
         _compiler: Compiler = "inductor",
     ):
-        if options.precision == "fp16":
-            raise UserError(
-                "FSDP2 has no fp16, for which the loss must be scaled: set train.backend to deepspeed, or train.dtype"
-                " to bf16"
-            )
+        self.check(options)
         device = torch.device(device)
         # What is never stepped, a model that is only scored or a frozen base, has no use for more bits than it is
         # computed with.
@@ -100,6 +96,15 @@ class FSDPBackend(Trainer):
             self._average = MovingAverage(self._shards(), options.average_decay)
             if isinstance(self._wrapped, FSDPModule):
                 self._host_mesh = init_device_mesh("cpu", (ranks.size,))
+
+    @classmethod
+    def check(cls, options: TrainOptions) -> None:
+        super().check(options)
+        if options.precision == "fp16":
+            raise UserError(
+                "FSDP2 has no fp16, for which the loss must be scaled: set train.backend to deepspeed, or train.dtype"
+                " to bf16"
+            )
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 

@@ -72,13 +72,6 @@ class Trainer(ABC):
         layout: LayoutKind,
         has_flash: bool,
     ):
-        lacks = {
-            "LoRA": options.lora is not None and not self.has_adapters,
-            "a moving average of the weights": options.average_decay is not None and not self.has_average,
-        }
-        if any(lacks.values()):
-            missing = " and ".join(what for what, is_missing in lacks.items() if is_missing)
-            raise NotBuiltError(f"the {self.name} backend does not have {missing}: train with another")
         if options.sequence_parallel_size > 1 and layout == "padded":
             raise NotBuiltError(
                 f"{type(model).__name__} cannot run packed, and only packed sequences can be cut over several ranks:"
@@ -105,6 +98,17 @@ class Trainer(ABC):
         self._is_halfway = False  # an update failed while it summed gradients
         self._writing: Future[None] | None = None  # of a snapshot
         self._is_closed = False
+
+    @classmethod
+    def check(cls, options: TrainOptions) -> None:
+        """Before a model is loaded: raise if this backend does not have what is asked of it."""
+        lacks = {
+            "LoRA": options.lora is not None and not cls.has_adapters,
+            "a moving average of the weights": options.average_decay is not None and not cls.has_average,
+        }
+        if any(lacks.values()):
+            missing = " and ".join(what for what, is_missing in lacks.items() if is_missing)
+            raise NotBuiltError(f"the {cls.name} backend does not have {missing}: train with another")
 
     # --- what a backend adds ------------------------------------------------------------------------------------------
 

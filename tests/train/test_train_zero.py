@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hotseat.errors import NonFiniteError, NotBuiltError, UserError
-from hotseat.train import FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
+from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, ZeroBackend, ZeroOptions, make_backend
 from hotseat.types import MicroBatch
 
 from . import conformance, fsdp_factory, zero_factory
@@ -321,9 +321,14 @@ def test_combinations_that_deepspeed_lacks_are_refused(precision: Any, zero: Zer
         ZeroBackend("no/model", TrainOptions(precision=precision, zero=zero))
 
 
+def test_what_deepspeed_does_not_have_yet_is_refused_before_a_model_is_looked_for() -> None:
+    with pytest.raises(NotBuiltError, match="the deepspeed backend does not have LoRA: train with another"):
+        ZeroBackend("no/model", TrainOptions(lora=LoraOptions(4), zero=ZeroOptions()))
+
+
 def test_ranks_that_zpg_does_not_divide_are_refused() -> None:
     with pytest.raises(UserError, match="zpg 2 with 1 ranks"):
-        make(3, zpg=2)
+        ZeroBackend("no/model", TrainOptions(zero=ZeroOptions(3, zpg=2)))
 
 
 def test_without_deepspeed_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
