@@ -81,8 +81,8 @@ def _check_reference(config: Config, tokenizer: Any) -> None:
     difference = _difference(tokenizer, _tokenizer(config, "reference.model", model))
     if difference is not None:
         raise UserError(
-            f"reference.model {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a KL"
-            " compares log-probs of the same tokens: choose a reference with the actor's tokenizer"
+            f"reference.model {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a"
+            " KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer"
         )
 
 

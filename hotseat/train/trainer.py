@@ -12,8 +12,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -548,16 +549,24 @@ class Trainer(ABC):
                 " on with the model that they were trained on"
             )
 
-    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, is_averaged: bool = False) -> None:
-        self._need("export", "weights")
-        if is_averaged and self._average is None:
-            raise RunError("export of a moving average that was not asked for when training began")
-        with self._average.in_place_of(self._shards()) if is_averaged and self._average else nullcontext():
-            self._export(Path(directory), self._outward(dtype))
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        self._need("the average of the weights", "weights")
+        if self._average is None:
+            raise RunError("a moving average that was not asked for when training began")
+        with self._average.in_place_of(self._shards()):
+            yield
 
-    def _export(self, directory: Path, dtype: torch.dtype | None) -> None:
-        whole = {}
-        for name, tensor in self.weights(dtype=dtype):
+    def export(
+        self,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._need("export", "weights")
+        directory, whole = Path(directory), {}
+        for name, tensor in self.weights(dtype=self._outward(dtype)):
             if self._ranks.rank == 0:
                 whole[exported_name(name, self._options)] = tensor.to("cpu", copy=True)
         if self._ranks.rank == 0:
@@ -568,6 +577,8 @@ class Trainer(ABC):
                 shell.generation_config = self._model.generation_config
             else:
                 shell.config.value_head_prefix = self._options.value_head_prefix
+            for name, fact in facts.items():
+                setattr(shell.config, name, fact)
             shell.save_pretrained(directory, state_dict=whole)
         if self._adapters:
             trained = self._whole(self._shards())
