@@ -329,6 +329,15 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     sources = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(sources) > 1:
         found.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source"))
+    heads = config.critic.value_head_prefix, reward.value_head_prefix
+    if has_critic(config) and config.critic.model is None and reward.model is not None and heads[0] != heads[1]:
+        found.append(
+            (
+                "critic.value_head_prefix",
+                f"{heads[0]!r}, but the critic begins as reward.model, whose head is called {heads[1]!r}"
+                " (reward.value_head_prefix) and would be lost: set both alike, or critic.model",
+            )
+        )
     if rollout.generate_batch_size is not None and rollout.generate_batch_size < rollout.batch_size:
         found.append(
             (

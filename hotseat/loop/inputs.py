@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hotseat.config import Config
+from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.data import PairReport, Row, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop import settings
 from hotseat.loop.lessons import Imitation, Lesson, Preference
+from hotseat.loop.value_models import critic_model
 from hotseat.types import Prompt
 
 Made = TypeVar("Made")  # of rows, with a report
@@ -26,18 +28,40 @@ def load_tokenizer(config: Config) -> Any:
         raise UserError(f"actor.model {config.actor.model!r}: no tokenizer there: {error}") from None
 
 
-def check_model(config: Config) -> None:
-    """Whether the model can do what is asked of its training, as far as its config tells."""
+def check_models(config: Config) -> None:
+    """Whether each model can do what is asked of it, as far as its config tells."""
+    assert config.actor.model is not None
+    is_value = config.task == "rm"
+    aux_loss = config.algorithm.aux_loss_coef
+    _check_model(config, "actor.model", config.actor.model, is_value=is_value, is_trained=True, aux_loss=aux_loss)
+    if has_critic(config):
+        _check_model(config, "critic.model", critic_model(config), is_value=True, is_trained=True)
+    if has_reference(config) and config.reference.model is not None:
+        _check_model(config, "reference.model", config.reference.model)
+    if has_reward_model(config) and config.reward.model is not None:
+        _check_model(config, "reward.model", config.reward.model, is_value=True)
+
+
+def _check_model(
+    config: Config, key: str, model: str, *, is_value: bool = False, is_trained: bool = False, aux_loss: float = 0.0
+) -> None:
     from transformers import AutoConfig
 
     from hotseat.train.lora import check_targets
-    from hotseat.train.models import check_fit
+    from hotseat.train.models import check_fit, check_value_head
 
-    assert config.actor.model is not None
-    if config.train.lora.rank > 0:
-        check_targets(config.actor.model, config.train.lora.target_modules, "policy", config.trust_remote_code)
-    found = AutoConfig.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
-    check_fit(found, config.train.sequence_parallel_size, config.algorithm.aux_loss_coef)
+    try:
+        found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        check_fit(found, config.train.sequence_parallel_size, aux_loss)
+        if is_value:
+            check_value_head(found)
+        lora = config.train.lora
+        if lora.rank > 0 and is_trained:
+            check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{key} {model!r}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key} {model!r}: no model there: {error}") from None
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:

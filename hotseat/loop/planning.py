@@ -264,7 +264,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         gradient_checkpointing=train.gradient_checkpointing,
         is_compiled=train.compile is not False,
         packing=train.packing,
-        sends_weights=config.task == "rl",
+        sends_weights=config.task == "rl" and role == "actor",
         adapter_rank=train.lora.rank,
         has_average=train.ema.enabled and role == "actor",
     )

@@ -18,6 +18,7 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
+from hotseat.config.roles import has_critic
 from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.checkpoints import Checkpoint
@@ -31,7 +32,7 @@ from hotseat.loop.planning import (
 )
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
-from hotseat.loop.value_models import check_value_models
+from hotseat.loop.value_models import check_readers
 from hotseat.placement import Inventory, Plan
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _packages_not_there(config: Config) -> list[tuple[str, str]]:
 
 
 def _start_rl(config: Config) -> dict[str, float]:
-    from hotseat.loop.inputs import check_model, eos_token_ids, load_tokenizer, rl_prompts
+    from hotseat.loop.inputs import check_models, eos_token_ids, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
     dry = make_plan(config, _local_inventory(config))
@@ -98,10 +99,11 @@ def _start_rl(config: Config) -> dict[str, float]:
     batch_algebra(config, num_ranks)
     _check_transport(config, dry)
     tokenizer = load_tokenizer(config)
-    check_model(config)
-    check_value_models(config, tokenizer)
+    check_models(config)
+    check_readers(config, tokenizer)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
+    _check_training(config, algebra)
     with ExitStack() as stack:
         run_dir, saver, found = _open_run(config, stack, notes, prompts)
         if found is not None and _is_finished(found, algebra, run_dir):
@@ -148,16 +150,17 @@ def _check_transport(config: Config, dry: Plan) -> None:
 
 
 def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
-    from hotseat.loop.inputs import check_model, load_tokenizer, supervised
+    from hotseat.loop.inputs import check_models, load_tokenizer, supervised
 
     tokenizer = load_tokenizer(config)
-    check_model(config)
+    check_models(config)
     taught = supervised(config, tokenizer)
     if launched:
         return _run_launched(config, tokenizer, taught)
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
     algebra = batch_algebra(config, num_ranks, len(taught.items))
+    _check_training(config, algebra)
     with ExitStack() as stack:
         run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items)
         if found is not None and _is_finished(found, algebra, run_dir):
@@ -307,6 +310,7 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
     num_sharing = config.train.sequence_parallel_size
     check_ranks(num_sharing, num_ranks)
     algebra = batch_algebra(config, num_ranks // num_sharing, len(taught.items))
+    _check_training(config, algebra)
     worker = SupervisedWorker(
         *_supervised_args(config, algebra, taught), rank=rank // num_sharing, num_ranks=algebra.num_ranks
     )
@@ -351,6 +355,17 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
 
 
 # --- what both share --------------------------------------------------------------------------------------------------
+
+
+def _check_training(config: Config, algebra: BatchAlgebra) -> None:
+    """What ranks would refuse, each in its process and after engines have loaded their model."""
+    from hotseat.loop import settings
+    from hotseat.train.make import check_options
+
+    assert algebra.schedule_length is not None
+    check_options(settings.train_options(config, algebra.schedule_length))
+    if has_critic(config):
+        check_options(settings.critic_options(config, algebra.schedule_length))
 
 
 def _open_run(

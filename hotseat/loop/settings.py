@@ -60,7 +60,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         optimizer=_adamw(config.actor.optimizer) if is_trained else None,
         schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
         max_grad_norm=config.actor.optimizer.max_grad_norm or None,
-        aux_loss_coefficient=config.algorithm.aux_loss_coef,
+        aux_loss_coefficient=config.algorithm.aux_loss_coef if is_trained else 0.0,
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
@@ -115,7 +115,6 @@ def reward_options(config: Config) -> TrainOptions:
         train_options(config, 0, is_trained=False),
         head="value",
         value_head_prefix=config.reward.value_head_prefix,
-        aux_loss_coefficient=0.0,
     )
 
 

@@ -4,8 +4,8 @@ the same class runs as a group on Ray and as one rank per process under a launch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +59,20 @@ class SupervisedWorker:
     def evaluate(self) -> dict[str, float]:
         """Together. Metrics of the held-out items, or of some that are learned from if none are held out."""
         if self._evaluation is None or self._evaluation[0] != self._backend.version:
-            items = self._held_out or self._items[:: -(-len(self._items) // MAX_MEASURED)]
-            measured = self._lesson.measure(self._backend, self._mine(items))
-            everyone = self._backend.gather_facts(measured, "add up what was measured on held-out items")
-            self._evaluation = self._backend.version, self._lesson.evaluation(everyone)
+            self._evaluation = self._backend.version, self._measure()
         return self._evaluation[1]
+
+    def _measure(self) -> dict[str, float]:
+        items = self._held_out or self._items[:: -(-len(self._items) // MAX_MEASURED)]
+        measured = self._lesson.measure(self._backend, self._mine(items))
+        everyone = self._backend.gather_facts(measured, "add up what was measured on held-out items")
+        return self._lesson.evaluation(everyone)
 
     def export(self, directory: str, is_averaged: bool = False) -> None:
         """Together."""
-        facts = self._lesson.model_facts(self.evaluate)
-        self._backend.export(Path(directory), is_averaged=is_averaged)
-        if facts and self._rank == 0:
-            config = Path(directory) / "config.json"
-            config.write_text(json.dumps(json.loads(config.read_text()) | facts, indent=2, sort_keys=True) + "\n")
+        with self._backend.averaged() if is_averaged else nullcontext():
+            facts = self._lesson.model_facts(self._measure if is_averaged else self.evaluate)
+            self._backend.export(Path(directory), facts=facts)
 
     def save(self, directory: str) -> None:
         """Together."""

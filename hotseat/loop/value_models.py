@@ -1,4 +1,4 @@
-"""Which checkpoints critic and reward model come from, and whether they fit the policy. No model is loaded for that."""
+"""Which checkpoints the models beside the policy come from, and whether they fit it. No model is loaded for that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotseat.config import Config
-from hotseat.config.roles import has_critic, has_reward_model
+from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.errors import UserError
 
 _NUM_NAMED = 3  # tokens in an error message
@@ -19,13 +19,15 @@ def critic_model(config: Config) -> str:
     return found
 
 
-def check_value_models(config: Config, tokenizer: Any) -> None:
-    """Raise unless critic and reward model can read what the policy writes. `tokenizer`: the actor's."""
+def check_readers(config: Config, tokenizer: Any) -> None:
+    """Raise unless critic, reward model and reference can read what the policy writes. `tokenizer`: the actor's."""
     if has_reward_model(config):
         reward_scale(config)
         _check_reward_model(config, tokenizer)
     if has_critic(config) and critic_model(config) != config.actor.model:
         _check_critic(config, tokenizer)
+    if has_reference(config) and config.reference.model not in (None, config.actor.model):
+        _check_reference(config, tokenizer)
 
 
 def reward_scale(config: Config) -> tuple[float, float] | None:
@@ -70,6 +72,17 @@ def _check_critic(config: Config, tokenizer: Any) -> None:
             f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a critic"
             " gives a value for each of the actor's tokens: set critic.model to the actor's checkpoint, or to another"
             " with its tokenizer"
+        )
+
+
+def _check_reference(config: Config, tokenizer: Any) -> None:
+    model = config.reference.model
+    assert model is not None
+    difference = _difference(tokenizer, _tokenizer(config, "reference.model", model))
+    if difference is not None:
+        raise UserError(
+            f"reference.model {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a"
+            " KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer"
         )
 
 

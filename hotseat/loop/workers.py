@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,8 @@ class ModelWorker:
 
     def export(self, directory: str, is_averaged: bool = False) -> None:
         """Together."""
-        self._backend.export(Path(directory), is_averaged=is_averaged)
+        with self._backend.averaged() if is_averaged else nullcontext():
+            self._backend.export(Path(directory))
 
     def device_type(self) -> str:
         return device_of_process().type

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -276,11 +278,20 @@ class Backend(Protocol):
     def load(self, directory: str | Path) -> None:
         """Together. What `save` wrote, also by another number of ranks. The caller has checked the manifest."""
 
-    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, is_averaged: bool = False) -> None:
+    def averaged(self) -> AbstractContextManager[None]:
+        """Together. The weights are the moving average meanwhile, to be scored or exported."""
+
+    def export(
+        self,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Together. A Hugging Face model in safetensors, written by the first rank. The tokenizer is the caller's.
 
-        With adapters they are merged into it, and are in PEFT's format in `adapter/` beside it. `is_averaged`: of the
-        moving average instead of the weights.
+        With adapters they are merged into it, and are in PEFT's format in `adapter/` beside it. `facts`: what its
+        config.json says besides.
         """
 
     def close(self) -> None:

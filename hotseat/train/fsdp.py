@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,13 +55,12 @@ class FSDPBackend(Trainer):
         unit_bytes: int = 8 << 20,
         _compiler: Compiler = "inductor",
     ):
-        if options.precision == "fp16":
-            raise UserError(
-                "FSDP2 has no fp16, for which the loss must be scaled: set train.backend to deepspeed, or train.dtype"
-                " to bf16"
-            )
+        self.check(options)
         device = torch.device(device)
-        # A frozen base is never stepped: more bits than it is computed with would be of no use.
+        # What is never stepped, a model that is only scored or a frozen base, has no use for more bits than it is
+        # computed with.
+        if options.precision == "bf16_master" and options.optimizer is None:
+            options = replace(options, precision="bf16")
         is_16_bit = options.precision == "bf16" or (options.precision == "bf16_master" and options.lora is not None)
         dtype = torch.bfloat16 if is_16_bit else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
@@ -95,6 +95,14 @@ class FSDPBackend(Trainer):
             self._average = MovingAverage(self._shards(), options.average_decay)
             if isinstance(self._wrapped, FSDPModule):
                 self._host_mesh = init_device_mesh("cpu", (ranks.size,))
+
+    @classmethod
+    def check(cls, options: TrainOptions) -> None:
+        if options.precision == "fp16":
+            raise UserError(
+                "FSDP2 has no fp16, for which the loss must be scaled: set train.backend to deepspeed, or train.dtype"
+                " to bf16"
+            )
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from hotseat.errors import UserError
 from hotseat.train.backend import Backend, TrainOptions
 from hotseat.train.fsdp import FSDPBackend
-from hotseat.train.zero import ZeroBackend
+from hotseat.train.zero import HINT, ZeroBackend
 
 
 def make_backend(
@@ -20,5 +22,15 @@ def make_backend(
     trust_remote_code: bool = False,
 ) -> Backend:
     """One rank of the model, behind the backend that the options name."""
-    kind = FSDPBackend if options.zero is None else ZeroBackend
-    return kind(model, options, device=device, trust_remote_code=trust_remote_code)
+    return _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
+
+
+def check_options(options: TrainOptions) -> None:
+    """Raise if the backend that the options name does not have what they ask for, or is not installed."""
+    _kind(options).check(options)
+    if options.zero is not None and find_spec("deepspeed") is None:
+        raise UserError(f"DeepSpeed is not installed: {HINT}")
+
+
+def _kind(options: TrainOptions) -> type[FSDPBackend] | type[ZeroBackend]:
+    return FSDPBackend if options.zero is None else ZeroBackend

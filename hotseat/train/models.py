@@ -115,14 +115,19 @@ def check_fit(config: Any, sequence_parallel_size: int, aux_loss_coefficient: fl
         check_experts(config)
 
 
+def check_value_head(config: Any) -> None:
+    """Raise if there is no model of this config that gives a number."""
+    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+        raise UserError(
+            f"transformers has no {type(config).__name__.removesuffix('Config')} with a head of one number: choose"
+            " another model for the critic or the reward"
+        )
+
+
 def _load_value_model(source: str | Path, options: TrainOptions, common: dict[str, Any]) -> PreTrainedModel:
     """A model with one label. The head of one to be trained that has none, such as a language model, is made anew."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=common["trust_remote_code"])
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        raise UserError(
-            f"{source} is a {type(config).__name__.removesuffix('Config')}, for which transformers has no model with a"
-            " head of one number: choose another model for the critic or the reward"
-        )
+    check_value_head(config)
     config.num_labels = 1
     # A reward model of ours or OpenRLHF's says it.
     prefix = getattr(config, "value_head_prefix", options.value_head_prefix)

@@ -12,8 +12,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -96,6 +97,11 @@ class Trainer(ABC):
         self._is_halfway = False  # an update failed while it summed gradients
         self._writing: Future[None] | None = None  # of a snapshot
         self._is_closed = False
+
+    @classmethod
+    @abstractmethod
+    def check(cls, options: TrainOptions) -> None:
+        """Before a model is loaded: raise if this backend does not have what is asked of it."""
 
     # --- what a backend adds ------------------------------------------------------------------------------------------
 
@@ -547,27 +553,29 @@ class Trainer(ABC):
                 " on with the model that they were trained on"
             )
 
-    def export(self, directory: str | Path, *, dtype: torch.dtype | None = None, is_averaged: bool = False) -> None:
-        self._need("export", "weights")
-        if is_averaged and self._average is None:
-            raise RunError("export of a moving average that was not asked for when training began")
-        with self._averaged(self._average) if is_averaged and self._average else nullcontext():
-            self._export(Path(directory), self._outward(dtype))
-
     @contextmanager
-    def _averaged(self, average: MovingAverage) -> Iterator[None]:
-        """The weights are their average meanwhile."""
+    def averaged(self) -> Iterator[None]:
+        self._need("the average of the weights", "weights")
+        if self._average is None:
+            raise RunError("a moving average that was not asked for when training began")
         shards = self._shards()
         try:
-            with average.in_place_of(shards):
+            with self._average.in_place_of(shards):
                 self._after_loading()
                 yield
         finally:
             self._after_loading()
 
-    def _export(self, directory: Path, dtype: torch.dtype | None) -> None:
-        whole = {}
-        for name, tensor in self.weights(dtype=dtype):
+    def export(
+        self,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._need("export", "weights")
+        directory, whole = Path(directory), {}
+        for name, tensor in self.weights(dtype=self._outward(dtype)):
             if self._ranks.rank == 0:
                 whole[exported_name(name, self._options)] = tensor.to("cpu", copy=True)
         if self._ranks.rank == 0:
@@ -578,6 +586,8 @@ class Trainer(ABC):
                 shell.generation_config = self._model.generation_config
             else:
                 shell.config.value_head_prefix = self._options.value_head_prefix
+            for name, fact in facts.items():
+                setattr(shell.config, name, fact)
             shell.save_pretrained(directory, state_dict=whole)
         if self._adapters:
             trained = self._whole([name for name, weight in self._model.named_parameters() if weight.requires_grad])

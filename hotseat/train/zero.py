@@ -35,6 +35,8 @@ from hotseat.train.ranks import Ranks
 from hotseat.train.trainer import Trainer, convert
 from hotseat.train.zero_stages import Flattened, Scattered, Stage, Unsharded
 
+HINT = "install it with `pip install hotseat[deepspeed]`, or set train.backend to fsdp"
+
 _COMPUTE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16_master": torch.bfloat16,
@@ -75,7 +77,8 @@ class ZeroBackend(Trainer):
     ):
         zero = options.zero or ZeroOptions()
         device = torch.device(device)
-        _check(options, zero)
+        self.check(options)
+        _check_ranks(zero, int(os.environ.get("WORLD_SIZE", "1")))
         self._deepspeed = _import_deepspeed(device)
         compute = _COMPUTE[options.precision]
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
@@ -93,8 +96,6 @@ class ZeroBackend(Trainer):
         self._saved_names = set(loaded.state_dict())
         ranks = Ranks(device, options.timeout_s, always_group=True)
         self._deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-        if ranks.size % zero.zpg:
-            raise UserError(f"zpg {zero.zpg} with {ranks.size} ranks: set it to a divisor of their number")
         super().__init__(options, ranks, device, loaded, layout, has_flash(device, compute))
         self._compute = compute
         self._has_masters = options.optimizer is not None and options.precision in ("bf16_master", "fp16")
@@ -114,6 +115,23 @@ class ZeroBackend(Trainer):
             shard.copy_(exact[name].view(-1)[start : start + shard.numel()])
         if options.average_decay is not None:
             self._average = MovingAverage(self._shards(), options.average_decay)
+
+    @classmethod
+    def check(cls, options: TrainOptions) -> None:
+        """What DeepSpeed would refuse by an assertion, or not at all."""
+        zero = options.zero or ZeroOptions()
+        wanted, compute = zero.grad_accum_dtype, _NAMES[_COMPUTE[options.precision]]
+        is_wider = zero.stage >= 2 or (zero.stage == 1 and compute == "fp16")
+        if wanted not in (None, compute) and not (wanted == "fp32" and is_wider):
+            raise NotBuiltError(
+                f"gradients of a {compute} computation summed in {wanted} with ZeRO stage {zero.stage}: leave"
+                f" grad_accum_dtype unset for {compute}, or choose fp32 with stage 2 or 3"
+            )
+        if zero.adam_offload and options.precision == "bf16":
+            raise NotBuiltError(
+                "adam_offload of weights in pure bf16, for which DeepSpeed needs an optimizer of its own: set"
+                " train.fp32_master to true"
+            )
 
     def _shard(self, zero: ZeroOptions, persistent_size: int) -> Stage:
         options = self._options
@@ -340,20 +358,9 @@ class ZeroBackend(Trainer):
         del self._wrapped, self._engine, self._optimizer, self._weights, self._pieces, self._stage
 
 
-def _check(options: TrainOptions, zero: ZeroOptions) -> None:
-    """What DeepSpeed would refuse by an assertion, or not at all."""
-    wanted, compute = zero.grad_accum_dtype, _NAMES[_COMPUTE[options.precision]]
-    is_wider = zero.stage >= 2 or (zero.stage == 1 and compute == "fp16")
-    if wanted not in (None, compute) and not (wanted == "fp32" and is_wider):
-        raise NotBuiltError(
-            f"gradients of a {compute} computation summed in {wanted} with ZeRO stage {zero.stage}: leave"
-            f" grad_accum_dtype unset for {compute}, or choose fp32 with stage 2 or 3"
-        )
-    if zero.adam_offload and options.precision == "bf16":
-        raise NotBuiltError(
-            "adam_offload of weights in pure bf16, for which DeepSpeed needs an optimizer of its own: set"
-            " train.fp32_master to true"
-        )
+def _check_ranks(zero: ZeroOptions, num_ranks: int) -> None:
+    if num_ranks % zero.zpg:
+        raise UserError(f"zpg {zero.zpg} with {num_ranks} ranks: set it to a divisor of their number")
 
 
 def _import_deepspeed(device: torch.device) -> Any:
@@ -364,10 +371,7 @@ def _import_deepspeed(device: torch.device) -> Any:
         import deepspeed
         import deepspeed.accelerator
     except ImportError as error:
-        raise UserError(
-            f"the DeepSpeed backend: {error}; install it with `pip install hotseat[deepspeed]`, or set train.backend to"
-            " fsdp"
-        ) from None
+        raise UserError(f"the DeepSpeed backend: {error}; {HINT}") from None
     found = deepspeed.accelerator.get_accelerator().device_name()
     if found != device.type:
         raise RunError(

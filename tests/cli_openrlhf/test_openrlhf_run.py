@@ -264,7 +264,8 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
             [("train.deepspeed.deepcompile", "DeepSpeed's compiler passes")],
         ),
         ("overlap: {queue: 1}", [("overlap.queue", "rollout beside training")]),
-        ("train: {lora: {rank: 0}}", []),
+        ("train: {lora: {rank: 8}, ema: {enabled: true}}", []),
+        ("train: {backend: deepspeed, lora: {rank: 8}, ema: {enabled: true}}", []),
         ("task: dpo", [("task", "preference optimisation")]),
         (
             "cluster: {component_placement: {env: 0}}",

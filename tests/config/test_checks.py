@@ -112,6 +112,10 @@ def test_every_rule_speaks_of_keys_that_exist():
         ("data: {path: 'a,b', probs: '0.1,0.2,0.7'}", "3 probabilities for 2 data sets"),
         ("data: {input_template: 'Q: '}", "needs exactly one {}"),
         ("reward: {function: r.py, url: 'http://127.0.0.1'}", "reward.function is set too"),
+        (
+            "algorithm: {estimator: gae}\nreward: {model: m, value_head_prefix: value_head}",
+            "'score', but the critic begins as reward.model, whose head is called 'value_head'",
+        ),
         ("rollout: {batch_size: 8, generate_batch_size: 4}", "4 is below rollout.batch_size, 8"),
         ("rollout: {max_new_tokens: 64}\ndata: {max_length: 64}", "leaves no room for a prompt"),
     ],

@@ -65,6 +65,13 @@ def test_adapters_and_the_average_are_told_to_the_planner():
     assert said == "train.lora.target_modules: the figures are for adapters beside every linear layer"
 
 
+def test_only_the_actor_sends_weights():
+    found = specs("algorithm: {estimator: gae}")
+    assert found["actor"].memory.sends_weights
+    assert not found["critic"].memory.sends_weights
+    assert not specs("task: sft")["actor"].memory.sends_weights
+
+
 def test_an_engine_has_its_share_its_size_and_its_parts():
     spec = specs("rollout: {engine: vllm, tensor_parallel_size: 2, memory_share: 0.4, enforce_eager: true}")["rollout"]
     assert (spec.tensor_parallel, spec.share) == (2, 0.4)

@@ -205,6 +205,20 @@ def test_a_tiny_model_learns_and_scores_alike_everywhere(task):
 
 
 @pytest.mark.slow
+def test_an_average_says_of_itself_how_it_scores(task):
+    start(loads(rm_yaml(task), ["train.ema.enabled=true", "train.ema.beta=0.9"]))
+    held_out, told = texts(more_sevens(100, seed=1)), []
+    for folder in ("model", "model_ema"):
+        model = task / "runs" / "rm" / folder
+        theirs = transformers_scores(model, held_out, 16).double()
+        told.append(json.loads((model / "config.json").read_text()))
+        assert told[-1]["mean"] == pytest.approx(float(theirs.mean()), abs=1e-5)
+        assert told[-1]["std"] == pytest.approx(float(theirs.std()), abs=1e-5)
+        assert told[-1]["pad_token_id"] == 0
+    assert told[0]["std"] > 1.1 * told[1]["std"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_the_first_step_is_that_of_a_plain_loop(task, packing):
     """Loss and gradient norm of one step on all pairs, against transformers' own model and autograd."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ def adapters_go_on_bit_identically(make: Make, directory: Path) -> None:
     train(backend, range(2))
     backend.save(directory / "state")
     train(backend, range(2, 4))
-    backend.export(directory / "whole", is_averaged=True)
+    with backend.averaged():
+        backend.export(directory / "whole")
     expected = copy_weights(backend)
     backend.close()
     resumed = make(tiny_model(), options)
@@ -163,7 +165,8 @@ def adapters_go_on_bit_identically(make: Make, directory: Path) -> None:
     resumed.load(directory / "state")
     train(resumed, range(2, 4))
     assert_identical(copy_weights(resumed), expected)
-    resumed.export(directory / "resumed", is_averaged=True)
+    with resumed.averaged():
+        resumed.export(directory / "resumed")
     assert_identical(
         load_file(directory / "resumed/model.safetensors"), load_file(directory / "whole/model.safetensors")
     )
@@ -312,7 +315,8 @@ def the_average_is_written_out(make: Make, directory: Path) -> None:
             expected = {name: BETA * expected[name] + (1 - BETA) * now for name, now in copy_weights(backend).items()}
             assert backend.update([bad], ClippedLoss(), 1.0).is_skipped
         before = copy_weights(backend)
-        backend.export(directory / options.precision, is_averaged=True)
+        with backend.averaged():
+            backend.export(directory / options.precision)
         assert_identical(copy_weights(backend), before)
         averaged = load_file(directory / options.precision / "model.safetensors")
         assert_close(averaged, expected)
@@ -320,8 +324,8 @@ def the_average_is_written_out(make: Make, directory: Path) -> None:
             assert_close(averaged, before)
         backend.close()
     plain = make(tiny_model(), OPTIONS)
-    with pytest.raises(RunError, match="a moving average that was not asked for"):
-        plain.export(directory / "none", is_averaged=True)
+    with pytest.raises(RunError, match="a moving average that was not asked for"), plain.averaged():
+        pass
     plain.close()
 
 
@@ -354,7 +358,8 @@ def _trains(options: TrainOptions) -> Scenario:
             backend.update(share_of(work, (3, 1), rank, num_ranks), ClippedLoss(), 0.9)
         live = copy_weights(backend, bucket_bytes=5000)
         path = directory / f"export-{options.average_decay}-{options.lora is not None}-{num_ranks}"
-        backend.export(path, is_averaged=options.average_decay is not None)
+        with backend.averaged() if options.average_decay is not None else nullcontext():
+            backend.export(path)
         backend.close()
         exported = load_file(path / "model.safetensors")
         if options.average_decay is None:
@@ -396,7 +401,8 @@ def _goes_on(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str
         else:
             backend.load(directory / f"adapters-{num_ranks}")
         backend.update([some_segments(seed=rank + 2)], ClippedLoss(), 1.0)
-        backend.export(directory / f"{part}-{num_ranks}", is_averaged=True)
+        with backend.averaged():
+            backend.export(directory / f"{part}-{num_ranks}")
         results.append(copy_weights(backend))
         backend.close()
     assert_identical(results[1], results[0])

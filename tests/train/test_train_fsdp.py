@@ -131,6 +131,17 @@ def test_sixteen_bits_throughout() -> None:
     backend.close()
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_a_model_that_is_only_scored_has_no_more_bits_than_it_is_computed_with() -> None:
+    batch, options = some_segments(4), replace(OPTIONS, precision="bf16_master")
+    trained, scored = (fsdp_factory.make(tiny_model(), each) for each in (options, replace(options, optimizer=None)))
+    assert {weight.dtype for weight in copy_weights(trained).values()} == {torch.float32}
+    assert {weight.dtype for weight in copy_weights(scored).values()} == {torch.bfloat16}
+    assert torch.equal(scored.log_probs([batch], 1.0)[0], trained.log_probs([batch], 1.0)[0])
+    trained.close()
+    scored.close()
+
+
 # --- its own ----------------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +152,7 @@ def test_one_rank_needs_no_process_group() -> None:
 
 
 def test_a_group_lives_as_long_as_its_last_backend() -> None:
-    options = replace(OPTIONS, precision="bf16_master", optimizer=None)
+    options = replace(OPTIONS, precision="bf16_master")
     first, second = (fsdp_factory.make(tiny_model(), options) for _ in range(2))
     first.close()
     assert dist.is_initialized()

@@ -132,7 +132,7 @@ def _shared(model: str) -> tuple[Flag, ...]:
             because="transformers chooses how experts are computed; the result is the same",
         ),
         _switch("--use_liger_kernel", "--ds.use_liger_kernel", "train.liger_kernel"),
-        _switch("--torch_compile", None, because="models are not compiled; --deepcompile does so under DeepSpeed"),
+        _switch("--torch_compile", None, because="layers are compiled on a GPU wherever there is a compiler"),
         _switch("--packing_samples", "--ds.packing_samples", "train.packing", by="micro_batches"),
         _int("--ring_attn_size", "--ds.ring_attn_size", 1, "train.sequence_parallel_size"),
         _int("--ring_head_stride", "--ds.ring_attn_head_stride", 1, because=NO_RING),

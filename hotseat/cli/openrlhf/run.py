@@ -105,7 +105,7 @@ def refuse_what_cannot_start(found: Translation) -> None:
         text = "this run cannot start:\n" + _listed(found.missing)
     if found.not_built:
         text += "not part of this version:\n" + _listed(found.not_built)
-        text += "--backend fsdp chooses what is; --print_config shows the config all the same"
+        text += "--print_config shows the config all the same"
     if text:
         raise (UserError if found.missing else NotBuiltError)(text.rstrip())
 

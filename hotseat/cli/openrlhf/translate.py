@@ -147,7 +147,8 @@ def _not_built(draft: Draft, config: Config, keys: Iterable[str], words: _Words)
             continue
         name = words.flag_of(key)
         is_given = any(given.spelling == name for given in line.given.values())
-        found.setdefault(name if is_given else f"{name} ({value_at(config, key)} by default)", what)
+        name = name if is_given else f"{name} ({value_at(config, key)} by default)"
+        found.setdefault(name, words.in_flags(what))
     return list(found.items())
 
 

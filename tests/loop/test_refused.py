@@ -1,0 +1,105 @@
+"""What is refused before a model loads, though only a worker would have noticed."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import transformers
+from loop_cases import make_task, make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
+
+from hotseat.config import loads
+from hotseat.errors import UserError
+from hotseat.loop import settings
+from hotseat.loop.run import start
+from hotseat.train.models import check_value_head
+
+KL = "{kl: {coef: 0.1}}"
+TWO = "{component_placement: {actor: 0-1}}"
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_task(tmp_path)
+
+
+def refused(task, text: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        start(loads(text, overrides))
+    assert not (task / "runs").exists()
+    return str(caught.value)
+
+
+def with_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_every_model_is_checked_against_the_options_not_the_actors_alone(task):
+    make_value_model(task / "value")
+    shutil.copytree(task / "model", task / "other")
+    for folder in ("value", "other"):
+        with_config(task / folder, num_attention_heads=1, head_dim=16)
+    shared = ("train.sequence_parallel_size=2",)
+    for text, key in (
+        (ppo_yaml(task, cluster=TWO, critic=f"{{model: {task}/value}}"), "critic.model"),
+        (rl_yaml(task, cluster=TWO, reward=f"{{model: {task}/value}}"), "reward.model"),
+        (rl_yaml(task, cluster=TWO, algorithm=KL, reference=f"{{model: {task}/other}}"), "reference.model"),
+    ):
+        said = refused(task, text, *shared)
+        assert said.startswith(f"{key} '{task}/")
+        assert "the model's 1 attention heads do not divide over 2 ranks" in said
+
+
+def test_layers_that_a_critic_does_not_have_are_named(task):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shutil.copytree(task / "model", task / "neox", ignore=shutil.ignore_patterns("model*", "config*"))
+    transformers.GPTNeoXForSequenceClassification(
+        transformers.GPTNeoXConfig(vocab_size=16, num_labels=1, pad_token_id=0, **sizes)
+    ).save_pretrained(task / "neox")
+    said = refused(
+        task,
+        ppo_yaml(task, critic=f"{{model: {task}/neox}}"),
+        "train.lora.rank=2",
+        "train.lora.target_modules=[q_proj]",
+    )
+    assert said.startswith(f"critic.model '{task}/neox': train.lora.target_modules: no layer is called q_proj")
+
+
+def test_a_model_that_has_no_head_of_one_number_is_refused():
+    with pytest.raises(UserError, match="transformers has no Mamba with a head of one number: choose another model"):
+        check_value_head(transformers.MambaConfig())
+
+
+def test_a_folder_without_a_model_is_named(task):
+    shutil.copytree(task / "demo", task / "empty", ignore=shutil.ignore_patterns("model*", "config*"))
+    said = refused(task, rl_yaml(task, algorithm=KL, reference=f"{{model: {task}/empty}}"))
+    assert said.startswith(f"reference.model '{task}/empty': no model there")
+
+
+def test_a_reference_that_reads_other_tokens_is_refused(task):
+    shutil.copytree(task / "model", task / "other")
+    path = task / "other" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"7"', '"sept"'))
+    said = refused(task, rl_yaml(task, algorithm=KL, reference=f"{{model: {task}/other}}"))
+    assert "other' cannot read the tokens of actor.model" in said
+    assert "'7' is 9 and absent" in said
+
+
+def test_only_what_is_trained_has_to_be_a_mixture_of_experts(task):
+    config = loads("algorithm: {aux_loss_coef: 0.01}")
+    assert settings.train_options(config, 10).aux_loss_coefficient == 0.01
+    assert settings.train_options(config, 10, is_trained=False).aux_loss_coefficient == 0
+    assert settings.reward_options(config).aux_loss_coefficient == 0
+
+
+@pytest.mark.parametrize("make", [rl_yaml, sft_yaml, rm_yaml])
+def test_what_the_backend_does_not_have_is_refused(task, make, monkeypatch):
+    text = make(task, train="{backend: deepspeed, dtype: bf16, batch_size: 4, micro_batch_size: 2}")
+    assert "only stage 3 shards weights" in refused(task, text, "train.deepspeed.zpg=2")
+    assert "summed in fp32 with ZeRO stage 1" in refused(
+        task, text, "train.deepspeed.zero_stage=1", "train.deepspeed.grad_accum_dtype=fp32"
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    assert "DeepSpeed is not installed: install it with `pip install hotseat[deepspeed]`" in refused(task, text)
