@@ -29,10 +29,6 @@ NUM_RANKS = 2
 pytestmark = pytest.mark.slow  # DeepSpeed takes its time to start
 
 STAGES = [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3))]
-ONE_STAGE = [
-    pytest.param(2, marks=pytest.mark.slow),
-    *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3)),
-]
 Group = Callable[[int, str], tuple[Path, list[dict[str, Any]]]]
 
 
@@ -43,7 +39,7 @@ def make(stage: int, **settings: Any) -> ZeroBackend:
     return zero_factory.make(tiny_model(), replace(OPTIONS, zero=ZeroOptions(stage, **zero), **others))
 
 
-@pytest.mark.parametrize("stage", ONE_STAGE)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("check", conformance.ONE_RANK, ids=lambda check: check.__name__)
 def test_one_rank(check: Any, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(zero_factory.STAGE, str(stage))
@@ -101,14 +97,14 @@ def test_two_ranks_are_as_one_of_fsdp(name: str, stage: int, group: Group) -> No
     assert_as_one_of_fsdp(name, results)
 
 
-@pytest.mark.parametrize("stage", ONE_STAGE)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", zero_factory.ADAPTED)
 def test_two_ranks_with_adapters_are_as_one_of_fsdp(name: str, stage: int, group: Group) -> None:
     _, results = group(stage, name)
     assert_as_one_of_fsdp(name, results)
 
 
-@pytest.mark.parametrize("stage", ONE_STAGE)
+@pytest.mark.parametrize("stage", STAGES)
 def test_other_stages_and_backends_load_adapters_that_two_saved(stage: int, group: Group, tmp_path: Path) -> None:
     directory, _ = group(stage, "goes_on_with_adapters")
     settings = {"lora": adapters.LORA.lora, "average_decay": adapters.BETA}
@@ -161,7 +157,6 @@ def test_ten_micro_batches_on_four_ranks(stage: int, tmp_path: Path, monkeypatch
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sixteen_bit_compute_keeps_thirty_two_bit_masters(stage: int, tmp_path: Path) -> None:
@@ -189,7 +184,6 @@ def test_sixteen_bit_compute_keeps_thirty_two_bit_masters(stage: int, tmp_path: 
         each.close()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_sixteen_bits_throughout(stage: int) -> None:
@@ -216,7 +210,6 @@ class Steep(ClippedLoss):
         return total * self.factor, sums
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_overflow_lowers_the_loss_scale_and_is_no_samples_fault(stage: int, tmp_path: Path) -> None:
     batch = some_segments(4)
@@ -254,7 +247,6 @@ def test_an_overflow_lowers_the_loss_scale_and_is_no_samples_fault(stage: int, t
 # --- its own options --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("settings", [{"adam_offload": True}, {"overlap_comm": True}, {"grad_accum_dtype": "fp32"}])
 def test_options_change_nothing_that_is_computed(stage: int, settings: dict[str, Any]) -> None:
@@ -267,7 +259,6 @@ def test_options_change_nothing_that_is_computed(stage: int, settings: dict[str,
     assert_close(results[0], results[1])
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_of_sixteen_bits_are_summed_in_thirty_two_if_asked(stage: int) -> None:
@@ -285,7 +276,6 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two_if_asked(stage: int)
     assert norms[None] != pytest.approx(25, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_value_model_is_trained(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     batch = some_segments()
@@ -304,7 +294,7 @@ def test_a_value_model_is_trained(tmp_path: Path) -> None:
     assert_close(results[0], results[1])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(3, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_compiled_layers_compute_the_same(stage: int) -> None:
     results = []
     for options in (replace(OPTIONS, zero=ZeroOptions(stage), compile=True), OPTIONS):
@@ -317,7 +307,6 @@ def test_compiled_layers_compute_the_same(stage: int) -> None:
     assert_close(results[0], results[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_that_is_only_scored(stage: int) -> None:
     backend = make(stage, precision="bf16_master", optimizer=None)
@@ -337,7 +326,6 @@ class Moving(ZeroBackend):
     movable = frozenset(PARTS)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -364,7 +352,6 @@ def test_what_is_put_aside_is_emptied_and_comes_back_under_deepspeeds_views(stag
     assert_identical(results[0], results[1])
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_aside(
