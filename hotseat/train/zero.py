@@ -94,6 +94,8 @@ class ZeroBackend(Trainer):
             lora=options.lora,
         )
         self._saved_names = set(loaded.state_dict())
+        if not dist.is_initialized():
+            self._forget_groups()
         ranks = Ranks(device, options.timeout_s, always_group=True)
         self._deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         super().__init__(options, ranks, device, loaded, layout, has_flash(device, compute))
@@ -350,8 +352,11 @@ class ZeroBackend(Trainer):
     def close(self) -> None:
         super().close()
         if not dist.is_initialized():
-            # DeepSpeed remembers groups of which nothing is left.
-            self._deepspeed.utils.groups._release_process_group_references()
+            self._forget_groups()
+
+    def _forget_groups(self) -> None:
+        """DeepSpeed remembers groups of which nothing is left."""
+        self._deepspeed.utils.groups._release_process_group_references()
 
     def _drop(self) -> None:
         self._stage.destroy()
