@@ -39,6 +39,10 @@ def _rl_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
     return lambda config: not _is_rl(config) or condition(config)
 
 
+def _has_reward_file(config: Config) -> bool:
+    return config.reward.function is not None or config.eval.reward is not None
+
+
 def _says(text: str) -> Callable[[Config], str]:
     return lambda _: text
 
@@ -83,7 +87,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.input_key",), *_task("rl", "sft")),
     Rule(("algorithm.dpo",), *_task("dpo")),
     Rule(("algorithm.reward_modelling",), *_task("rm")),
-    Rule(("eval.temperature", "eval.samples_per_prompt"), *_task("rl")),
+    Rule(("eval.temperature", "eval.samples_per_prompt", "eval.reward"), *_task("rl")),
     Rule(
         ("critic", "checkpoint.export_critic"),
         _rl_but(has_critic),
@@ -112,12 +116,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("reward.timeout_s", "reward.retries"),
-        _rl_but(lambda c: c.reward.function is not None or c.reward.url is not None),
+        _rl_but(lambda c: _has_reward_file(c) or c.reward.url is not None),
         _says("rewards come neither from reward.function nor from reward.url"),
     ),
     Rule(
         ("reward.max_memory_gib",),
-        _rl_but(lambda c: c.reward.function is not None),
+        _rl_but(_has_reward_file),
         _says("rewards do not come from reward.function"),
     ),
     Rule(
@@ -220,7 +224,7 @@ RULES: tuple[Rule, ...] = (
         _says("data.image_key is not set"),
     ),
     Rule(
-        ("eval.split", "eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_samples"),
+        ("eval.split", "eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_samples", "eval.reward"),
         lambda c: c.eval.path is not None,
         _says("eval.path is not set, so nothing is evaluated"),
     ),

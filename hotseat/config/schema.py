@@ -508,6 +508,8 @@ class Evaluation(Section):
     """Answers per evaluation prompt."""
     max_samples: Positive | None = None
     """Evaluation rows used at most."""
+    reward: str | None = None
+    """Python file like `reward.function` that scores evaluations alone; unset: what scores the rest does."""
 
 
 class Checkpoint(Section):

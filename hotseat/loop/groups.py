@@ -113,6 +113,7 @@ def _host_settings(config: Config) -> HostSettings:
         max_concurrent=config.agent.max_concurrent or settings.episodes_per_engine(config),
         episode_timeout_s=config.agent.timeout_s,
         reward=config.reward.function,
+        eval_reward=config.eval.reward,
         reward_timeout_s=config.reward.timeout_s,
         reward_retries=config.reward.retries,
         reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),

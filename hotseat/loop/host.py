@@ -44,6 +44,7 @@ class HostSettings:
     reward_timeout_s: float
     reward_retries: int
     reward_max_bytes: int | None
+    eval_reward: str | None = None  # scores evaluations in place of all others
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model that is given text in tokens of its own
     trust_remote_code: bool = False
@@ -109,15 +110,8 @@ class RolloutHost:
         )
         self._settings = settings
         self._agents: AgentHost | None = None
-        self._reward = None
-        if settings.reward is not None:
-            self._reward = RewardFunction(
-                settings.reward,
-                timeout_s=settings.reward_timeout_s,
-                retries=settings.reward_retries,
-                max_memory_bytes=settings.reward_max_bytes,
-                seed=settings.run_seed,
-            )
+        self._reward = None if settings.reward is None else _reward_function(settings.reward, settings)
+        self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
             self._reward_tokenizer = AutoTokenizer.from_pretrained(
@@ -161,6 +155,9 @@ class RolloutHost:
         ]
         for (pending, sample), episode in zip(samples, self._agents.submit_many(wanted, sampling), strict=True):
             report(pending, sample, episode)
+        is_judged = jobs[0].epoch == EVALUATION and self._eval_reward is not None
+        waits_for_model = self._settings.has_reward_model and not is_judged
+        function = self._eval_reward if is_judged else self._reward
         facts: dict[GroupKey, GroupFacts] = {}
         num_complete = 0
         while max(num_complete, len(facts)) < len(jobs):
@@ -170,14 +167,17 @@ class RolloutHost:
                 if len(facts) == 1:
                     faults.reach("evaluation.during" if pending.job.epoch == EVALUATION else "group.first")
                 continue
-            pending.outcomes[finished] = future.result()
+            outcome = future.result()
+            if is_judged and isinstance(outcome, ScoredEpisode):
+                outcome = outcome.episode  # the agent's own reward does not count
+            pending.outcomes[finished] = outcome
             pending.num_open -= 1
-            if pending.num_open == 0 and self._settings.has_reward_model:
+            if pending.num_open == 0 and waits_for_model:
                 num_complete += 1
             elif pending.num_open == 0:
-                report(pending, None, self._score(pending))
+                report(pending, None, _score(pending, function))
                 faults.reach("scoring.during")
-        if self._settings.has_reward_model:
+        if waits_for_model:
             self._unscored = pendings
             return []
         return [facts[job.key] for job in jobs]
@@ -242,33 +242,15 @@ class RolloutHost:
     def close(self) -> None:
         if self._agents is not None:
             self._agents.close()
-        if self._reward is not None:
-            self._reward.close()
+        for function in (self._reward, self._eval_reward):
+            if function is not None:
+                function.close()
 
     def _seed_agents(self, jobs: Sequence[Job]) -> None:
         """Agents that draw from the usual generators draw the same in a run that goes on, as far as their order is."""
         seed = SampleKey(*jobs[0].key, 0).seed(self._settings.run_seed, -1)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # not torch's: in one process with the trainer it is the trainer's
-
-    def _score(self, pending: _Pending) -> Future[Any]:
-        """One call of the reward function for the episodes that have no reward of their agent's own."""
-        episodes = [outcome for outcome in pending.outcomes if isinstance(outcome, Episode)]
-        if not episodes:
-            nothing: Future[Any] = Future()
-            nothing.set_result([])
-            return nothing
-        if self._reward is None:
-            missing: Future[Any] = Future()
-            missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
-            return missing
-        prompt = pending.job.prompt
-        return self._reward.submit(
-            [episode.query for episode in episodes],
-            [prompt.text] * len(episodes),
-            [prompt.label] * len(episodes),
-            [str(episode.key) for episode in episodes],
-        )
 
     def _finish(self, pending: _Pending, scores: Sequence[Score | Failed]) -> GroupFacts:
         answers = iter(scores)
@@ -300,3 +282,33 @@ class RolloutHost:
             failures=tuple(failures),
             extra=tuple(dict(sample.extra) for sample in samples),
         )
+
+
+def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
+    return RewardFunction(
+        path,
+        timeout_s=settings.reward_timeout_s,
+        retries=settings.reward_retries,
+        max_memory_bytes=settings.reward_max_bytes,
+        seed=settings.run_seed,
+    )
+
+
+def _score(pending: _Pending, function: RewardFunction | None) -> Future[Any]:
+    """One call of a reward function for the episodes that have no reward of their agent's own."""
+    episodes = [outcome for outcome in pending.outcomes if isinstance(outcome, Episode)]
+    if not episodes:
+        nothing: Future[Any] = Future()
+        nothing.set_result([])
+        return nothing
+    if function is None:
+        missing: Future[Any] = Future()
+        missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
+        return missing
+    prompt = pending.job.prompt
+    return function.submit(
+        [episode.query for episode in episodes],
+        [prompt.text] * len(episodes),
+        [prompt.label] * len(episodes),
+        [str(episode.key) for episode in episodes],
+    )

@@ -229,7 +229,7 @@ class RlRun:
         with self._sampling():
             facts: list[GroupFacts]
             [facts] = self._hosts.call("collect", jobs, sampling)
-        if self._reward is None:
+        if self._reward is None or facts:  # `eval.reward` has scored them
             return facts
         with self._turn("prepare", "reward"):
             num_ranks = self._reward.size // self._num_sharing
@@ -387,7 +387,8 @@ class RlRun:
                 num_samples, settings.eval_sampling(self._config), self._config.reward.max_failed_fraction
             )
 
-        return evaluation_metrics(self._revive.during(sample), num_samples, has_full_reward=self._reward is None)
+        has_full_reward = self._reward is None or self._config.eval.reward is not None
+        return evaluation_metrics(self._revive.during(sample), num_samples, has_full_reward=has_full_reward)
 
     def tell(self, step: int, collected: Collected, metrics: Mapping[str, float]) -> None:
         """What became of the samples of a step: of all to the ledger, of some to be read. The last push came later."""

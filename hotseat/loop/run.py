@@ -66,7 +66,12 @@ def refuse_what_cannot_start(config: Config) -> None:
 def _files_not_there(config: Config) -> list[tuple[str, str]]:
     """User code that is named and does not exist. Models and data may be hub names, and say so themselves."""
     found = []
-    for key, given in (("reward.function", config.reward.function), ("agent.path", config.agent.path)):
+    named = {
+        "reward.function": config.reward.function,
+        "eval.reward": config.eval.reward,
+        "agent.path": config.agent.path,
+    }
+    for key, given in named.items():
         file = re.match(r"(.+\.py)(:\w+)?$", given or "")
         if file is not None and not Path(file[1]).expanduser().is_file():
             found.append((key, f"there is no file {file[1]}"))

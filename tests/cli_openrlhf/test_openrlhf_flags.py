@@ -131,6 +131,7 @@ WITHOUT_A_FLAG = {
     "train.on_spike",
     "agent.timeout_s",
     "eval.max_samples",
+    "eval.reward",
 }
 
 

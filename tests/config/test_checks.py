@@ -66,6 +66,7 @@ WITHOUT_EFFECT = {
     "data.label_key": ("task: sft\ndata: {label_key: x}", "this is for rl"),
     "data.input_key": ("task: rm\ndata: {input_key: x}", "this is for rl or sft"),
     "eval.temperature": ("task: sft\neval: {path: e, temperature: 1}", "this is for rl"),
+    "eval.reward": ("eval: {reward: r.py}", "eval.path is not set"),
     "reference.enable_offload": ("task: sft\nreference: {enable_offload: true}", "task sft has no reference"),
 }
 

@@ -111,6 +111,37 @@ def test_a_model_that_is_no_number_leaves_no_reward(task, monkeypatch):
         run(task, "run")
 
 
+JUDGE = "def reward_func(queries, prompts, labels):\n    return [float(label == '3') for label in labels]\n"
+
+
+def test_a_file_judges_evaluations_while_a_model_gives_the_rewards(task):
+    (task / "judge.py").write_text(JUDGE)
+    plain = run(task, "plain")
+    judged = run(task, "judged", "reward.retries=0", eval=f"{{path: {task}/prompts.jsonl, reward: {task}/judge.py}}")
+    for record in (judged[0], judged[-1]):
+        assert record["eval/reward"] == record["eval/accuracy"] == 1 / 8  # prompts with that label
+    assert [record["reward"] for record in judged[1:]] == [record["reward"] for record in plain[1:]]
+
+
+def test_a_file_judges_evaluations_of_agents_with_rewards_of_their_own(task):
+    (task / "judge.py").write_text(JUDGE)
+    (task / "agent.py").write_text(
+        "from hotseat.agents import Environment, Step\n\n\n"
+        "class Generous(Environment):\n"
+        "    def step(self, action):\n"
+        "        return Step(reward=5.0, done=True)\n"
+    )
+    [before, *learned] = run(
+        task,
+        "judged",
+        f"agent.path={task}/agent.py",
+        reward="",
+        eval=f"{{path: {task}/prompts.jsonl, reward: {task}/judge.py}}",
+    )
+    assert before["eval/reward"] == 1 / 8
+    assert all(record["reward"] == 5.0 for record in learned)
+
+
 # --- what is refused before a model loads ---------------------------------------------------------------------------
 
 
@@ -152,6 +183,11 @@ def test_a_reward_model_that_reads_other_tokens_is_refused_or_given_text(task):
     ]
     assert any(tokens[-1] == "<eos>" for _, tokens in found)
     assert [reward for reward, _ in found] == pytest.approx(score(foreign, sequences), abs=1e-4)
+
+
+def test_a_judge_that_is_not_there_is_refused(task):
+    message = refused(task, eval=f"{{path: {task}/prompts.jsonl, reward: {task}/nobody.py}}")
+    assert f"eval.reward: there is no file {task}/nobody.py" in message
 
 
 def test_a_reward_model_with_another_end_is_refused(task):
