@@ -27,7 +27,8 @@ demo: setup
 
 test: setup lint browser
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
-	$(BIN)/python -m pytest -m "(slow or ray) and not long and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not ray and not long and not gpu"
+	$(BIN)/python -m pytest -m "ray and not long and not gpu"
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"

@@ -309,6 +309,7 @@ def test_two_training_ranks_agree_with_one(task):
 
 
 @pytest.mark.ray
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_ranks_that_share_sequences_agree_with_one(task):
     """Of actor and reference, with several optimizer steps, one ratio per sequence, and a token budget."""
