@@ -32,6 +32,11 @@ STAGES = [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3
 Group = Callable[[int, str], tuple[Path, list[dict[str, Any]]]]
 
 
+def export_average(backend: Any, directory: Path, dtype: torch.dtype | None = None) -> None:
+    with backend.averaged():
+        backend.export(directory, dtype=dtype)
+
+
 def make(stage: int, **settings: Any) -> ZeroBackend:
     """A small model; `settings` of either kind of options."""
     zero = {name: value for name, value in settings.items() if name in ZeroOptions.__dataclass_fields__}
@@ -116,7 +121,7 @@ def test_other_stages_and_backends_load_adapters_that_two_saved(stage: int, grou
     for index, backend in enumerate(others):
         backend.load(directory / "adapters-2")
         assert backend.version == 1
-        backend.export(tmp_path / f"{index}", is_averaged=True)
+        export_average(backend, tmp_path / f"{index}")
         average = load_file(tmp_path / f"{index}" / "model.safetensors")
         loaded.append(copy_weights(backend) | {f"average of {name}": tensor for name, tensor in average.items()})
         backend.update([some_segments(seed=2)], ClippedLoss(), 1.0)  # the optimizer came along
@@ -364,13 +369,13 @@ def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_a
     assert_close(halves, exact, 0.01)  # adapters were rounded before they were merged
     backend.put_aside(["optimizer"])
     assert_identical(copy_weights(backend, dtype=torch.bfloat16), halves)
-    for what in (copy_weights, lambda each: each.export(tmp_path, dtype=torch.bfloat16, is_averaged=True)):
+    for what in (copy_weights, lambda each: export_average(each, tmp_path, torch.bfloat16)):
         with pytest.raises(RunError, match="needs optimizer on the device"):
             what(backend)
     backend.bring_back(["optimizer"])
     # An average in 16 bits is that of the masters.
     for dtype in (torch.bfloat16, None):
-        backend.export(tmp_path / f"{dtype}", dtype=dtype, is_averaged=True)
+        export_average(backend, tmp_path / f"{dtype}", dtype)
     averages = [load_file(tmp_path / f"{dtype}" / "model.safetensors") for dtype in (torch.bfloat16, None)]
     assert_close(*averages, 0.01)
     assert_identical(copy_weights(backend), exact)
