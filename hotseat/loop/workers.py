@@ -212,15 +212,6 @@ class _Copy:
         return self.backend.digest(dtype=self.dtype)
 
 
-@dataclass(frozen=True)
-class PrepareReport:
-    """Facts about a rank's experience."""
-
-    num_samples: int
-    num_tokens: int
-    num_sampled: int
-
-
 class ActorWorker(ModelWorker):
     """One rank of the policy: it prepares experience, learns from it, and sends its weights.
 
@@ -249,7 +240,7 @@ class ActorWorker(ModelWorker):
         record: Sequence[str] = (),
         critic: Sequence[BySample] = (),
         inference: Sequence[BySample] = (),
-    ) -> PrepareReport:
+    ) -> None:
         """Together. Turn this rank's groups into the batches of the optimizer steps to come.
 
         `reference`, `critic`, `inference`: log-probs and values that the ranks of these roles gave all samples; none
@@ -268,10 +259,8 @@ class ActorWorker(ModelWorker):
             self._returns = by_sample([batch], [batch.fields[RETURNS]])
             batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
         self._recorder = self._start_recording(batch, settings, record) if record else None
-        sample_steps = steps_of(shares)
-        self._steps = cut_into_steps(batch, sample_steps, num_steps)
+        self._steps = cut_into_steps(batch, steps_of(shares), num_steps)
         self._totals = self._add_totals(self._steps)
-        return PrepareReport(len(sample_steps), batch.num_tokens, int(batch.mask.sum()))
 
     def returns(self) -> dict[str, list[Tensor]]:
         """What the critic is to learn of the prepared samples of this rank, by sample id. Handed over once."""
