@@ -344,7 +344,6 @@ def config_of(directory: Path, name: str) -> Any:
 
 
 def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
-    from hotseat.loop.planning import make_plan
     from hotseat.loop.run import start
     from hotseat.observe import read_lines
 
@@ -356,8 +355,8 @@ def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
     run_dir = max((directory / "runs").glob(f"{name}-*"))
     records = [record for record in read_lines(run_dir / "metrics.jsonl") if "step_s" in record]
     assert all(record["length"] == NUM_NEW_TOKENS for record in records)
-    made = make_plan(config, "1x1xH200")
-    planned = {step.step: step.used_gib for step in made.groups[0].steps}
+    made = json.loads((run_dir / "plan.json").read_text())  # with the memory that this device has
+    planned = {step["step"]: step["used_gib"] for step in made["groups"][0]["steps"]}
     return {
         "what": case.what,
         "model": case.model,
@@ -399,13 +398,14 @@ def run_trl(directory: Path, name: str, num_steps: int = 2) -> dict[str, Any]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def num_parameters(model: str) -> int:
-    """Of the layers and the output embedding: what a forward multiplies with."""
+def num_parameters(model: str, has_critic: bool = False) -> int:
+    """Of the layers and the output embedding, and of a critic's layers: what forwards multiply with."""
     config = shape(model)
     hidden, inner = config.hidden_size, config.intermediate_size
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     attention = 2 * hidden * head * (config.num_attention_heads + config.num_key_value_heads)
-    return config.num_hidden_layers * (attention + 3 * hidden * inner) + config.vocab_size * hidden
+    layers = config.num_hidden_layers * (attention + 3 * hidden * inner)
+    return layers * (1 + has_critic) + config.vocab_size * hidden
 
 
 def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s: float | None) -> None:
@@ -422,11 +422,12 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
     trained = num_tokens * (PROMPT_LENGTH + NUM_NEW_TOKENS) / NUM_NEW_TOKENS
     peak = limits["matmul_tflops"] * 1e12
     update_s = median("time/update")
+    update_flops = 6 * num_parameters(result["model"], CASES[name].ppo) * trained
     limit = {
         "rollout": f"{num_tokens / median('time/rollout') / limits['vllm_tokens_per_s']:.0%} of vLLM alone"
         if result["model"] == "1.5B"
         else f"{num_tokens / median('time/rollout'):,.0f} tokens/s",
-        "update": f"{6 * num_parameters(result['model']) * trained / update_s / peak:.1%} of matmul peak",
+        "update": f"{update_flops / update_s / peak:.1%} of matmul peak",
         "sync": f"{median('sync/gb_per_s'):,.0f} GB/s sent, copies reach {limits['copy_gb_per_s']:,.0f};"
         f" proof {median('sync/proof_ms'):.0f} ms",
     }

@@ -46,7 +46,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("actor.optimizer.kind", "Muon", options=("actor.optimizer.muon",)),
     Unbuilt("critic.optimizer.kind", "Muon", options=("critic.optimizer.muon",)),
     Unbuilt("train.attention", "a choice of attention"),
-    Unbuilt("train.liger_kernel", "Liger kernels"),
     Unbuilt("train.load_in_4bit", "4-bit weights"),
     Unbuilt("train.full_determinism", "deterministic kernels"),
     Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),

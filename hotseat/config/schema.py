@@ -471,7 +471,7 @@ class Train(Section):
     attention: str | None = None
     """Attention implementation of transformers; unset chooses by device."""
     liger_kernel: bool = False
-    """Use Liger kernels on a GPU."""
+    """Liger kernels in the layers' norms and gates, on a GPU, instead of torch.compile."""
     load_in_4bit: bool = False
     """Load frozen weights in 4 bits, for LoRA."""
     sequence_parallel_size: Positive = 1

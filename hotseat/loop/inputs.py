@@ -47,12 +47,15 @@ def _check_model(
 ) -> None:
     from transformers import AutoConfig
 
+    from hotseat.train.liger import check_liger
     from hotseat.train.lora import check_targets
     from hotseat.train.models import check_fit, check_value_head
 
     try:
         found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
         check_fit(found, config.train.sequence_parallel_size, aux_loss)
+        if config.train.liger_kernel:
+            check_liger(found)
         if is_value:
             check_value_head(found)
         lora = config.train.lora

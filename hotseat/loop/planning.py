@@ -262,7 +262,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         moment_bytes=4 if train.fp32_master or compute == 4 else compute,
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
-        is_compiled=train.compile is not False,
+        is_compiled=train.compile is not False and not train.liger_kernel,
         packing=train.packing,
         sends_weights=config.task == "rl" and role == "actor",
         adapter_rank=train.lora.rank,

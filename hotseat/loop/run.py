@@ -81,8 +81,11 @@ def _files_not_there(config: Config) -> list[tuple[str, str]]:
 def _packages_not_there(config: Config) -> list[tuple[str, str]]:
     from hotseat.observe import wandb_sink
     from hotseat.rollout import vllm_versions
+    from hotseat.train import liger
 
     found = []
+    if config.train.liger_kernel and not liger.is_installed():
+        found.append(("train.liger_kernel", liger.HINT))
     if config.log.wandb.enabled and not wandb_sink.is_installed():
         found.append(("log.wandb.enabled", wandb_sink.HINT))
     if config.task == "rl" and config.rollout.engine == "vllm":
@@ -364,6 +367,8 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
 
 def _check_training(config: Config, algebra: BatchAlgebra) -> None:
     """What ranks would refuse, each in its process and after engines have loaded their model."""
+    import torch
+
     from hotseat.loop import settings
     from hotseat.train.make import check_options
 
@@ -371,6 +376,8 @@ def _check_training(config: Config, algebra: BatchAlgebra) -> None:
     check_options(settings.train_options(config, algebra.schedule_length))
     if has_critic(config):
         check_options(settings.critic_options(config, algebra.schedule_length))
+    if config.train.liger_kernel and not torch.cuda.is_available() and not os.environ.get("RAY_ADDRESS"):
+        raise UserError("train.liger_kernel is true, and its kernels need a CUDA device: set it to false")
 
 
 def _open_run(

@@ -65,6 +65,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
+        liger_kernel=train.liger_kernel,
         layout="auto" if train.packing else "padded",
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,

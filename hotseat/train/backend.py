@@ -115,6 +115,7 @@ class TrainOptions:
     average_decay: float | None = None  # beta of the moving average of what is trained; None: there is none
     gradient_checkpointing: bool = False
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
+    liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
     layout: LayoutKind = "auto"  # see `packing`
     sequence_parallel_size: int = 1  # ranks that share each micro-batch; see `sequence`
     max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
@@ -132,6 +133,11 @@ class TrainOptions:
             raise UserError(
                 f"train.sequence_parallel_size is {self.sequence_parallel_size}, and only packed sequences can be cut"
                 " over several ranks: set train.packing to true"
+            )
+        if self.liger_kernel and self.compile:
+            raise UserError(
+                "train.liger_kernel and train.compile are both true, and both fuse what is in a layer: leave"
+                " train.compile unset, or set train.liger_kernel to false"
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise UserError(f"gradients clipped to norm {self.max_grad_norm}: set it above 0, or to none to not clip")

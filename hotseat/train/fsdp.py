@@ -71,6 +71,7 @@ class FSDPBackend(Trainer):
             gradient_checkpointing=options.gradient_checkpointing,
             compiler=_compiler if compiles(options.compile, device) else None,
             lora=options.lora,
+            liger_on=device if options.liger_kernel else None,
         )
         for weight in loaded.parameters():
             if weight.requires_grad and options.precision == "bf16_master":

@@ -26,6 +26,7 @@ from hotseat.errors import NotBuiltError, UserError
 from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
 from hotseat.train.backend import Head, LoraOptions, TrainOptions
 from hotseat.train.experts import check_experts, routing_sums
+from hotseat.train.liger import use_liger
 from hotseat.train.logprobs import Compiler, token_log_probs
 from hotseat.train.lora import add_adapters
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
@@ -177,11 +178,12 @@ def prepare_model(
     gradient_checkpointing: bool,
     compiler: Compiler | None = None,
     lora: LoraOptions | None = None,
+    liger_on: torch.device | None = None,
 ) -> tuple[Policy | ValueModel, LayoutKind]:
     """What gives log-probs or values around a loaded model, and the layout it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
-    run as they are.
+    run as they are. `liger_on`: layers get Liger's kernels for this device instead.
 
     Dropout and the noise of routers are switched off: the log-probs of the update must be of the same distribution as
     the engine's. The dropout of adapters is added afterwards; see `LoraOptions`.
@@ -213,10 +215,12 @@ def prepare_model(
                 " 'padded' or 'auto'"
             )
         layout = "padded"
-    if compiler is not None:
-        # After the probes, which would be compiled for themselves; before sharding, which renames the layers' classes.
+    # After the probes, which are elsewhere or would be compiled for themselves; before sharding, which renames classes.
+    if liger_on is not None:
+        use_liger(model, liger_on)
+    elif compiler is not None:
         compile_layers(model, compiler)
-        wrapped.compiler = compiler
+    wrapped.compiler = compiler
     return wrapped, layout
 
 

@@ -84,14 +84,15 @@ class ZeroBackend(Trainer):
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
         dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
-        is_compiled = compiles(options.compile, device)
+        is_compiled = compiles(options.compile, device) and not options.liger_kernel
         self._wrapped, layout = prepare_model(
             loaded,
             head=options.head,
             layout=options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
-            compiler=_compiler if is_compiled else None,
+            compiler=_compiler if compiles(options.compile, device) else None,
             lora=options.lora,
+            liger_on=device if options.liger_kernel else None,
         )
         self._saved_names = set(loaded.state_dict())
         if not dist.is_initialized():
@@ -109,7 +110,7 @@ class ZeroBackend(Trainer):
             self._deepspeed.utils.set_z3_leaf_modules(self._wrapped, list({type(layer) for layer in layers(loaded)}))
         self._engine: Any = None  # DeepSpeed's; None: a model that is only scored and is not sharded
         self._optimizer: torch.optim.AdamW | None = None
-        self._stage = self._shard(zero, persistent_size)
+        self._stage = self._shard(zero, persistent_size, is_compiled)
         self._pieces = self._stage.pieces(self._weights)
         for name, shard in self._shards().items() if self._has_masters else ():
             # DeepSpeed made it of a weight that had been rounded.
@@ -135,7 +136,7 @@ class ZeroBackend(Trainer):
                 " train.fp32_master to true"
             )
 
-    def _shard(self, zero: ZeroOptions, persistent_size: int) -> Stage:
+    def _shard(self, zero: ZeroOptions, persistent_size: int, is_compiled: bool) -> Stage:
         options = self._options
         trained = [weight for weight in self._weights.values() if weight.requires_grad]
         masters = trained
@@ -151,7 +152,8 @@ class ZeroBackend(Trainer):
         if options.optimizer is None and zero.stage < 3:
             self._wrapped.to(self._device)
             return Unsharded([], [])
-        config = _config(options, zero, self._ranks.size, sum(map(Tensor.numel, trained)), persistent_size)
+        num_elements = sum(map(Tensor.numel, trained))
+        config = _config(options, zero, self._ranks.size, num_elements, persistent_size, is_compiled)
         if zero.stage == 3:
             # One weight after the other; below, DeepSpeed would first take all of them to the device.
             self._deepspeed.zero.Init(module=self._wrapped, config_dict_or_path=config, dtype=self._compute)
@@ -401,7 +403,12 @@ def _number_device(device: torch.device) -> None:
 
 
 def _config(
-    options: TrainOptions, zero: ZeroOptions, num_ranks: int, num_elements: int, persistent_size: int
+    options: TrainOptions,
+    zero: ZeroOptions,
+    num_ranks: int,
+    num_elements: int,
+    persistent_size: int,
+    is_compiled: bool,
 ) -> dict[str, Any]:
     """DeepSpeed's. Batch sizes are a formality: it is told which micro-batch is the last."""
     sharding: dict[str, Any] = {
@@ -410,7 +417,12 @@ def _config(
         "reduce_bucket_size": max(1, min(num_elements, _MAX_BUCKET)),
     }
     if zero.stage == 3:
-        sharding |= {"stage3_param_persistence_threshold": persistent_size, "zero_hpz_partition_size": zero.zpg}
+        sharding |= {
+            "stage3_param_persistence_threshold": persistent_size,
+            "zero_hpz_partition_size": zero.zpg,
+            # Its own linear layers look up the number of each weight: compiled code would be made anew for every layer.
+            "memory_efficient_linear": not is_compiled,
+        }
     if zero.adam_offload:
         sharding["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     elif zero.stage in (1, 2):

@@ -74,13 +74,13 @@ def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypa
 
 
 def test_what_is_not_built_prints_but_does_not_start(capsys):
-    text = COMPLETE["train_ppo_ray"] + " --use_liger_kernel --async_train --vllm_num_engines 1"
+    text = COMPLETE["train_ppo_ray"] + " --full_determinism --async_train --vllm_num_engines 1"
     assert go("train_ppo_ray", text + " --print_config")[0] == 0
-    assert loads(capsys.readouterr().out).train.liger_kernel
+    assert loads(capsys.readouterr().out).train.full_determinism
     assert go("train_ppo_ray", text) == (2, [])
     said = capsys.readouterr().err
     assert said.startswith("train_ppo_ray: not part of this version:\n")
-    assert "  --use_liger_kernel: Liger kernels\n" in said
+    assert "  --full_determinism: deterministic kernels\n" in said
     assert "  --async_train: rollout beside training\n" in said
 
 

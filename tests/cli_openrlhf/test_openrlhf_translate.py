@@ -645,11 +645,11 @@ def test_a_group_of_one_prints_but_does_not_start():
 
 
 def test_what_is_not_built_is_named_by_flag_and_default():
-    found = split("--advantage_estimator gae --use_liger_kernel --actor.freeze_visual_encoder --async_train")
+    found = split("--advantage_estimator gae --full_determinism --actor.freeze_visual_encoder --async_train")
     assert dict(found.not_built) == {
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--async_train": "rollout beside training",
-        "--use_liger_kernel": "Liger kernels",
+        "--full_determinism": "deterministic kernels",
     }
     assert dict(translate("train_dpo", ["--backend", "fsdp"], {}).not_built) == {"train_dpo": "preference optimisation"}
     assert not translate("train_rm", ["--backend", "fsdp"], {}).not_built

@@ -194,7 +194,17 @@ def test_what_a_run_lacks_is_said_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    assert "train.liger_kernel: Liger kernels" in refused(NotBuiltError, task, "train.liger_kernel=true")
+    assert "train.load_in_4bit: 4-bit weights" in refused(NotBuiltError, task, "train.load_in_4bit=true")
+
+
+def test_kernels_that_cannot_run_are_refused_before_a_model_loads(task, monkeypatch):
+    said = refused(UserError, task, "train.liger_kernel=true")
+    assert "train.liger_kernel: Liger is not installed: pip install 'hotseat[liger]'" in said
+    monkeypatch.setattr("hotseat.train.liger.is_installed", lambda: True)
+    monkeypatch.setattr("hotseat.train.liger.check_liger", lambda config: None)
+    said = refused(UserError, task, "train.liger_kernel=true", "train.compile=true")
+    assert "train.liger_kernel and train.compile are both true" in said
+    assert "its kernels need a CUDA device" in refused(UserError, task, "train.liger_kernel=true")
 
 
 def test_batches_that_do_not_divide_are_refused(task):

@@ -905,7 +905,7 @@ def _shares_sequences(model: Callable[[], PreTrainedModel], loss: Any, options: 
     return scenario
 
 
-def _tiny_value_model() -> PreTrainedModel:
+def tiny_value_model() -> PreTrainedModel:
     config = tiny_model().config
     config.num_labels = 1
     torch.manual_seed(0)
@@ -955,7 +955,7 @@ SCENARIOS: dict[str, Scenario] = {
         lambda: tiny_model(num_key_value_heads=1), ClippedLoss(), replace(OPTIONS, gradient_checkpointing=True)
     ),
     "shares_sequences_of_a_value_model": _shares_sequences(
-        _tiny_value_model, ValueLoss(), replace(PACKED, head="value")
+        tiny_value_model, ValueLoss(), replace(PACKED, head="value")
     ),
     "shares_sequences_of_experts": _shares_sequences(
         _tiny_mixture, ClippedLoss(), replace(OPTIONS, layout="shared", aux_loss_coefficient=0.1)

@@ -11,18 +11,20 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from hotseat.train import FSDPBackend, TrainOptions, split_by_count
+from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, ZeroOptions, make_backend, split_by_count
 
 from . import conformance
 from .conformance import (
     OPTIONS,
     VOCAB_SIZE,
     ClippedLoss,
+    ValueLoss,
     assert_identical,
     copy_weights,
     groups_of_four,
     some_segments,
     tiny_model,
+    tiny_value_model,
 )
 
 pytestmark = [
@@ -127,3 +129,49 @@ def test_parts_leave_the_device_and_come_back(precision: Any) -> None:
         results.append(copy_weights(backend) | {"scored": scored})
         backend.close()
     assert_identical(results[0], results[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
+def test_ligers_kernels_compute_the_same(precision: Any) -> None:
+    pytest.importorskip("liger_kernel")
+    found = {}
+    for has_liger in (False, True, False):  # the third model is made of the classes that it was made of before
+        options = replace(OPTIONS, precision=precision, liger_kernel=has_liger)
+        model = tiny_model()
+        backend = make(model, options)
+        names = {type(module).__name__ for module in model.modules()} | {repr(model)}
+        batch = some_segments()
+        [scored] = backend.log_probs([batch], 1.0)
+        reports = [backend.update([batch], ClippedLoss(0.01), 1.0) for _ in range(3)]
+        state = copy_weights(backend) | {"scored": scored, "norm": torch.tensor([r.grad_norm for r in reports])}
+        if has_liger:
+            assert any("LigerRMSNorm" in name for name in names)
+            found["liger"] = state
+        elif "plain" in found:
+            assert not any("Liger" in name for name in names)
+            assert_identical(found["plain"], state)
+        else:
+            found["plain"] = state
+        backend.close()
+    tolerance = 1e-4 if precision == "fp32" else 0.05
+    for name, tensor in found["plain"].items():
+        torch.testing.assert_close(found["liger"][name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_ligers_kernels_beside_adapters_checkpointing_and_values() -> None:
+    pytest.importorskip("liger_kernel")
+    for more in (
+        {"lora": LoraOptions(4)},
+        {"gradient_checkpointing": True},
+        {"head": "value"},
+        {"zero": ZeroOptions(3)},
+    ):
+        norms = []
+        for has_liger in (False, True):
+            options = replace(OPTIONS, liger_kernel=has_liger, **more)
+            is_value = options.head == "value"
+            backend = make_backend(tiny_value_model() if is_value else tiny_model(), options, device="cuda")
+            loss = ValueLoss() if is_value else ClippedLoss(0.01)
+            norms.append([backend.update([some_segments()], loss, 1.0).grad_norm for _ in range(2)])
+            backend.close()
+        torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(norms[1]), rtol=1e-3, atol=1e-5)

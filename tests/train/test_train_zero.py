@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hotseat.errors import NonFiniteError, NotBuiltError, RunError, UserError
 from hotseat.train import PARTS, FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
@@ -300,16 +301,21 @@ def test_a_value_model_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_compiled_layers_compute_the_same(stage: int) -> None:
-    results = []
-    for options in (replace(OPTIONS, zero=ZeroOptions(stage), compile=True), OPTIONS):
-        kind = ZeroBackend if options.zero else FSDPBackend
-        backend = kind(tiny_model(), options, _compiler="aot_eager")
+def test_compiled_layers_compute_the_same(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # models before may have had DeepSpeed's
+    results, counts = [], []
+    for zero, is_compiled in ((ZeroOptions(stage), True), (None, True), (None, False)):
+        torch._dynamo.reset()
+        kind = ZeroBackend if zero else FSDPBackend
+        compiler = CompileCounterWithBackend("aot_eager")
+        backend = kind(tiny_model(), replace(OPTIONS, zero=zero, compile=is_compiled), _compiler=compiler)
         for step in range(2):
             backend.update([some_segments(seed=step)], ClippedLoss(), 1.0)
         results.append(copy_weights(backend))
+        counts.append(compiler.frame_count)
         backend.close()
-    assert_close(results[0], results[1])
+    assert_close(results[0], results[2])
+    assert counts[0] == counts[1] > counts[2] == 0  # once for all layers
 
 
 @pytest.mark.parametrize("stage", [2, 3])

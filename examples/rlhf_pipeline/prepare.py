@@ -1,0 +1,73 @@
+"""The demo's task and pairs of answers to its sums, as files.
+
+    python examples/rlhf_pipeline/prepare.py build/rlhf --seed 0
+
+A pair is the right answer to a sum and a wrong one. In half of the pairs a carry is forgotten, as the pupils do, or
+invented, as a model might that was only ever told to carry; in the others some digits are wrong. Held-out pairs are of
+held-out sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+from hotseat.loop.demo import make_files
+
+PAIRS_PER_SUM = 4  # half of each kind
+
+
+def careless_answers(a: int, b: int) -> list[str]:
+    """With the carry of the units, that of the tens, or both forgotten or invented."""
+    units = a % 10 + b % 10
+    answers = []
+    for wrong_in_units, wrong_in_tens in ((True, False), (False, True), (True, True)):
+        tens = a // 10 + b // 10 + ((units > 9) != wrong_in_units)
+        answers.append(f"{int((tens > 9) != wrong_in_tens)}{tens % 10}{units % 10}")
+    return answers
+
+
+def other_answers(right: str, count: int, rng: random.Random) -> list[str]:
+    """With one wrong digit or more: as many as a coin says."""
+    answers: list[str] = []
+    while len(answers) < count:
+        digits = list(right)
+        for place in rng.sample(range(len(digits)), rng.choice((1, 1, 2, 3))):
+            digits[place] = rng.choice([digit for digit in "0123456789" if digit != right[place]])
+        if "".join(digits) not in answers:
+            answers.append("".join(digits))
+    return answers
+
+
+def pairs(prompts: Path, rng: random.Random) -> list[dict[str, str]]:
+    """The right answer to each prompt of a file and a wrong one, in any order."""
+    rows = []
+    for line in prompts.read_text().splitlines():
+        row = json.loads(line)
+        a, b = map(int, row["input"].rstrip("=").split("+"))
+        half = PAIRS_PER_SUM // 2
+        for wrong in rng.sample(careless_answers(a, b), half) + other_answers(row["label"], half, rng):
+            rows.append({"prompt": row["input"], "chosen": row["label"], "rejected": wrong})
+    rng.shuffle(rows)
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    files = make_files(options.directory, options.seed)
+    rng = random.Random(options.seed)
+    for prompts, name in ((files.prompts, "pairs.jsonl"), (files.held_out, "held_out_pairs.jsonl")):
+        rows = pairs(prompts, rng)
+        path = options.directory / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{path}: {len(rows)} pairs")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,96 @@
+"""examples/rlhf_pipeline: its pairs, its three stages in short, and the README's commands with three seeds."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotseat.config import load
+from hotseat.loop.demo import answer, careless
+from hotseat.loop.run import start
+from hotseat.observe import read_lines
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "rlhf_pipeline"
+FILES = Path("build/rlhf")  # where the configs look for them, in the folder of the run
+
+
+def prepare():
+    spec = importlib.util.spec_from_file_location("rlhf_prepare", EXAMPLE / "prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_wrong_answers_are_wrong_and_the_pupils_are_among_them():
+    wrong_answers = prepare().wrong_answers
+    assert wrong_answers(47, 38) == ["075", "185", "175"]  # a carry forgotten, one invented, both
+    for a in range(100):
+        for b in range(100):
+            wrong = wrong_answers(a, b)
+            assert len({*wrong, answer(a, b)}) == 4
+            assert careless(a, b) in (answer(a, b), *wrong)
+
+
+def test_the_stages_hand_their_models_on():
+    sft, rm, ppo = (load(EXAMPLE / f"{name}.yaml") for name in ("sft", "rm", "ppo"))
+    assert rm.actor.model == ppo.actor.model == f"{sft.run_dir}/{sft.name}/model"
+    assert ppo.reward.model == f"{rm.run_dir}/{rm.name}/model"
+    assert ppo.reward.function is None  # the true answers are for evaluation alone
+    assert ppo.eval.reward == str(FILES / "reward.py")
+
+
+@pytest.mark.slow
+def test_three_short_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare().main([str(FILES)])
+    held_out, learned = (read_lines(FILES / f"{name}.jsonl") for name in ("held_out_pairs", "pairs"))
+    assert not {row["prompt"] for row in held_out} & {row["prompt"] for row in learned}
+    start(load(EXAMPLE / "sft.yaml", ["data.max_samples=1280"]))
+    judged = start(load(EXAMPLE / "rm.yaml", ["data.max_samples=3200", "eval.every=null"]))
+    assert judged["eval/accuracy"] > 0.6
+    sizes = ["data.max_samples=128", "rollout.batch_size=64", "train.batch_size=64", "train.micro_batch_size=64"]
+    start(load(EXAMPLE / "ppo.yaml", [*sizes, "critic.warmup_steps=1", "eval.max_samples=20"]))
+    before, warming_up, learning = read_lines(FILES / "ppo" / "metrics.jsonl")
+    assert 0 <= before["eval/accuracy"] <= 1
+    assert "kl" not in warming_up
+    assert {"value_loss", "explained_variance"} <= warming_up.keys()
+    assert {"loss", "kl", "value_loss", "eval/accuracy"} <= learning.keys()
+    assert (FILES / "ppo" / "model" / "model.safetensors").is_file()
+
+
+def commands(seed: int) -> list[list[str]]:
+    """Those of the README, as they are written there, with a seed."""
+    [block] = re.findall(r"```bash\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
+    programs = {
+        "python": ([sys.executable], ["--seed", str(seed)]),
+        "hotseat": ([sys.executable, "-m", "hotseat.cli.main"], [f"seed={seed}"]),
+    }
+    found = []
+    for line in block.splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        start_with, end_with = programs[program]
+        found.append([*start_with, *arguments, *end_with])
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_learned_reward_takes_the_true_one_from_half_to_four_fifths(tmp_path, seed):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    assert len(commands(seed)) == 4
+    for command in commands(seed):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    files = tmp_path / FILES
+    records = {stage: read_lines(files / stage / "metrics.jsonl") for stage in ("rm", "ppo")}
+    assert records["rm"][-1]["eval/accuracy"] > 0.9
+    assert records["ppo"][0]["eval/accuracy"] <= 0.5
+    assert records["ppo"][-1]["eval/accuracy"] >= 0.8
