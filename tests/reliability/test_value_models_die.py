@@ -24,10 +24,11 @@ def config_text(task, name: str, cluster: str) -> str:
     )
 
 
+# In the third step: the checkpoint of the second waits for that of the first, so there is one by then.
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault("update.micro-batch", "kill", by="critic:0", skip=4),
+        Fault("update.micro-batch", "kill", by="critic:0", skip=8),
         Fault("prepare.before", "kill", to="reward:0", skip=2),
         Fault("save.during", "kill", by="critic:0", skip=2),
     ],
