@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hotseat.config import Config
@@ -49,7 +50,7 @@ def _check_model(
 
     from hotseat.train.liger import check_liger
     from hotseat.train.lora import check_targets
-    from hotseat.train.models import check_fit, check_value_head
+    from hotseat.train.models import check_fit, check_stored_head, check_value_head
 
     try:
         found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
@@ -58,6 +59,8 @@ def _check_model(
             check_liger(found)
         if is_value:
             check_value_head(found)
+        if is_value and not is_trained:
+            check_stored_head(Path(model), found, config.reward.value_head_prefix)
         lora = config.train.lora
         if lora.rank > 0 and is_trained:
             check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)

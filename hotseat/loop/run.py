@@ -112,9 +112,14 @@ def _start_rl(config: Config) -> dict[str, float]:
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     _check_training(config, algebra)
+    if has_critic(config) and config.critic.warmup_steps >= (algebra.num_steps or 0):
+        raise UserError(
+            f"critic.warmup_steps is {config.critic.warmup_steps}, and the run has {algebra.num_steps} steps: the actor"
+            f" would never learn; set it to {(algebra.num_steps or 1) - 1} or less, or add data"
+        )
     with ExitStack() as stack:
-        run_dir, saver, found = _open_run(config, stack, notes, prompts)
-        if found is not None and _is_finished(found, algebra, run_dir):
+        run_dir, saver, found = _open_run(config, stack, notes, prompts, tokenizer)
+        if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
         from hotseat.loop.care import looked_after
@@ -170,8 +175,8 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     algebra = batch_algebra(config, num_ranks, len(taught.items))
     _check_training(config, algebra)
     with ExitStack() as stack:
-        run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items)
-        if found is not None and _is_finished(found, algebra, run_dir):
+        run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer)
+        if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
         from hotseat.loop.care import looked_after
@@ -330,8 +335,8 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
             def begin() -> tuple[Checkpoint | None, bool]:
                 nonlocal run_dir, saver, journal
                 again = "go on after step {step}: start it again with checkpoint.resume=true"
-                run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, again)
-                if found is not None and _is_finished(found, algebra, run_dir):
+                run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer, again)
+                if found is not None and _is_finished(config, found, algebra, run_dir):
                     return found, True
                 columns = _supervised_columns(taught)
                 journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
@@ -385,13 +390,14 @@ def _open_run(
     stack: ExitStack,
     notes: list[str],
     rows: Sequence[Any],
+    tokenizer: Any,
     advice: str = "go on after step {step}: hotseat resume {run_dir}",
 ) -> tuple[Path, Saver, Checkpoint | None]:
     """The run's directory, for this process alone, and the checkpoint it goes on from."""
     savers = stack.enter_context(_stoppable())
     run_dir = make_run_dir(config)
     stack.enter_context(sole_owner(run_dir))
-    saver = Saver(config, run_dir)
+    saver = Saver(config, run_dir, tokenizer)
     savers.append(saver)
     stack.enter_context(_advice(saver, run_dir, advice))
     found = saver.find(stack, notes.append)
@@ -417,10 +423,13 @@ def _advice(saver: Saver, run_dir: Path, advice: str) -> Iterator[None]:
         raise
 
 
-def _is_finished(found: Checkpoint, algebra: BatchAlgebra, run_dir: Path) -> bool:
+def _is_finished(config: Config, found: Checkpoint, algebra: BatchAlgebra, run_dir: Path) -> bool:
     """Whether the checkpoint is of the last step and the model was exported; says so."""
-    model = run_dir / "model"
-    if found.step != algebra.num_steps or not model.is_dir():
+    model = _model_folder(config, run_dir)
+    exported = model / "config.json"
+    # `export_path` may hold the model of an earlier run.
+    is_ours = exported.is_file() and exported.stat().st_mtime >= found.path.stat().st_mtime
+    if found.step != algebra.num_steps or not is_ours:
         return False
     print(f"nothing to do: all {found.step} steps are done, the model is {model}")
     return True

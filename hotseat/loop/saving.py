@@ -133,9 +133,11 @@ class Saver:
     At most one is being written: whoever wants another, a model or the end of the run waits for it first.
     """
 
-    def __init__(self, config: Config, run_dir: Path):
+    def __init__(self, config: Config, run_dir: Path, tokenizer: Any = None):
+        """`tokenizer`: what is exported beside each model."""
         section = config.checkpoint
         self._config = config
+        self._tokenizer = tokenizer
         self._timeout_s = config.cluster.call_timeout_s
         self._flight: _Flight | None = None
         self._stood_still_s: float | None = None  # since `metrics` was asked
@@ -228,6 +230,8 @@ class Saver:
         with self._store.writing(step, num_bytes) as path:
             if section.export_each or not section.save_state:
                 parts.export(path / MODEL)
+                if self._tokenizer is not None:
+                    self._tokenizer.save_pretrained(path / MODEL)
             if section.save_state and snapshot is not None:
                 is_written = snapshot(path)
             elif section.save_state:

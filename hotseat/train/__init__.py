@@ -15,7 +15,7 @@ from hotseat.train.backend import (
 )
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.make import make_backend
-from hotseat.train.packing import join, split_by_count, split_by_tokens, spread_over_ranks, take
+from hotseat.train.packing import join, split_by_count, split_by_tokens, take
 from hotseat.train.schedule import Schedule, ScheduleKind
 from hotseat.train.zero import ZeroBackend
 
@@ -39,6 +39,5 @@ __all__ = [
     "make_backend",
     "split_by_count",
     "split_by_tokens",
-    "spread_over_ranks",
     "take",
 ]

@@ -5,6 +5,7 @@ model: critic or reward model).
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.utils._triton import has_triton
@@ -125,6 +127,34 @@ def check_value_head(config: Any) -> None:
         )
 
 
+def check_stored_head(folder: Path, config: Any, prefix: str) -> None:
+    """Raise if a folder with a model of this config has no head of one number, as far as its files tell."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    elif single.is_file():
+        with safe_open(single, "pt") as stored:
+            files = dict.fromkeys(stored.keys(), single)
+    else:
+        return
+    prefix = getattr(config, "value_head_prefix", prefix)
+    heads = [name for name in files if name.startswith(f"{prefix}.")]
+    if not heads:
+        raise UserError(_no_head(prefix))
+    for name in heads:
+        with safe_open(files[name], "pt") as stored:
+            num_labels = stored.get_slice(name).get_shape()[0]
+        if num_labels != 1:
+            raise UserError(f"its {name} gives {num_labels} numbers, and a reward is one: choose one with one label")
+
+
+def _no_head(prefix: str) -> str:
+    return (
+        f"it has no weights called {prefix}.*, the head of a reward model: choose a reward model, or set"
+        " value_head_prefix to what its head is called"
+    )
+
+
 def _load_value_model(source: str | Path, options: TrainOptions, common: dict[str, Any]) -> PreTrainedModel:
     """A model with one label. The head of one to be trained that has none, such as a language model, is made anew."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=common["trust_remote_code"])
@@ -139,10 +169,7 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
     head = getattr(model, _SCORE)
     if any(name.startswith(f"{_SCORE}.") for name in info["missing_keys"]):
         if options.optimizer is None:
-            raise UserError(
-                f"{source} has no weights called {prefix}.*, the head of a reward model: choose a reward model, or set"
-                " value_head_prefix to what its head is called"
-            )
+            raise UserError(f"{source}: {_no_head(prefix)}")
         # Small, so that a critic starts near zero; and the same in every process.
         with torch.no_grad():
             std = 1 / (head.weight.shape[1] + 1)

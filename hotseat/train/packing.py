@@ -88,17 +88,6 @@ def split_by_tokens(
     return _take_all(batch, bins)
 
 
-def spread_over_ranks(
-    batch: MicroBatch, num_ranks: int, units: Sequence[Hashable] | None = None
-) -> list[MicroBatch | None]:
-    """One part per rank with about as many tokens each; None for a rank that gets nothing."""
-    members = _members(batch, units)
-    lengths = _lengths(batch)
-    parts = spread([sum(lengths[segment] for segment in unit) for unit in members], num_ranks)
-    chosen = [sorted(segment for unit in part for segment in members[unit]) for part in parts]
-    return [take(batch, segments) if segments else None for segments in chosen]
-
-
 def take(batch: MicroBatch, segments: Sequence[int]) -> MicroBatch:
     """Those segments, in that order."""
     index = torch.as_tensor(segments, dtype=torch.int64)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hotseat.cli.main import main
 from hotseat.config import loads
-from hotseat.errors import WeightError
+from hotseat.errors import UserError, WeightError
 from hotseat.loop.experience import AdvantageSettings, Share
 from hotseat.loop.losses import PolicyObjective, ValueObjective
 from hotseat.loop.metrics import critic_metrics
@@ -229,10 +229,16 @@ def test_only_the_critic_learns_while_it_warms_up(task):
     assert not any(same(a, b) for a, b in itertools.pairwise(critics))
     assert same(critics[-1], weights(task / "runs" / "run" / "critic"))
     assert (task / "runs" / "run" / "critic" / "tokenizer.json").is_file()
+    assert (steps[-1] / "model" / "tokenizer.json").is_file()
     assert ["loss" in record for record in records[1:]] == [False, False, True, True]
     assert [record["kl_coefficient"] == 0.1 for record in records[1:]] == [True, True, False, False]
     # Four optimizer steps in a rollout, sixteen in all, the first eight of them warm up: 4/9 after the first four.
     assert records[3]["learning_rate"] == pytest.approx(1e-2 * 4 / 9)
+
+
+def test_a_warm_up_that_never_ends_is_refused(task):
+    with pytest.raises(UserError, match=r"critic.warmup_steps is 4, and the run has 4 steps: the actor would never"):
+        run(task, "run", "critic.warmup_steps=4")
 
 
 @pytest.mark.parametrize(("step", "is_behind"), [(1, "true"), (3, "false")])

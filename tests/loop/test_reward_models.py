@@ -226,5 +226,14 @@ def test_rewards_have_one_source(task):
 
 
 def test_a_language_model_is_no_reward_model(task):
-    with pytest.raises(RunError, match=r"has no weights called score\.\*, the head of a reward model"):
-        run(task, "run", reward=f"{{model: {task}/model}}")
+    said = refused(task, reward=f"{{model: {task}/model}}")
+    assert "model': it has no weights called score.*, the head of a reward model: choose a reward model, or set" in said
+
+
+def test_a_model_of_several_labels_is_no_reward_model(task):
+    from safetensors.torch import load_file, save_file
+
+    path = task / "reward_model" / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"score.weight": weights["score.weight"].repeat(3, 1)}, path, {"format": "pt"})
+    assert "its score.weight gives 3 numbers, and a reward is one" in refused(task)
