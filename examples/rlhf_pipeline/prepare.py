@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from hotseat.loop.demo import make_files
+from hotseat.loop.demo import make_files, make_model
 
 PAIRS_PER_SUM = 4  # half of each kind
 
@@ -61,6 +61,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     files = make_files(options.directory, options.seed)
+    # Deeper than the demo's: to judge an answer is to work it out and then to compare.
+    make_model(files.model, options.seed, hidden_size=128, intermediate_size=352, num_hidden_layers=4)
     rng = random.Random(options.seed)
     for prompts, name in ((files.prompts, "pairs.jsonl"), (files.held_out, "held_out_pairs.jsonl")):
         rows = pairs(prompts, rng)

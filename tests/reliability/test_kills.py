@@ -224,11 +224,19 @@ def test_an_engine_that_is_stopped_is_ended_and_replaced(task):
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["rollout:0", "agents:0"])
-@pytest.mark.parametrize("point", ["scoring.during", "update.middle", "push.during", "put-aside"])
-def test_stopped_at_a_point(task, victim, point):
+@pytest.mark.parametrize(
+    ("point", "skip"),
+    [
+        ("scoring.during", 5),
+        ("update.middle", 2),
+        ("push.during", 5),
+        ("put-aside", 5),
+    ],  # four steps, of one update each
+)
+def test_stopped_at_a_point(task, victim, point, skip):
     undisturbed = run_undisturbed(task, num_passes=2)
     with Faulty(task, num_passes=2, cluster=SILENCE) as run:
-        run.arm(Fault(point, "stop", to=victim, skip=5))
+        run.arm(Fault(point, "stop", to=victim, skip=skip))
         code, _, errors = run.go()
         assert code == 0, errors[-3000:]
         assert run.all_happened()
