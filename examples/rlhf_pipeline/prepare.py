@@ -15,9 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from hotseat.loop.demo import make_files, make_model
-
-PAIRS_PER_SUM = 4  # half of each kind
+from hotseat.loop.demo import make_files
 
 
 def careless_answers(a: int, b: int) -> list[str]:
@@ -43,14 +41,23 @@ def other_answers(right: str, count: int, rng: random.Random) -> list[str]:
 
 
 def pairs(prompts: Path, rng: random.Random) -> list[dict[str, str]]:
-    """The right answer to each prompt of a file and a wrong one, in any order."""
-    rows = []
+    """Right answers to the sums of a file and wrong ones, in any order.
+
+    Half of the pairs are answers to the same sum. The others are answers to two sums, so that what is learned means the
+    same for every sum.
+    """
+    same, right, wrong = [], [], []
     for line in prompts.read_text().splitlines():
         row = json.loads(line)
-        a, b = map(int, row["input"].rstrip("=").split("+"))
-        half = PAIRS_PER_SUM // 2
-        for wrong in rng.sample(careless_answers(a, b), half) + other_answers(row["label"], half, rng):
-            rows.append({"prompt": row["input"], "chosen": row["label"], "rejected": wrong})
+        asked, label = row["input"], row["label"]
+        a, b = map(int, asked.rstrip("=").split("+"))
+        for kind in (careless_answers(a, b), other_answers(label, 2, rng)):
+            first, second = rng.sample(kind, 2)
+            same.append((asked + label, asked + first))
+            right.append(asked + label)
+            wrong.append(asked + second)
+    rng.shuffle(wrong)
+    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in (*same, *zip(right, wrong, strict=True))]
     rng.shuffle(rows)
     return rows
 
@@ -61,8 +68,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     files = make_files(options.directory, options.seed)
-    # Deeper than the demo's: to judge an answer is to work it out and then to compare.
-    make_model(files.model, options.seed, hidden_size=128, intermediate_size=352, num_hidden_layers=4)
     rng = random.Random(options.seed)
     for prompts, name in ((files.prompts, "pairs.jsonl"), (files.held_out, "held_out_pairs.jsonl")):
         rows = pairs(prompts, rng)

@@ -92,19 +92,19 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_model(path: Path, seed: int, **shape: int) -> None:
-    """shape: of a LlamaConfig, where it is to be another."""
+def make_model(path: Path, seed: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(path)
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2} | shape
     model = LlamaForCausalLM(
         LlamaConfig(
-            **sizes,
             vocab_size=16,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=32,
