@@ -1,7 +1,9 @@
 """examples/rlhf_pipeline: its pairs, its three stages in short, and the README's commands with three seeds."""
 
 import importlib.util
+import json
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -28,13 +30,32 @@ def prepare():
 
 
 def test_wrong_answers_are_wrong_and_the_pupils_are_among_them():
-    wrong_answers = prepare().wrong_answers
-    assert wrong_answers(47, 38) == ["075", "185", "175"]  # a carry forgotten, one invented, both
+    module, rng = prepare(), random.Random(0)
+    assert module.careless_answers(47, 38) == ["075", "185", "175"]  # a carry forgotten, one invented, both
     for a in range(100):
         for b in range(100):
-            wrong = wrong_answers(a, b)
+            wrong = module.careless_answers(a, b)
             assert len({*wrong, answer(a, b)}) == 4
             assert careless(a, b) in (answer(a, b), *wrong)
+            assert answer(a, b) not in module.other_answers(answer(a, b), 2, rng)
+
+
+def is_right(text: str) -> bool:
+    asked, said = text.split("=")
+    a, b = map(int, asked.split("+"))
+    return said == answer(a, b)
+
+
+def test_of_each_pair_one_is_right(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"input": f"{a:02d}+27=", "label": answer(a, 27)}) + "\n" for a in range(100))
+    )
+    rows = prepare().pairs(prompts, random.Random(0))
+    assert len(rows) == 400
+    assert all(is_right(row["chosen"]) and not is_right(row["rejected"]) for row in rows)
+    of_one_sum = sum(row["chosen"].split("=")[0] == row["rejected"].split("=")[0] for row in rows)
+    assert 200 <= of_one_sum < 220
 
 
 def test_the_stages_hand_their_models_on():
@@ -49,8 +70,12 @@ def test_the_stages_hand_their_models_on():
 def test_three_short_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepare().main([str(FILES)])
-    held_out, learned = (read_lines(FILES / f"{name}.jsonl") for name in ("held_out_pairs", "pairs"))
-    assert not {row["prompt"] for row in held_out} & {row["prompt"] for row in learned}
+    held_out, learned = (
+        {text.split("=")[0] for row in read_lines(FILES / f"{name}.jsonl") for text in row.values()}
+        for name in ("held_out_pairs", "pairs")
+    )
+    assert len(held_out) == 200
+    assert not held_out & learned
     start(load(EXAMPLE / "sft.yaml", ["data.max_samples=1280"]))
     judged = start(load(EXAMPLE / "rm.yaml", ["data.max_samples=3200", "eval.every=null"]))
     assert judged["eval/accuracy"] > 0.6

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    files = make_files(options.directory, options.seed)
+    files = make_files(options.directory, options.seed, careless_share=0.6)
     rng = random.Random(options.seed)
     for prompts, name in ((files.prompts, "pairs.jsonl"), (files.held_out, "held_out_pairs.jsonl")):
         rows = pairs(prompts, rng)
