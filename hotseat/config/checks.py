@@ -324,6 +324,14 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 f"{parallel} devices can share only packed sequences, and train.packing is false",
             )
         )
+    if parallel > 1 and config.train.tensor_parallel_size > 1:
+        found.append(
+            (
+                "train.deepspeed.tensor_parallel_size",
+                f"{config.train.tensor_parallel_size} ranks share layers, and train.sequence_parallel_size {parallel}"
+                " share sequences: set one of the two to 1",
+            )
+        )
     if data.probs is not None and data.path is not None:
         num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
         if num_paths != num_probs:

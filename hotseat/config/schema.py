@@ -424,7 +424,7 @@ class DeepSpeed(Section):
     deepcompile: bool = False
     """Compile the model with DeepSpeed's passes."""
     tensor_parallel_size: Positive = 1
-    """Devices per model replica (AutoTP)."""
+    """Ranks that share each layer (AutoTP); it divides the ranks, the heads and the width of MLPs."""
 
 
 class Lora(Section):
@@ -490,6 +490,15 @@ class Train(Section):
     """Moving average of the weights."""
     full_determinism: bool = False
     """Deterministic kernels, at a price in speed."""
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self.deepspeed.tensor_parallel_size if self.backend == "deepspeed" else 1
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks, next to each other, that get the same samples: they share sequences or layers."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------

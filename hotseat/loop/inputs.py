@@ -54,7 +54,7 @@ def _check_model(
 
     try:
         found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-        check_fit(found, config.train.sequence_parallel_size, aux_loss)
+        check_fit(found, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
         if config.train.liger_kernel:
             check_liger(found)
         if is_value:

@@ -151,7 +151,7 @@ class ComponentPlacement:
 
 def num_data_parallel(config: Config, made: Plan) -> int:
     """Ranks that each see different samples. The planner has checked that they divide into replicas."""
-    return len(made.role("actor").processes) // (config.train.sequence_parallel_size * _tensor_parallel(config))
+    return len(made.role("actor").processes) // config.train.num_sharing
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
@@ -220,13 +220,14 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
     if role in ("actor", "critic"):
         return replace(
             spec,
-            tensor_parallel=_tensor_parallel(config),
+            tensor_parallel=config.train.tensor_parallel_size,
             can_put_aside=_TRAINED,
             memory=_train_memory(config, role),
         )
     score_tokens, score_batch = _score_batch(config)
     return replace(
         spec,
+        tensor_parallel=config.train.tensor_parallel_size,
         can_put_aside=frozenset({Part.WEIGHTS}),
         memory=ForwardMemory(
             max_tokens=score_tokens,
@@ -262,7 +263,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         moment_bytes=4 if train.fp32_master or compute == 4 else compute,
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
-        is_compiled=train.compile is not False and not train.liger_kernel,
+        is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,
         sends_weights=config.task == "rl" and role == "actor",
         adapter_rank=train.lora.rank,
@@ -300,10 +301,6 @@ def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
     if config.train.backend == "deepspeed":
         return _BYTES[config.train.deepspeed.grad_accum_dtype or config.train.dtype]
     return 4 if has_master else compute
-
-
-def _tensor_parallel(config: Config) -> int:
-    return config.train.deepspeed.tensor_parallel_size if config.train.backend == "deepspeed" else 1
 
 
 def _engine_share(config: Config) -> float | None:

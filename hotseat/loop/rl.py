@@ -121,7 +121,7 @@ class RlRun:
         self._config = config
         self._plan = plan
         self._algebra = algebra
-        self._num_sharing = config.train.sequence_parallel_size  # ranks of a model that share sequences
+        self._num_sharing = config.train.num_sharing  # ranks of a model that get the same samples
         self.num_steps = algebra.num_steps
         self._timeout_s = config.cluster.call_timeout_s
         self._phase_s: dict[str, float] = {}

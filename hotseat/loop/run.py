@@ -194,7 +194,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             SupervisedWorker,
             args=_supervised_args(config, algebra, taught),
             per_rank=[
-                {"rank": rank // config.train.sequence_parallel_size, "num_ranks": num_ranks}
+                {"rank": rank // config.train.num_sharing, "num_ranks": num_ranks}
                 for rank in range(len(plan.role("actor").processes))
             ],
             processes=plan.role("actor").processes,
@@ -313,6 +313,7 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
     from hotseat.loop.supervised import SupervisedWorker
     from hotseat.observe import Silence
     from hotseat.train.sequence import check_ranks
+    from hotseat.train.tensor import TENSOR_PARALLEL_SIZE
 
     if config.checkpoint.background:
         raise UserError(
@@ -320,8 +321,9 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
             " use `hotseat run`, which starts the ranks itself"
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    num_sharing = config.train.sequence_parallel_size
-    check_ranks(num_sharing, num_ranks)
+    num_sharing = config.train.num_sharing
+    check_ranks(config.train.sequence_parallel_size, num_ranks)
+    check_ranks(config.train.tensor_parallel_size, num_ranks, TENSOR_PARALLEL_SIZE)
     algebra = batch_algebra(config, num_ranks // num_sharing, len(taught.items))
     _check_training(config, algebra)
     worker = SupervisedWorker(

@@ -55,6 +55,7 @@ FREE = (
     "train.micro_batch_size",
     "train.max_tokens_per_device",
     "train.sequence_parallel_size",
+    "train.deepspeed.tensor_parallel_size",
 )
 
 

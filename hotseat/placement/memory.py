@@ -261,19 +261,22 @@ def _per(divisor: int, what: str) -> str:
 def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) -> RoleMemory:
     tp = layout.tensor_parallel
     shards = max(1, layout.num_procs // tp)
-    n = memory.num_trained(model)
+    held = _held(model, tp)
+    trained = held
+    if memory.adapter_rank:
+        trained = memory.num_trained(model) / tp, f"{_n(memory.num_trained(model))} parameters"
     weight_cut = shards if memory.is_sharded else 1
     is_fsdp_cut = memory.backend == "fsdp" and memory.zero_stage > 0
     gradient_cut = shards if memory.zero_stage >= 2 or is_fsdp_cut else 1
     optimizer_cut = shards if memory.zero_stage >= 1 else 1
 
-    def share(name: str, num_bytes: int, cut: int, part: Part, count: int = n) -> Term:
-        formula = f"{_n(count)} parameters x {num_bytes} B{_per(cut, 'ranks')}{_per(tp, 'tensor parallel')}"
-        return _bytes(role, name, count * num_bytes / cut / tp, formula, part)
+    def share(name: str, num_bytes: int, cut: int, part: Part, of: tuple[float, str] = trained) -> Term:
+        count, what = of
+        return _bytes(role, name, count * num_bytes / cut, f"{what} x {num_bytes} B{_per(cut, 'ranks')}", part)
 
     weights = [share("weights", memory.weight_bytes, weight_cut, Part.WEIGHTS)]
     if memory.adapter_rank:
-        base = share("weights", memory.compute_bytes, weight_cut, Part.WEIGHTS, model.num_parameters)
+        base = share("weights", memory.compute_bytes, weight_cut, Part.WEIGHTS, held)
         weights = [base, replace(weights[0], name="adapters")]
     gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
     moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
@@ -305,17 +308,16 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
     back = [*gathered, *_reduce(role, memory, model, shards, tp), *_activations(role, memory, model, tp)]
-    back += _logits(
-        role, model, _tokens(memory, memory.micro_batch), memory.chunked_logprobs, memory.compute_bytes, tp, 2
-    )
+    tokens = _tokens(memory, memory.micro_batch)
+    back += _logits(role, model, tokens, memory.chunked_logprobs, memory.compute_bytes, 2)
     step: list[Term] = []
     if memory.backend == "deepspeed" and not memory.optimizer_offload:  # a fused AdamW needs nothing but its state
         step = [
             _bytes(
                 role,
                 "optimizer step",
-                n * STEP_BYTES / optimizer_cut / tp,
-                f"{_n(n)} parameters x {STEP_BYTES} B{_per(optimizer_cut, 'ranks')}{_per(tp, 'tensor parallel')}",
+                trained[0] * STEP_BYTES / optimizer_cut,
+                f"{trained[1]} x {STEP_BYTES} B{_per(optimizer_cut, 'ranks')}",
             )
         ]
     forward_batch = memory.forward_micro_batch or memory.micro_batch
@@ -331,6 +333,14 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.sends_weights and layout.has_device:
         fixed += (_blocks(role, "weight blocks, sending", model, 2, memory.compute_bytes),)
     return RoleMemory(fixed, parts, working, tuple(host))
+
+
+def _held(model: ModelShape, tp: int) -> tuple[float, str]:
+    """Parameters that a rank of a tensor group has, and in words: layers are cut, what is outside of them is not."""
+    n, rest = model.num_parameters, model.num_embedding_parameters
+    if tp == 1:
+        return n, f"{_n(n)} parameters"
+    return rest + (n - rest) / tp, f"({_n(rest)} parameters outside the layers + {_n(n - rest)} / {tp} tensor parallel)"
 
 
 def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
@@ -377,10 +387,9 @@ def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: 
             f"({_n(model.num_embedding_parameters)} outside the layers + one layer of {_n(model.num_layer_parameters)})"
         )
     else:
-        count = min(model.num_parameters, DEEPSPEED_BUCKET_ELEMENTS)
+        count = min(int(_held(model, tp)[0]), DEEPSPEED_BUCKET_ELEMENTS)
         how = f"bucket of {_n(count)}"
-    formula = f"{how} x {memory.gradient_bytes} B{_per(tp, 'tensor parallel')}"
-    return [_bytes(role, "gradient reduction", count * memory.gradient_bytes / tp, formula)]
+    return [_bytes(role, "gradient reduction", count * memory.gradient_bytes, f"{how} x {memory.gradient_bytes} B")]
 
 
 def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -> float:
@@ -435,17 +444,15 @@ def _mask(role: str, memory: TrainMemory | ForwardMemory, micro_batch: int, comp
     return [_bytes(role, "attention mask", micro_batch * side * side * compute_bytes, formula)]
 
 
-def _logits(
-    role: str, model: ModelShape, tokens: int, is_chunked: bool, compute_bytes: int, tp: int, passes: int
-) -> list[Term]:
+def _logits(role: str, model: ModelShape, tokens: int, is_chunked: bool, compute_bytes: int, passes: int) -> list[Term]:
     """Logits in the model's dtype and in fp32, in a backward pass (passes = 2) the gradients of both."""
     if model.head == "scalar":
         return []
     rows = min(tokens, LOGITS_CHUNK_TOKENS) if is_chunked else tokens
     each = (compute_bytes + FP32) * passes
     name = "logits chunk" if is_chunked else "logits"
-    formula = f"{_n(rows)} tokens x {_n(model.vocab_size)} x {each} B{_per(tp, 'tensor parallel')}"
-    return [_bytes(role, name, rows * model.vocab_size * each / tp, formula)]
+    formula = f"{_n(rows)} tokens x {_n(model.vocab_size)} x {each} B"
+    return [_bytes(role, name, rows * model.vocab_size * each, formula)]
 
 
 def _forward_terms(
@@ -455,15 +462,16 @@ def _forward_terms(
     width = (2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp) * compute_bytes
     terms = [_bytes(role, "forward activations", tokens * width, f"{_n(tokens)} tokens x {_n(width)} B")]
     terms += _mask(role, memory, micro_batch, compute_bytes)
-    return terms + _logits(role, model, tokens, memory.chunked_logprobs, compute_bytes, tp, 1)
+    return terms + _logits(role, model, tokens, memory.chunked_logprobs, compute_bytes, 1)
 
 
 def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout) -> RoleMemory:
     tp = layout.tensor_parallel
     shards = max(1, layout.num_procs // tp) if memory.is_sharded else 1
     n = model.num_parameters
-    formula = f"{_n(n)} parameters x {memory.weight_bytes} B{_per(shards, 'ranks')}{_per(tp, 'tensor parallel')}"
-    weights = _bytes(role, "weights", n * memory.weight_bytes / shards / tp, formula, Part.WEIGHTS)
+    held, what = _held(model, tp)
+    formula = f"{what} x {memory.weight_bytes} B{_per(shards, 'ranks')}"
+    weights = _bytes(role, "weights", held * memory.weight_bytes / shards, formula, Part.WEIGHTS)
     host = [process_on_host(role)]
     terms: list[Term] = []
     if shards > 1 or memory.weight_offload:

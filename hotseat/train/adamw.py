@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -10,12 +10,19 @@ from torch import Tensor
 from hotseat.train.backend import AdamW
 
 
-def make_adamw(weights: Iterable[Tensor], settings: AdamW) -> torch.optim.AdamW:
-    """Without state yet, and with a learning rate of 0: each step sets it."""
+def make_adamw(weights: Iterable[Tensor], settings: AdamW, apart: Collection[int] = ()) -> torch.optim.AdamW:
+    """Without state yet, and with a learning rate of 0: each step sets it.
+
+    Weights whose ids are in `apart` have groups of their own.
+    """
     weights = list(weights)
     groups = [
-        {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [each for each in weights if (each.ndim >= 2) == decays and (id(each) in apart) == is_apart],
+            "weight_decay": settings.weight_decay if decays else 0.0,
+        }
+        for is_apart in (False, True)
+        for decays in (True, False)
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True

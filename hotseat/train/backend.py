@@ -2,7 +2,7 @@
 
 A backend is one rank of a model under training. All ranks call the same methods in the same order: each call that says
 "together" waits for the others. What a rank brings to such a call may differ, micro-batches in number and size
-included, down to none at all; only ranks that share sequences (`sequence`) bring the same.
+included, down to none at all; only ranks that share sequences (`sequence`) or layers (`tensor`) bring the same.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ZeroOptions:
     overlap_comm: bool = False  # gradients are summed over ranks while the backward pass goes on
     grad_accum_dtype: GradDtype | None = None  # None: DeepSpeed's choice, the type of the computation
     deepcompile: bool = False
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # ranks that share each layer, and each micro-batch; see `tensor`
 
     def __post_init__(self) -> None:
         if self.stage not in range(4):
@@ -91,10 +91,10 @@ class ZeroOptions:
             raise NotBuiltError(
                 "deepcompile: DeepSpeed's compiler passes are not built in; train.compile compiles layers"
             )
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 and self.stage == 3:
             raise NotBuiltError(
-                f"tensor_parallel_size {self.tensor_parallel_size}: models cut by AutoTP are not built in; ZeRO stage 3"
-                " shards weights too"
+                f"tensor_parallel_size {self.tensor_parallel_size} with ZeRO stage 3: layers that are cut are not"
+                " sharded as well; set the stage to 0, 1 or 2, or tensor_parallel_size to 1"
             )
 
 
@@ -117,7 +117,7 @@ class TrainOptions:
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
     layout: LayoutKind = "auto"  # see `packing`
-    sequence_parallel_size: int = 1  # ranks that share each micro-batch; see `sequence`
+    sequence_parallel_size: int = 1  # ranks that share the sequences of each micro-batch; see `sequence`
     max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
     timeout_s: float = 600.0  # for one rank to wait for the others
     zero: ZeroOptions | None = None  # None: FSDP2
@@ -152,6 +152,15 @@ class TrainOptions:
             raise UserError(f"stop after {self.max_non_finite} updates that are not finite: set it to 1 or more")
         if not self.timeout_s > 0:
             raise UserError(f"ranks wait {self.timeout_s} s for each other: set it above 0")
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return 1 if self.zero is None else self.zero.tensor_parallel_size
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks, next to each other, that bring the same micro-batches and count once."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,8 @@ class Backend(Protocol):
     def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
         """Together. The small fact of every share of the work, in rank order; `what` for is said if a rank is missing.
 
-        Ranks that share sequences have the same micro-batches and count once, unless it is to be `of_every_rank`.
+        Ranks that share sequences or layers have the same micro-batches and count once, unless it is to be
+        `of_every_rank`.
         """
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:

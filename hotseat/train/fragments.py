@@ -3,6 +3,8 @@
 ZeRO cuts weights and optimizer state wherever a rank's share of all elements ends, in the middle of a row too. The
 checkpoint format knows rectangles only: a `Fragment` tells it those that the stretch is made of. What is written so can
 be read by any number of ranks, cut in any way, by either backend.
+
+With tensor parallelism the stretch is of a part of the tensor, itself a rectangle: its rectangles are shifted there.
 """
 
 from __future__ import annotations
@@ -51,34 +53,57 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int, begin: int) -
 
 
 class Fragment(Tensor):
-    """Elements `start` and on of a tensor of this shape, when flattened. `flat` [num_elements] is where they are."""
+    """Elements `start` and on of a tensor of this shape, when flattened. `flat` [num_elements] is where they are.
+
+    Or of a part of it: one of the shape `part`, which begins at `shift` in the whole tensor.
+    """
 
     flat: Tensor
     start: int
+    part: tuple[int, ...]
+    shift: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, flat: Tensor, shape: Sequence[int], start: int) -> Fragment:
+    def __new__(
+        cls,
+        flat: Tensor,
+        shape: Sequence[int],
+        start: int,
+        part: Sequence[int] | None = None,
+        shift: Sequence[int] | None = None,
+    ) -> Fragment:
         fragment = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=flat.dtype, device=flat.device)
         fragment.flat, fragment.start = flat, start
+        fragment.part = tuple(shape if part is None else part)
+        fragment.shift = tuple([0] * len(shape) if shift is None else shift)
         return fragment
 
-    def __init__(self, flat: Tensor, shape: Sequence[int], start: int): ...
+    def __init__(
+        self,
+        flat: Tensor,
+        shape: Sequence[int],
+        start: int,
+        part: Sequence[int] | None = None,
+        shift: Sequence[int] | None = None,
+    ): ...
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{function} of a fragment: use what it holds")
 
     def __repr__(self, **kwargs: Any) -> str:
-        return f"Fragment({self.start} to {self.start + self.flat.numel()} of {tuple(self.shape)})"
+        where = "" if self.part == tuple(self.shape) else f"{self.part} at {self.shift} in "
+        return f"Fragment({self.start} to {self.start + self.flat.numel()} of {where}{tuple(self.shape)})"
 
     def detach(self) -> Fragment:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Fragment:
-        return Fragment(self.flat.detach().to(*args, **kwargs), self.shape, self.start)
+        return Fragment(self.flat.detach().to(*args, **kwargs), self.shape, self.start, self.part, self.shift)
 
     def _boxes(self) -> list[Box]:
-        return boxes(self.shape, self.start, self.start + self.flat.numel())
+        found = boxes(self.part, self.start, self.start + self.flat.numel())
+        return [box._replace(offsets=tuple(map(sum, zip(box.offsets, self.shift, strict=True)))) for box in found]
 
     # --- what torch's checkpoints ask a tensor that is in several places ----------------------------------------------
 

@@ -33,6 +33,7 @@ from hotseat.train.logprobs import Compiler, token_log_probs
 from hotseat.train.lora import add_adapters
 from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.train.sequence import check_heads, check_ranks
+from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, check_cut
 from hotseat.types import MicroBatch
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
@@ -97,23 +98,27 @@ def load_model(
     source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
     """From a folder or hub name, or a model that is already there, which is then ours to change."""
-    check_ranks(options.sequence_parallel_size, int(os.environ.get("WORLD_SIZE", "1")))
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    check_ranks(options.sequence_parallel_size, num_ranks)
+    check_ranks(options.tensor_parallel_size, num_ranks, TENSOR_PARALLEL_SIZE)
+    fit = (options.sequence_parallel_size, options.tensor_parallel_size, options.aux_loss_coefficient)
     if isinstance(source, PreTrainedModel):
-        check_fit(source.config, options.sequence_parallel_size, options.aux_loss_coefficient)
+        check_fit(source.config, *fit)
         for weight in source.parameters():  # not buffers, such as the frequencies of positions: they keep their bits
             weight.data = weight.data.to(dtype)
         return source
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    check_fit(config, options.sequence_parallel_size, options.aux_loss_coefficient)
+    check_fit(config, *fit)
     common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if options.head == "policy":
         return AutoModelForCausalLM.from_pretrained(source, **common)
     return _load_value_model(source, options, common)
 
 
-def check_fit(config: Any, sequence_parallel_size: int, aux_loss_coefficient: float) -> None:
+def check_fit(config: Any, sequence_parallel_size: int, tensor_parallel_size: int, aux_loss_coefficient: float) -> None:
     """Raise if a model of this config cannot do what is asked of it."""
     check_heads(sequence_parallel_size, config)
+    check_cut(tensor_parallel_size, config)
     if aux_loss_coefficient:
         check_experts(config)
 

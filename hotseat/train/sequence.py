@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,10 +38,6 @@ class SequenceGroup:
     def add_up(self, values: Tensor) -> Tensor:
         """Of all ranks of the group. The gradient of the sum is taken for each rank's own part alone."""
         return values if self.size == 1 else _AddUp.apply(values, self.group)
-
-    def first_of_each(self, facts: Sequence[Any]) -> list[Any]:
-        """Facts of all ranks, counted once for each group."""
-        return list(facts[:: self.size])
 
     def close(self) -> None:
         if self.group is not None and dist.is_initialized():
@@ -120,12 +116,12 @@ class _AddUp(torch.autograd.Function):
         return gradient, None
 
 
-def check_ranks(size: int, num_ranks: int) -> None:
-    """Raise unless ranks divide into sequence groups of that size."""
+def check_ranks(size: int, num_ranks: int, name: str = "train.sequence_parallel_size") -> None:
+    """Raise unless ranks divide into groups of the size that is set so."""
     if num_ranks % size:
         raise UserError(
-            f"train.sequence_parallel_size is {size}, and {num_ranks} rank(s) do not divide into groups of that size:"
-            f" set it to {_divisors(num_ranks)}, or change the number of ranks"
+            f"{name} is {size}, and {num_ranks} rank(s) do not divide into groups of that size:"
+            f" set it to {divisors(num_ranks)}, or change the number of ranks"
         )
 
 
@@ -135,10 +131,11 @@ def check_heads(size: int, model_config: Any) -> None:
     if num_heads is not None and num_heads % size:
         raise UserError(
             f"train.sequence_parallel_size is {size}, and the model's {num_heads} attention heads do not divide over"
-            f" {size} ranks: set it to {_divisors(num_heads)}"
+            f" {size} ranks: set it to {divisors(num_heads)}"
         )
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
+    """As words: `1, 2 or 4`."""
     found = [str(size) for size in range(1, number + 1) if number % size == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -121,6 +121,10 @@ class Trainer(ABC):
     def _gradients(self) -> list[Tensor]:
         """This rank's share, when all of them are summed; all, where they are not sharded."""
 
+    def _counted(self) -> list[float] | None:
+        """How much of the square of each of them counts, where other ranks have the same; None: all of it."""
+        return None
+
     @abstractmethod
     def _gradient_unit(self) -> float:
         """What they are multiples of."""
@@ -195,7 +199,7 @@ class Trainer(ABC):
 
     def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
         facts = self._ranks.gather(fact, what)
-        return facts if of_every_rank else self._sequence.first_of_each(facts)
+        return facts if of_every_rank else facts[:: self._options.num_sharing]
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
@@ -312,7 +316,8 @@ class Trainer(ABC):
     def _grad_norm(self) -> float:
         """Of all gradients of all ranks together."""
         norms = torch.stack([norm.to(self._device) for norm in _norms(self._gradients())])
-        total = norms.square_().sum()
+        squares, counted = norms.square_(), self._counted()
+        total = squares.sum() if counted is None else squares @ squares.new_tensor(counted)
         if self._ranks.size > 1 and self._are_gradients_sharded():
             dist.all_reduce(total)
         return float(total.sqrt_()) * self._gradient_unit()

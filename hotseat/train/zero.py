@@ -32,6 +32,7 @@ from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.models import compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
+from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, Cut, TensorGroup, cut_layers
 from hotseat.train.trainer import Trainer, convert
 from hotseat.train.zero_stages import Flattened, Scattered, Stage, Unsharded
 
@@ -84,13 +85,14 @@ class ZeroBackend(Trainer):
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
         dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
-        is_compiled = compiles(options.compile, device) and not options.liger_kernel
+        has_compiler = compiles(options.compile, device) and zero.tensor_parallel_size == 1
+        is_compiled = has_compiler and not options.liger_kernel
         self._wrapped, layout = prepare_model(
             loaded,
             head=options.head,
             layout=options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
-            compiler=_compiler if compiles(options.compile, device) else None,
+            compiler=_compiler if has_compiler else None,
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,
         )
@@ -101,9 +103,14 @@ class ZeroBackend(Trainer):
         self._deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         super().__init__(options, ranks, device, loaded, layout, has_flash(device, compute))
         self._compute = compute
+        self._tensor: TensorGroup | None = None
+        self._cuts: dict[str, Cut] = {}  # by name of the weight
+        if zero.tensor_parallel_size > 1:
+            self._tensor = TensorGroup(zero.tensor_parallel_size, options.timeout_s)
+            self._cuts = cut_layers(loaded, self._tensor)
         self._has_masters = options.optimizer is not None and options.precision in ("bf16_master", "fp16")
         self._weights = dict(loaded.named_parameters())
-        self._shapes = {name: weight.shape for name, weight in self._weights.items()}
+        self._shapes = {name: weight.shape for name, weight in self._weights.items()}  # here, of those that are cut
         exact = {name: weight.detach() for name, weight in self._weights.items() if weight.requires_grad}
         if is_compiled and zero.stage == 3:
             # Gathered as a whole before its compiled code runs, not one by one in the middle of it.
@@ -135,29 +142,37 @@ class ZeroBackend(Trainer):
                 "adam_offload of weights in pure bf16, for which DeepSpeed needs an optimizer of its own: set"
                 " train.fp32_master to true"
             )
+        if zero.tensor_parallel_size > 1:
+            _check_tensor(options, zero.tensor_parallel_size)
 
     def _shard(self, zero: ZeroOptions, persistent_size: int, is_compiled: bool) -> Stage:
         options = self._options
-        trained = [weight for weight in self._weights.values() if weight.requires_grad]
-        masters = trained
+        names = [name for name, weight in self._weights.items() if weight.requires_grad]
+        trained = [self._weights[name] for name in names]
+        masters: list[Tensor] = [*trained]
         if zero.stage == 0 and self._has_masters:
             masters = [
                 weight.detach().to(self._device, torch.float32, copy=True).requires_grad_() for weight in trained
             ]
         if options.optimizer is not None:
             # Before weights are sharded: it asks for their dimensions.
-            self._optimizer = make_adamw(masters, options.optimizer)
+            cut = [id(master) for name, master in zip(names, masters, strict=True) if name in self._cuts]
+            self._optimizer = make_adamw(masters, options.optimizer, cut)
         for weight in self._weights.values():
             weight.data = weight.data.to(self._compute)
         if options.optimizer is None and zero.stage < 3:
             self._wrapped.to(self._device)
             return Unsharded([], [])
         num_elements = sum(map(Tensor.numel, trained))
-        config = _config(options, zero, self._ranks.size, num_elements, persistent_size, is_compiled)
+        num_across = self._ranks.size // zero.tensor_parallel_size
+        config = _config(options, zero, num_across, num_elements, persistent_size, is_compiled)
         if zero.stage == 3:
             # One weight after the other; below, DeepSpeed would first take all of them to the device.
             self._deepspeed.zero.Init(module=self._wrapped, config_dict_or_path=config, dtype=self._compute)
-        self._engine, *_ = self._deepspeed.initialize(model=self._wrapped, optimizer=self._optimizer, config=config)
+        self._set_groups(self._tensor)
+        self._engine, *_ = self._deepspeed.initialize(
+            model=self._wrapped, optimizer=self._optimizer, config=config, mpu=self._tensor
+        )
         if zero.stage == 3:
             return Scattered(self._engine, zero.adam_offload, self._ranks.rank, self._ranks.size)
         if zero.stage > 0:
@@ -168,7 +183,9 @@ class ZeroBackend(Trainer):
     # --- forward and backward -----------------------------------------------------------------------------------------
 
     def _module(self) -> nn.Module:
-        _number_device(self._device)  # a process may hold several workers, each with an environment of its own
+        # A process may hold several workers, each with an environment and groups of its own.
+        _number_device(self._device)
+        self._set_groups(self._tensor)
         module: nn.Module = self._wrapped if self._engine is None else self._engine
         return module
 
@@ -189,7 +206,14 @@ class ZeroBackend(Trainer):
         return self._stage.gradient_unit()
 
     def _are_gradients_sharded(self) -> bool:
-        return self._stage.are_gradients_sharded
+        return self._stage.are_gradients_sharded or self._tensor is not None
+
+    def _counted(self) -> list[float] | None:
+        if self._tensor is None:
+            return None
+        num_equal = 1 if self._stage.are_gradients_sharded else self._tensor.num_across
+        are_cut = self._stage.are_of({id(self._weights[name]) for name in self._cuts})
+        return [1 / (num_equal if is_cut else num_equal * self._tensor.size) for is_cut in are_cut]
 
     def _step(self, grad_norm: float, learning_rate: float) -> None:
         assert self._optimizer is not None
@@ -245,6 +269,12 @@ class ZeroBackend(Trainer):
 
     def _gather(self, names: Collection[str], is_exact: bool) -> Iterator[tuple[str, Tensor]]:
         """Together. Whole weights, each to be read before the next comes; masters of what is trained, if exact."""
+        for name, weight in self._gather_parts(names, is_exact):
+            cut = self._cuts.get(name)
+            yield name, weight if cut is None or self._tensor is None else self._tensor.gather(weight, cut)
+
+    def _gather_parts(self, names: Collection[str], is_exact: bool) -> Iterator[tuple[str, Tensor]]:
+        """The same; of weights that are cut, this rank's part."""
         masters = [name for name in names if is_exact and self._weights[name].requires_grad]
         live = [name for name in names if not (is_exact and self._weights[name].requires_grad)]
         with self._deepspeed.zero.GatheredParameters([self._weights[name] for name in live]):
@@ -259,7 +289,7 @@ class ZeroBackend(Trainer):
             if piece is not None:
                 place[piece.start : piece.start + piece.size] = piece.of(piece.owner)
         if masters and self._ranks.size > 1 and self._stage.are_gradients_sharded:
-            dist.all_reduce(whole.view(torch.int32))
+            dist.all_reduce(whole.view(torch.int32), group=None if self._tensor is None else self._tensor.across)
         for name, place in places.items():
             yield name, place.view(self._shapes[name])
 
@@ -299,7 +329,8 @@ class ZeroBackend(Trainer):
             if name in buffers:
                 buffers[name].copy_(tensor)
             elif name in self._pieces:
-                piece = self._pieces[name]
+                piece, cut = self._pieces[name], self._cuts.get(name)
+                tensor = tensor if cut is None else cut.of(tensor)
                 piece.of(piece.owner).copy_(tensor.reshape(-1)[piece.start : piece.start + piece.size])
         self._stage.refresh()
 
@@ -337,7 +368,10 @@ class ZeroBackend(Trainer):
         return stored
 
     def _fragment(self, name: str, stretch: Tensor) -> Fragment:
-        return Fragment(stretch, self._shapes[name], self._pieces[name].start)
+        start, cut = self._pieces[name].start, self._cuts.get(name)
+        if cut is None:
+            return Fragment(stretch, self._shapes[name], start)
+        return Fragment(stretch, cut.whole, start, cut.part, cut.shift)
 
     def _read(self, directory: Path, state: dict[str, Tensor]) -> None:
         scale = state.pop("loss_scale", None)
@@ -360,14 +394,45 @@ class ZeroBackend(Trainer):
         """DeepSpeed remembers groups of which nothing is left."""
         self._deepspeed.utils.groups._release_process_group_references()
 
+    def _set_groups(self, tensor: TensorGroup | None) -> None:
+        """DeepSpeed looks them up in a global, again and again."""
+        self._deepspeed.utils.groups.mpu = tensor
+
     def _drop(self) -> None:
         self._stage.destroy()
+        self._set_groups(None)
+        if self._tensor is not None:
+            self._tensor.close()
         del self._wrapped, self._engine, self._optimizer, self._weights, self._pieces, self._stage
 
 
 def _check_ranks(zero: ZeroOptions, num_ranks: int) -> None:
     if num_ranks % zero.zpg:
         raise UserError(f"zpg {zero.zpg} with {num_ranks} ranks: set it to a divisor of their number")
+
+
+def _check_tensor(options: TrainOptions, size: int) -> None:
+    """What does not go together with layers that are cut."""
+    given = f"{TENSOR_PARALLEL_SIZE} is {size}"
+    if options.sequence_parallel_size > 1:
+        raise NotBuiltError(
+            f"{given} and train.sequence_parallel_size {options.sequence_parallel_size}: ranks share either layers or"
+            " sequences; set one of the two to 1"
+        )
+    if options.lora is not None:
+        raise NotBuiltError(
+            f"{given}, and adapters beside layers that are cut are not built in: set train.lora.rank to"
+            " 0, or the size to 1"
+        )
+    if options.compile:
+        raise NotBuiltError(
+            f"{given} and train.compile is true, but layers that are cut are not compiled: leave train.compile unset"
+        )
+    if options.liger_kernel:
+        raise NotBuiltError(
+            f"{given} and train.liger_kernel is true, but layers that are cut run without Liger's kernels: set"
+            " train.liger_kernel to false"
+        )
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -6,7 +6,7 @@ All that depends on DeepSpeed's own names is here and in `zero.py`; written for 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,13 @@ class Stage(ABC):
     @abstractmethod
     def gradients(self) -> list[Tensor]:
         """With the norm of all that this rank has."""
+
+    @abstractmethod
+    def are_of(self, weights: Collection[int]) -> list[bool]:
+        """Of each of `gradients`, whether it belongs to one of the weights with these ids.
+
+        The optimizer must have them in groups apart from others.
+        """
 
     @abstractmethod
     def step(self, factor: float) -> None:
@@ -119,6 +126,10 @@ class Unsharded(Stage):
     def gradients(self) -> list[Tensor]:
         return [master.grad for master in self.owners if master.grad is not None]
 
+    def are_of(self, weights: Collection[int]) -> list[bool]:
+        owned = zip(self._trained, self.owners, strict=True)
+        return [id(weight) in weights for weight, master in owned if master.grad is not None]
+
     def step(self, factor: float) -> None:
         assert self._optimizer is not None
         if factor != 1:
@@ -164,6 +175,13 @@ class _Sharded(Stage):
             # They are on their way to host memory, each after DeepSpeed has taken its norm: which is all that is asked.
             return [norm.detach().float().view(1) for norm in self._zero.norm_for_param_grads.values()]
         return [gradient for group in self._zero.averaged_gradients.values() if group for gradient in group]
+
+    def are_of(self, weights: Collection[int]) -> list[bool]:
+        zero = self._zero
+        if self._is_offloaded:
+            return [id(zero.param_dict[number]) in weights for number in zero.norm_for_param_grads]
+        groups = [(zero.bit16_groups[index][0], group) for index, group in zero.averaged_gradients.items() if group]
+        return [id(first) in weights for first, group in groups for _ in group]
 
     def step(self, factor: float) -> None:
         # DeepSpeed divides 32-bit gradients by the scale, which is a good time for any other factor too.

@@ -110,6 +110,10 @@ def test_every_rule_speaks_of_keys_that_exist():
             "9 over train.sequence_parallel_size 2 devices",
         ),
         ("train: {sequence_parallel_size: 2, packing: false}", "2 devices can share only packed sequences"),
+        (
+            "train: {sequence_parallel_size: 4, backend: deepspeed, deepspeed: {tensor_parallel_size: 2}}",
+            "2 ranks share layers, and train.sequence_parallel_size 4 share sequences: set one of the two to 1",
+        ),
         ("data: {path: 'a,b', probs: '0.1,0.2,0.7'}", "3 probabilities for 2 data sets"),
         ("data: {input_template: 'Q: '}", "needs exactly one {}"),
         ("reward: {function: r.py, url: 'http://127.0.0.1'}", "reward.function is set too"),

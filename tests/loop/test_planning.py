@@ -117,11 +117,18 @@ def test_a_broken_model_config_is_named(tmp_path):
 
 
 def test_ranks_divide_into_replicas():
-    text = "cluster: {component_placement: {actor: 0-7}}\ntrain: {sequence_parallel_size: 2}"
-    assert num_data_parallel(loads(text), make_plan(loads(text))) == 4
+    for sharing in ("sequence_parallel_size: 2", "backend: deepspeed, deepspeed: {tensor_parallel_size: 2}"):
+        text = f"cluster: {{component_placement: {{actor: 0-7}}}}\ntrain: {{{sharing}}}"
+        assert num_data_parallel(loads(text), make_plan(loads(text))) == 4
     odd = loads("cluster: {component_placement: {actor: 0-2}}\ntrain: {sequence_parallel_size: 2}")
     with pytest.raises(PlacementError, match="3 processes cannot be cut into groups of 2"):
         make_plan(odd)
+
+
+def test_ranks_that_share_layers_are_not_compiled_and_those_that_score_share_them_too():
+    found = specs("train: {backend: deepspeed, deepspeed: {tensor_parallel_size: 2}}\nalgorithm: {kl: {coef: 0.1}}")
+    assert [found[role].tensor_parallel for role in ("actor", "reference", "rollout")] == [2, 2, 1]
+    assert not found["actor"].memory.is_compiled
 
 
 def test_more_nodes_than_the_inventory_are_refused_and_fewer_are_used():

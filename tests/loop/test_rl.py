@@ -321,21 +321,29 @@ def test_two_training_ranks_agree_with_one(task):
 @pytest.mark.ray
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_two_ranks_that_share_sequences_agree_with_one(task):
+@pytest.mark.parametrize(
+    "shared",
+    [
+        pytest.param(["train.sequence_parallel_size=2"], id="sequences"),
+        pytest.param(["train.backend=deepspeed", "train.deepspeed.tensor_parallel_size=2"], id="layers"),
+    ],
+)
+def test_two_ranks_that_share_sequences_or_layers_agree_with_one(task, shared):
     """Of actor and reference, with several optimizer steps, one ratio per sequence, and a token budget."""
+    make_task(task, num_key_value_heads=2)
     common = ["train.batch_size=8", "train.max_tokens_per_device=30", "rollout.max_tokens_per_device=40"]
     common += ["algorithm.kl.coef=0.1", "algorithm.policy_loss=gspo", "algorithm.aggregation=sequence_mean"]
     train = "{dtype: fp32, max_epochs: 2}"
     one = run(task, "name=one", *common, train=train)
     cluster = "{runtime: ray, component_placement: {actor: 0-1, 'reference,rollout': '@actor'}}"
-    run_command(task, "two", *common, "train.sequence_parallel_size=2", cluster=cluster, train=train)
+    run_command(task, "two", *common, *shared, cluster=cluster, train=train)
     two = read_lines(task / "runs" / "two" / "metrics.jsonl")
     for a, b in zip(one[1:], two[1:], strict=True):
         for name in ("loss", "kl", "grad_norm", "policy_kl", "clipped", "sampled_tokens"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
-    alone, shared = weights(task, "one"), weights(task, "two")
+    alone, together = weights(task, "one"), weights(task, "two")
     for name in alone:
-        assert (alone[name] - shared[name]).abs().max() < 1e-5
+        assert (alone[name] - together[name]).abs().max() < 1e-5
 
 
 def test_an_engine_that_scores_with_its_cache_answers_the_canary_in_its_turn(task, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,37 @@ def test_a_fragment_reads_its_part_of_a_whole_and_a_whole_reads_fragments(tmp_pa
     found = torch.zeros(5, 3)
     dcp.load({"w": found}, checkpoint_id=tmp_path / "fragment", no_dist=True)
     assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize(("part", "shift"), [((2, 6), (3, 0)), ((5, 2), (0, 4)), ((5, 1), (0, 3)), ((2, 3), (1, 3))])
+def test_a_fragment_of_a_part_lies_where_the_part_does(part: Any, shift: Any, tmp_path: Path) -> None:
+    whole = torch.randn(5, 6)
+    mine = whole[shift[0] : shift[0] + part[0], shift[1] : shift[1] + part[1]]
+    dcp.save({"w": whole}, checkpoint_id=tmp_path / "whole", no_dist=True)
+    flat = torch.zeros(mine.numel() - 2)
+    fragment = Fragment(flat, (5, 6), 1, part, shift)
+    assert fragment.size() == (5, 6)
+    dcp.load({"w": fragment}, checkpoint_id=tmp_path / "whole", no_dist=True)
+    assert torch.equal(flat, mine.reshape(-1)[1:-1])
+    assert repr(fragment) == f"Fragment(1 to {mine.numel() - 1} of {part} at {shift} in (5, 6))"
+
+
+def test_the_boxes_of_a_part_are_shifted() -> None:
+    # Columns 4 and 5 of rows of 6; elements 1 to 5 of them: the end of row 0, row 1, the beginning of row 2.
+    fragment = Fragment(torch.zeros(4), (5, 6), 1, (5, 2), (0, 4))
+    assert fragment._boxes() == [((0, 5), (1, 1), 0), ((1, 4), (1, 2), 1), ((2, 4), (1, 1), 3)]
+
+
+def test_parts_that_are_saved_make_a_whole(tmp_path: Path) -> None:
+    whole = torch.randn(5, 6)
+    halves = [Fragment(whole[:, first : first + 3].reshape(-1), (5, 6), 0, (5, 3), (0, first)) for first in (0, 3)]
+    kept = [half.detach().to("cpu", copy=True) for half in halves]
+    # Each rank would write its own; here one planner gets both halves under two names.
+    dcp.save({"left": kept[0], "right": kept[1]}, checkpoint_id=tmp_path, no_dist=True)
+    for name, first in (("left", 0), ("right", 3)):
+        found = torch.zeros(15)
+        dcp.load({name: Fragment(found, (5, 6), 0, (5, 3), (0, first))}, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(found.view(5, 3), whole[:, first : first + 3])
 
 
 def test_a_fragment_is_not_computed_with() -> None:
