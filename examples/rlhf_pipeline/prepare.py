@@ -41,23 +41,13 @@ def other_answers(right: str, count: int, rng: random.Random) -> list[str]:
 
 
 def pairs(prompts: Path, rng: random.Random) -> list[dict[str, str]]:
-    """Right answers to the sums of a file and wrong ones, in any order.
-
-    Half of the pairs are answers to the same sum. The others are answers to two sums, so that what is learned means the
-    same for every sum.
-    """
-    same, right, wrong = [], [], []
+    """The right answer to each sum of a file beside two careless and two other wrong ones, in any order."""
+    rows = []
     for line in prompts.read_text().splitlines():
         row = json.loads(line)
-        asked, label = row["input"], row["label"]
-        a, b = map(int, asked.rstrip("=").split("+"))
-        for kind in (careless_answers(a, b), other_answers(label, 2, rng)):
-            first, second = rng.sample(kind, 2)
-            same.append((asked + label, asked + first))
-            right.append(asked + label)
-            wrong.append(asked + second)
-    rng.shuffle(wrong)
-    rows = [{"chosen": chosen, "rejected": rejected} for chosen, rejected in (*same, *zip(right, wrong, strict=True))]
+        a, b = map(int, row["input"].rstrip("=").split("+"))
+        for wrong in rng.sample(careless_answers(a, b), 2) + other_answers(row["label"], 2, rng):
+            rows.append({"prompt": row["input"], "chosen": row["label"], "rejected": wrong})
     rng.shuffle(rows)
     return rows
 
@@ -67,7 +57,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    files = make_files(options.directory, options.seed, careless_share=0.6)
+    files = make_files(options.directory, options.seed)
     rng = random.Random(options.seed)
     for prompts, name in ((files.prompts, "pairs.jsonl"), (files.held_out, "held_out_pairs.jsonl")):
         rows = pairs(prompts, rng)

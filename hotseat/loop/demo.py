@@ -38,7 +38,7 @@ class DemoFiles:
     reward: Path
 
 
-def make_files(directory: Path, seed: int, careless_share: float = CARELESS) -> DemoFiles:
+def make_files(directory: Path, seed: int) -> DemoFiles:
     """Write the task. The same seed writes the same bytes."""
     files = DemoFiles(
         model=directory / "base_model",
@@ -59,7 +59,7 @@ def make_files(directory: Path, seed: int, careless_share: float = CARELESS) -> 
     _write(
         files.examples,
         (
-            {"input": question(a, b), "output": careless(a, b) if rng.random() < careless_share else answer(a, b)}
+            {"input": question(a, b), "output": careless(a, b) if rng.random() < CARELESS else answer(a, b)}
             for a, b in pupils
         ),
     )
