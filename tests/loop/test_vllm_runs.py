@@ -276,13 +276,21 @@ def test_weights_that_are_damaged_are_named_by_the_engine(tmp_path: Path) -> Non
     assert "started again" not in ended.said + ended.complained
 
 
+def command_of(pid: int) -> bytes:
+    """Nothing if it has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def kill_rank(mark: str, metrics: Path) -> None:
     """The second tensor-parallel rank of the engine of a run, after its first step."""
     deadline, ranks = time.monotonic() + 200, list[int]()
     while time.monotonic() < deadline:
         time.sleep(0.01)
         if not ranks:  # found beforehand: steps are short, and on a busy machine to look takes longer
-            ranks = [pid for pid in marked(MARK, [mark]) if b"Worker_TP1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            ranks = [pid for pid in marked(MARK, [mark]) if b"Worker_TP1" in command_of(pid)]
         elif metrics.exists() and len(read_lines(metrics)) > 1:
             os.kill(ranks[0], signal.SIGKILL)
             return

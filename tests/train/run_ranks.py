@@ -90,7 +90,8 @@ def wait_for_an_absent_rank(rank: int) -> str:
 def main(factory: str, directory: Path, suite: str, scenarios: str) -> None:
     made_by = importlib.import_module(factory)
     # A backend may have more to show.
-    chosen = getattr(made_by if hasattr(made_by, scenarios) else importlib.import_module(suite), scenarios)
+    has_more = suite == SUITE and hasattr(made_by, scenarios)
+    chosen = getattr(made_by if has_more else importlib.import_module(suite), scenarios)
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Started here, so that it outlives the backends of each scenario.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
