@@ -194,7 +194,8 @@ def test_what_a_run_lacks_is_said_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    assert "train.load_in_4bit: 4-bit weights" in refused(NotBuiltError, task, "train.load_in_4bit=true")
+    said = refused(NotBuiltError, task, "train.full_determinism=true")
+    assert "train.full_determinism: deterministic kernels" in said
 
 
 def test_kernels_that_cannot_run_are_refused_before_a_model_loads(task, monkeypatch):

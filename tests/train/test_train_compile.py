@@ -31,6 +31,7 @@ NUM_GRAPHS = 4
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # of tests before in this process
     yield
     torch._dynamo.reset()
 
