@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# DeepSpeed reads the first from there, so its backend sets it; with it, accelerate takes itself for one of several ranks.
+# DeepSpeed reads the first from there, so its backend sets it; by it accelerate takes itself for one of several ranks.
 LEFT_BEHIND = ("LOCAL_RANK", "DS_ACCELERATOR")
 
 
