@@ -140,6 +140,20 @@ def test_after_the_last_step_there_is_nothing_to_do(task, capsys):
     assert (task / "runs" / "done" / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_model_that_was_there_before_is_not_taken_for_the_runs_own(task, capsys):
+    """With a folder of its own: that of an earlier run is no sign that this one was exported."""
+    model = task / "elsewhere"
+    for name in ("earlier", "later"):
+        run(task, "rl", name, "checkpoint.every=4", f"checkpoint.export_path={model}", f"seed={len(name)}")
+    assert main(["resume", str(task / "runs" / "later")]) == 0
+    assert f"nothing to do: all 4 steps are done, the model is {model}" in capsys.readouterr().out
+    exported = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(b"")  # as if it had ended before its model was written
+    os.utime(model / "config.json", (0, 0))
+    assert main(["resume", str(task / "runs" / "later")]) == 0
+    assert (model / "model.safetensors").read_bytes() == exported
+
+
 def test_checkpoints_hold_what_was_asked_for(task):
     run(task, "rl", "run", "checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.export_each=true")
     found = sorted(path.name for path in (task / "runs" / "run" / "checkpoints").iterdir())
