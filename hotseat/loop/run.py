@@ -377,14 +377,15 @@ def _check_training(config: Config, algebra: BatchAlgebra) -> None:
     import torch
 
     from hotseat.loop import settings
+    from hotseat.train.liger import check_device
     from hotseat.train.make import check_options
 
     assert algebra.schedule_length is not None
     check_options(settings.train_options(config, algebra.schedule_length))
     if has_critic(config):
         check_options(settings.critic_options(config, algebra.schedule_length))
-    if config.train.liger_kernel and not torch.cuda.is_available() and not os.environ.get("RAY_ADDRESS"):
-        raise UserError("train.liger_kernel is true, and its kernels need a CUDA device: set it to false")
+    if config.train.liger_kernel and not os.environ.get("RAY_ADDRESS"):
+        check_device(torch.cuda.is_available())
 
 
 def _open_run(

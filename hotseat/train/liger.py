@@ -34,10 +34,14 @@ def check_liger(config: Any) -> None:
         )
 
 
+def check_device(is_cuda: bool) -> None:
+    if not is_cuda:
+        raise UserError("train.liger_kernel is true, and its kernels need a CUDA device: set it to false")
+
+
 def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     """Change the layers of this model, and of no other in this process."""
-    if device.type != "cuda":
-        raise UserError("train.liger_kernel is true, and its kernels need a CUDA device: set it to false")
+    check_device(device.type == "cuda")
     check_liger(model.config)
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 

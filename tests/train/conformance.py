@@ -979,6 +979,11 @@ FOUR_RANKS: dict[str, Scenario] = {
 }
 
 
+def assert_no_rank_failed(name: str, results: Sequence[Mapping[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
+
+
 def assert_group_agrees(alone: Any, group: Sequence[Any], tolerance: float = TOLERANCE) -> None:
     """One scenario's results: all ranks as one rank alone, exactly where nothing is rounded."""
     for rank, result in enumerate(group):

@@ -18,7 +18,7 @@ from hotseat.train.sequence import SequenceGroup
 from hotseat.types import MicroBatch
 
 from . import fsdp_factory, sequence_scenarios
-from .conformance import OPTIONS, assert_group_agrees, groups_of_four, tiny_model
+from .conformance import OPTIONS, assert_group_agrees, assert_no_rank_failed, groups_of_four, tiny_model
 from .fsdp_factory import make
 from .run_ranks import run_ranks
 from .test_train_models import small
@@ -85,7 +85,6 @@ def test_only_packed_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_that_share_sequences_are_beside_each_other_as_one_rank(tmp_path: Path) -> None:
     results = run_ranks(4, fsdp_factory.__name__, tmp_path, timeout_s=500, suite=sequence_scenarios.__name__)
     for name, scenario in sequence_scenarios.SCENARIOS.items():
-        for rank, result in enumerate(results):
-            assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
+        assert_no_rank_failed(name, results)
         alone = scenario(make, 0, 1, tmp_path)
         assert_group_agrees(alone, [result[name] for result in results])

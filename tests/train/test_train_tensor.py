@@ -23,6 +23,7 @@ from .conformance import (
     ClippedLoss,
     assert_close,
     assert_group_agrees,
+    assert_no_rank_failed,
     copy_weights,
     some_segments,
     tiny_model,
@@ -136,11 +137,6 @@ def alone(name: str) -> Any:
     """One rank of the other backend."""
     with tempfile.TemporaryDirectory() as directory:
         return tensor_scenarios.LEARNS[name](fsdp_factory.make, 0, 1, Path(directory))
-
-
-def assert_no_rank_failed(name: str, results: list[dict[str, Any]]) -> None:
-    for rank, result in enumerate(results):
-        assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
 
 
 @pytest.mark.slow

@@ -91,8 +91,7 @@ def alone(name: str) -> Any:
 
 
 def assert_as_one_of_fsdp(name: str, results: list[dict[str, Any]]) -> None:
-    for rank, result in enumerate(results):
-        assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
+    conformance.assert_no_rank_failed(name, results)
     conformance.assert_group_agrees(alone(name), [result[name] for result in results])
 
 
