@@ -107,7 +107,8 @@ class LedSaver:
         """Together. As `Saver.after_step`; a rank that is asked to stop stops all of them."""
         if not self._saver.can_save:
             return
-        # They are not told at the same moment: without agreement some would save, and others go on.
-        self._saver.is_stopping = self._ensemble.any(self._saver.is_stopping, "agree on whether to stop")
-        if self._saver.is_due(step):
-            self._ensemble.led(lambda: self._saver.after_step(step, parts, evaluation, journal))
+        # They are not told at the same moment: without agreement some would save, and others go on. One that is told
+        # while they agree keeps it in mind for the next step.
+        is_stopping = self._ensemble.any(self._saver.is_stopping, "agree on whether to stop")
+        if self._saver.is_due(step, is_stopping):
+            self._ensemble.led(lambda: self._saver.after_step(step, parts, evaluation, journal, is_stopping))

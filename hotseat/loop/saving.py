@@ -142,7 +142,7 @@ class Saver:
         self._timeout_s = config.cluster.call_timeout_s
         self._flight: _Flight | None = None
         self._stood_still_s: float | None = None  # since `metrics` was asked
-        self.is_stopping = False  # after the step that is under way
+        self.is_stopping = False  # after the step that is under way; set by a signal, so at any moment
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
             keep_last=section.keep_last,
@@ -189,23 +189,36 @@ class Saver:
         """Whether the config asks for checkpoints."""
         return self._config.checkpoint.every is not None
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, is_stopping: bool) -> bool:
         """Whether a checkpoint is to be made after a step."""
         every = self._config.checkpoint.every
-        return every is not None and (step % every == 0 or self.is_stopping)
+        return every is not None and (step % every == 0 or is_stopping)
 
-    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
-        """Save if it is time to, or if the run is asked to stop; then stop. Raises if the save before went wrong."""
+    def after_step(
+        self,
+        step: int,
+        parts: Parts,
+        evaluation: Mapping[str, float],
+        journal: Journal,
+        is_stopping: bool | None = None,
+    ) -> None:
+        """Save if it is time to, or if the run is to stop; then stop. Raises if the save before went wrong.
+
+        `is_stopping`: what several ranks agreed on; else whether this process was asked to until now. Whoever asks
+        later is heard after the next step.
+        """
+        if is_stopping is None:
+            is_stopping = self.is_stopping
         if self._flight is not None and self._flight.done.done():
             self.wait()
-        if self.is_due(step):
+        if self.is_due(step, is_stopping):
             journal.phase("save")
             started_s = time.monotonic()
             path = self.save(step, parts, evaluation)
             self._stood_still_s = (self._stood_still_s or 0.0) + time.monotonic() - started_s
-            if self.is_stopping:
+            if is_stopping:
                 journal.say(f"saved {path}")
-        if self.is_stopping:
+        if is_stopping:
             raise KeyboardInterrupt
 
     def metrics(self) -> dict[str, float]:

@@ -292,6 +292,23 @@ def test_a_stop_saves_at_once_after_what_is_under_way(tmp_path, ranks):
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [1, 2]
 
 
+def test_a_stop_that_comes_after_the_question_of_saving_waits_for_the_next_step(tmp_path, ranks, monkeypatch):
+    saver = saver_of(tmp_path)
+    ranks.is_written = True
+    asked = Saver.is_due
+
+    def is_due(self, step, is_stopping):
+        due = asked(self, step, is_stopping)
+        self.is_stopping = True  # a signal, right after
+        return due and step > 1
+
+    monkeypatch.setattr(Saver, "is_due", is_due)
+    save(saver, ranks, 1)  # not saved, so it must not end here
+    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+        save(saver, ranks, 2)
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [2]
+
+
 def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
     saver = saver_of(tmp_path)
     started_s = time.monotonic()

@@ -16,7 +16,7 @@ from hotseat.config import loads
 from hotseat.errors import RunError, UserError
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.checkpoints import CheckpointStore
-from hotseat.loop.launched import Ensemble
+from hotseat.loop.launched import Ensemble, LedSaver
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 
@@ -179,6 +179,32 @@ def test_one_rank_alone_saves_too(task, monkeypatch):
 def test_writing_in_the_background_is_refused_rather_than_ignored(task):
     with pytest.raises(UserError, match="checkpoint.background is true, but ranks that a launcher started wait"):
         start(loads(sft_yaml(task), ["checkpoint.every=2", "checkpoint.background=true"]), launched=True)
+
+
+def test_who_is_told_to_stop_while_the_ranks_agree_is_heard_after_the_next_step():
+    """The signal comes between the moment a rank says that it goes on and the moment it hears the others."""
+    saved = []
+
+    class Saver:
+        can_save, is_stopping = True, False
+
+        def is_due(self, step, is_stopping):
+            return is_stopping
+
+        def after_step(self, step, parts, evaluation, journal, is_stopping):
+            saved.append((step, is_stopping))
+
+    class Interrupted:
+        def share(self, fact, what):
+            saver.is_stopping = True
+            return [fact]
+
+    saver = Saver()
+    led = LedSaver(saver, Ensemble(Interrupted(), 0))
+    led.after_step(1, None, {}, None)
+    assert saved == []  # the others go on, so this rank does too
+    led.after_step(2, None, {}, None)
+    assert saved == [(2, True)]
 
 
 def test_an_error_that_is_nobodys_mistake_travels_as_text():
