@@ -1,6 +1,7 @@
 """Imports point downward only, siblings do not import each other, and each outside system has one home."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def unit_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Full dotted names that a module imports, lazily or not."""
     found = set()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat.observe.noise import without_deepspeeds_greeting
+
 CARELESS = 0.75  # share of examples that forget the carry
 NUM_EVAL = 200
 NUM_EXAMPLES = 25_600
@@ -38,8 +40,8 @@ class DemoFiles:
     reward: Path
 
 
-def make_files(directory: Path, seed: int) -> DemoFiles:
-    """Write the task. The same seed writes the same bytes."""
+def make_files(directory: Path, seed: int, *, num_layers: int = 2, width: int = 192) -> DemoFiles:
+    """Write the task, and a model of some shape. The same seed writes the same bytes."""
     files = DemoFiles(
         model=directory / "base_model",
         examples=directory / "examples.jsonl",
@@ -48,7 +50,7 @@ def make_files(directory: Path, seed: int) -> DemoFiles:
         reward=directory / "reward.py",
     )
     directory.mkdir(parents=True, exist_ok=True)
-    make_model(files.model, seed)
+    make_model(files.model, seed, num_layers=num_layers, width=width)
     rng = random.Random(seed)
     sums = [(a, b) for a in range(100) for b in range(100)]
     rng.shuffle(sums)
@@ -92,7 +94,7 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_model(path: Path, seed: int) -> None:
+def make_model(path: Path, seed: int, *, num_layers: int = 2, width: int = 192) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,9 +104,9 @@ def make_model(path: Path, seed: int) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=16,
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=2,
+            hidden_size=width,
+            intermediate_size=width * 8 // 3,
+            num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=32,
@@ -115,7 +117,8 @@ def make_model(path: Path, seed: int) -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    model.save_pretrained(path)
+    with without_deepspeeds_greeting():
+        model.save_pretrained(path)
 
 
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:

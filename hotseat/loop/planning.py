@@ -43,6 +43,7 @@ MAX_ASSUMED_NODES = 4096
 DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
 VLLM_SLOTS = 256  # sequences that one vLLM engine decodes at a time
 
+_MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # those behind a training backend
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
 
@@ -60,8 +61,22 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
         made = plan(_with_pools(found, config), roles, flow)
     else:
         made = _on_assumed_nodes(config, roles, flow)
+    _check_second_copies(config, made)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
     return replace(made, warnings=(*made.warnings, *_not_priced(config), *no_effect))
+
+
+def _check_second_copies(config: Config, made: Plan) -> None:
+    """ZeRO++ keeps them among so many ranks of every model."""
+    zero = config.train.deepspeed
+    size = zero.zpg if config.train.backend == "deepspeed" and zero.zero_stage == 3 else 1
+    for role in made.roles:
+        num_ranks = len(role.processes)
+        if role.name in _MODELS and num_ranks % size:
+            raise PlacementError(
+                f"train.deepspeed.zpg is {size}, and the {num_ranks} rank(s) of {role.name} do not divide into groups"
+                " of that size: set it to a number that divides the ranks of every model"
+            )
 
 
 def plan_on(config: Config, cluster: Any) -> Plan:

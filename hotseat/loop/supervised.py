@@ -11,9 +11,8 @@ from typing import Any
 
 from hotseat.data import PromptOrder, digest_of
 from hotseat.loop.lessons import Lesson
-from hotseat.loop.workers import BatchSettings, device_of_process
+from hotseat.loop.workers import BackendWorker, BatchSettings
 from hotseat.train.backend import TrainOptions, UpdateReport
-from hotseat.train.make import make_backend
 from hotseat.train.packing import spread
 from hotseat.types import MicroBatch
 
@@ -21,7 +20,7 @@ from hotseat.types import MicroBatch
 MAX_MEASURED = 4096
 
 
-class SupervisedWorker:
+class SupervisedWorker(BackendWorker):
     """One rank of a model that learns a lesson."""
 
     def __init__(
@@ -40,7 +39,7 @@ class SupervisedWorker:
         num_ranks: int,
     ):
         """`rank` and `num_ranks` count those that learn from different examples."""
-        self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
+        super().__init__(model, options, trust_remote_code)
         self._lesson = lesson
         self._items = items
         self._held_out = held_out
@@ -74,21 +73,6 @@ class SupervisedWorker:
             facts = self._lesson.model_facts(self._measure if is_averaged else self.evaluate)
             self._backend.export(Path(directory), facts=facts)
 
-    def save(self, directory: str) -> None:
-        """Together."""
-        self._backend.save(directory)
-
-    def snapshot(self, directory: str) -> None:
-        """Together. Copy what `save` would write; it is written while other calls are answered."""
-        self._backend.snapshot(directory)
-
-    def is_written(self) -> bool:
-        """Whether this rank's share of the last snapshot is."""
-        return self._backend.is_written()
-
-    def saved_bytes(self) -> int:
-        return self._backend.saved_bytes()
-
     def share(self, fact: Any, what: str) -> list[Any]:
         """Together. Every rank's small fact, in rank order; `what` for is said if a rank is missing."""
         return self._backend.gather_facts(fact, what, of_every_rank=True)
@@ -102,9 +86,6 @@ class SupervisedWorker:
         self._order = self._order.at(state["order"])
         self._backend.load(directory)
         self._evaluation = None
-
-    def close(self) -> None:
-        self._backend.close()
 
     def _mine(self, items: Sequence[Any]) -> list[MicroBatch]:
         """This rank's part of a step, contiguous or as many tokens as the others', cut into micro-batches."""

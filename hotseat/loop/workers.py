@@ -94,11 +94,33 @@ class PolicySettings:
     learns_from_every_sample: bool = False  # also from those of which the objective has no gradient
 
 
-class ModelWorker:
-    """One rank of a model behind a training backend: it scores, and can be put aside."""
+class BackendWorker:
+    """One rank of a model behind a training backend: it can be stored."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
         self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
+
+    def save(self, directory: str) -> None:
+        """Together."""
+        self._backend.save(directory)
+
+    def snapshot(self, directory: str) -> None:
+        """Together. Copy what `save` would write; it is written while other calls are answered."""
+        self._backend.snapshot(directory)
+
+    def is_written(self) -> bool:
+        """Whether this rank's share of the last snapshot is."""
+        return self._backend.is_written()
+
+    def saved_bytes(self) -> int:
+        return self._backend.saved_bytes()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class ModelWorker(BackendWorker):
+    """One rank that scores, and can be put aside."""
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
         """Log-probs of each segment of each sample, by sample id."""
@@ -128,21 +150,6 @@ class ModelWorker:
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
         return [scored[name][0].tolist() for name in batch.sample_ids]
 
-    def save(self, directory: str) -> None:
-        """Together."""
-        self._backend.save(directory)
-
-    def snapshot(self, directory: str) -> None:
-        """Together. Copy what `save` would write; it is written while other calls are answered."""
-        self._backend.snapshot(directory)
-
-    def is_written(self) -> bool:
-        """Whether this rank's share of the last snapshot is."""
-        return self._backend.is_written()
-
-    def saved_bytes(self) -> int:
-        return self._backend.saved_bytes()
-
     def load(self, directory: str) -> None:
         """Together."""
         self._backend.load(directory)
@@ -167,9 +174,6 @@ class ModelWorker:
 
     def bring_back(self, parts: Sequence[Any]) -> Moved:
         return self._backend.bring_back(parts)
-
-    def close(self) -> None:
-        self._backend.close()
 
 
 class InferenceWorker(ModelWorker):

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from hotseat.errors import NotBuiltError, UserError
+from hotseat.observe.noise import unheard
 from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
 from hotseat.train.backend import Head, LoraOptions, TrainOptions
 from hotseat.train.experts import check_experts, routing_sums
@@ -168,9 +169,10 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
     # A reward model of ours or OpenRLHF's says it.
     prefix = getattr(config, "value_head_prefix", options.value_head_prefix)
     renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        source, config=config, output_loading_info=True, **common, **renamed
-    )
+    with unheard("transformers.modeling_utils", _is_looked_into):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            source, config=config, output_loading_info=True, **common, **renamed
+        )
     head = getattr(model, _SCORE)
     if any(name.startswith(f"{_SCORE}.") for name in info["missing_keys"]):
         if options.optimizer is None:
@@ -185,6 +187,11 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
             f"{source} lacks weights of a {type(model).__name__}, such as {missing[0]}: it is another model"
         )
     return model
+
+
+def _is_looked_into(text: str) -> bool:
+    """A report of nothing but missing weights."""
+    return "LOAD REPORT" in text and not any(word in text for word in ("UNEXPECTED", "MISMATCH", "CONVERSION"))
 
 
 def exported_name(name: str, options: TrainOptions) -> str:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from hotseat import faults
 from hotseat.errors import BatchError, NonFiniteError, NotBuiltError, RunError
+from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import (
     PARTS,
@@ -593,7 +594,8 @@ class Trainer(ABC):
                 shell.config.value_head_prefix = self._options.value_head_prefix
             for name, fact in facts.items():
                 setattr(shell.config, name, fact)
-            shell.save_pretrained(directory, state_dict=whole)
+            with without_deepspeeds_greeting():
+                shell.save_pretrained(directory, state_dict=whole)
         if self._adapters:
             trained = self._whole([name for name, weight in self._model.named_parameters() if weight.requires_grad])
             if self._ranks.rank == 0:

@@ -296,7 +296,7 @@ def test_a_killed_producer_wakes_the_consumer(broker, peer):
     other.kill()
     with pytest.raises(WorkerError, match=rf"its producer driver \(pid {other.pid}\) went away without closing it"):
         waiting()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10  # of the 30 it would wait
 
 
 def test_a_killed_consumer_wakes_the_producer(broker, peer):
@@ -311,7 +311,7 @@ def test_a_killed_consumer_wakes_the_producer(broker, peer):
     other.kill()
     with pytest.raises(WorkerError, match=rf"its consumer driver \(pid {other.pid}\) went away"):
         waiting()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10  # of the 30 it would wait
 
 
 def test_a_producer_may_go_once_it_has_closed(broker, peer):

@@ -71,13 +71,13 @@ def test_the_first_failure_is_raised_without_waiting_for_the_others(cluster):
         def work(self):
             if self.rank == 1:
                 raise ValueError("one rank only")
-            time.sleep(5)
+            time.sleep(30)
 
     group = cluster.launch("some", OneFails, per_rank=[{"rank": 0}, {"rank": 1}], processes=2)
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="some rank 1"):
         group.call("work")
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 15
 
 
 def test_a_deadline_names_group_rank_method_and_seconds(cluster):

@@ -315,7 +315,7 @@ def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
     save(saver, ranks, 1)
     with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
         raise KeyboardInterrupt
-    assert time.monotonic() - started_s < 1
+    assert time.monotonic() - started_s < 10  # it does not wait for the ranks
     ranks.is_written = True
     time.sleep(1)
     assert CheckpointStore(tmp_path / "checkpoints").steps() == []

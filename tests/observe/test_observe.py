@@ -1,13 +1,15 @@
-"""Metrics on disk and the live view."""
+"""Metrics on disk, the live view, and what is not shown."""
 
 import io
 import json
+import logging
 
 import pytest
 from rich.console import Console
 
 from hotseat.observe import JsonLines, LiveView, TensorBoard, read_lines
 from hotseat.observe.journal import spread
+from hotseat.observe.noise import unheard
 
 
 def test_each_step_is_one_line_on_disk_at_once(tmp_path):
@@ -96,3 +98,12 @@ def test_brackets_in_what_is_said_are_only_brackets(capsys):
     with LiveView("rl", 1, {}) as view:
         view.say("[/INST] runs[lr=1e-4]")
     assert "[/INST] runs[lr=1e-4]" in capsys.readouterr().out
+
+
+def test_only_noise_is_unheard(caplog):
+    logger = logging.getLogger("a library")
+    with unheard("a library", lambda text: text.startswith("by the way")):
+        logger.warning("by the way, %s", "hello")
+        logger.warning("fire")
+    logger.warning("by the way, again")
+    assert [record.getMessage() for record in caplog.records] == ["fire", "by the way, again"]

@@ -154,7 +154,7 @@ def test_what_hangs_for_ever_holds_up_nobody(case, where):
     began = time.monotonic()
     for step in range(3):
         found.sink.write(step, {"reward": 1.0})
-    assert time.monotonic() - began < 0.2
+    assert time.monotonic() - began < 5  # not the 1,000 s of the other side
     if where == "finish":  # which nobody calls before `close`
         found.wait_for(lambda: found.notes and found.notes[-1].get("step") == 2)
     else:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from placement_cases import ENGINE_CAN, TRAINER_CAN, shape
@@ -197,6 +198,7 @@ def examples(count):
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.slow
 @examples(200)
 @given(arguments())
 def test_every_plan_keeps_its_promises(args):

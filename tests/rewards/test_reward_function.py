@@ -321,12 +321,12 @@ def test_one_misbehaving_group_does_not_hold_up_the_others(make):
     function = make(
         "import time\n" + body("if prompts[0] == 'slow': time.sleep(100)", "return [1.0] * 2"),
         num_workers=2,
-        timeout_s=1.0,
+        timeout_s=4.0,
     )
     slow = submit(function, prompt="slow")
     begin = time.monotonic()
     assert all(score(function, prompt=f"fast{number}") == [Score(1.0, 1.0)] * 2 for number in range(5))
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < 4.0
     assert isinstance(slow.result(WAIT_S)[0], Failed)
 
 

@@ -132,14 +132,8 @@ def test_conformance_with_own_layers(check: Callable[[Subject], None]) -> None:
     check(LLAMA)
 
 
-SLOW_FORWARD = SLOW | {
-    "neither_company_nor_order_nor_slots_change_a_completion",
-    "many_callers_share_few_slots",
-    "samples_follow_the_distribution_that_top_k_and_top_p_leave",
-}
-
-
-@pytest.mark.parametrize("check", checks(SLOW_FORWARD))
+@pytest.mark.slow
+@pytest.mark.parametrize("check", checks(SLOW))
 def test_conformance_with_the_models_forward(check: Callable[[Subject], None]) -> None:
     check(subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=False))
 
@@ -169,7 +163,7 @@ def test_own_layers_equal_the_models_forward(name: str) -> None:
         assert torch.allclose(logits[:3], expected[torch.arange(3), positions[:3]], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [*LLAMA_LIKE, *OTHERS])
+@pytest.mark.parametrize("name", [*LLAMA_LIKE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_every_model_is_bit_exact_and_agrees_with_itself(name: str) -> None:
     one = subject({**LLAMA_LIKE, **OTHERS}[name])
     conformance.log_probs_are_those_of_the_model_at_the_sampling_temperature(one)
@@ -237,6 +231,7 @@ def alone() -> tuple[list[Request], list[Completion]]:
         return requests, [engine.generate([one])[0] for one in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # not every CPU has it; torch then takes another way
 def test_bfloat16_weights_serve_too() -> None:
     config = LLAMA_LIKE["llama, grouped, tied"]
