@@ -40,6 +40,8 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
         "critic_learning_rate": reports[-1].learning_rate,
         "critic_skipped_updates": float(reports[-1].num_skipped),
     }
+    if "aux_loss" in reports[0].metrics:
+        metrics["critic_aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
     names = ("value", "value_clipped", "return", "return_squares", "value_error", "value_error_squares")
     means = {name: mean(reports, name) or 0.0 for name in names}
     metrics |= {name: means[name] for name in ("value", "value_clipped", "return")}

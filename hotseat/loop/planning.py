@@ -63,7 +63,7 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
         made = _on_assumed_nodes(config, roles, flow)
     _check_second_copies(config, made)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
-    return replace(made, warnings=(*made.warnings, *_not_priced(config), *no_effect))
+    return replace(made, warnings=(*made.warnings, *_not_described(config), *_not_priced(config), *no_effect))
 
 
 def _check_second_copies(config: Config, made: Plan) -> None:
@@ -112,6 +112,21 @@ def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
     if spec.name == "rollout" and _is_vllm(config):
         return replace(spec, can_put_aside=frozenset(), put_aside=None)
     return spec
+
+
+def _not_described(config: Config) -> list[str]:
+    """Models at hand whose memory cannot be told from their shape."""
+    sections = {"actor": config.actor, "critic": config.critic, "reference": config.reference, "reward": config.reward}
+    found = []
+    for name, section in sections.items():
+        local = None if section.model is None else _local_config(section.model)
+        if local is None or getattr(section, "shape", None) is not None:
+            continue
+        try:
+            from_hf_config(local)
+        except PlacementError as error:
+            found.append(f"{name}.model: {error}")
+    return found
 
 
 def _not_priced(config: Config) -> list[str]:
@@ -342,7 +357,10 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
             continue
         local = _local_config(name)
         if local is not None:
-            return _with_head(config, role, from_hf_config(local)), None
+            try:
+                return _with_head(config, role, from_hf_config(local)), None
+            except PlacementError:  # of which `_not_described` tells
+                return None, None
         assumed = known_shape(name)
         if assumed is not None:
             return _with_head(config, role, assumed.shape), assumed.model

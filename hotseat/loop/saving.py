@@ -244,8 +244,9 @@ class Saver:
         with self._store.writing(step, num_bytes) as path:
             if section.export_each or not section.save_state:
                 parts.export(path / MODEL)
-                if self._tokenizer is not None:
-                    self._tokenizer.save_pretrained(path / MODEL)
+                for folder in (path / MODEL, critic_folder(path / MODEL)):
+                    if self._tokenizer is not None and folder.is_dir():
+                        self._tokenizer.save_pretrained(folder)
             if section.save_state and snapshot is not None:
                 is_written = snapshot(path)
             elif section.save_state:

@@ -13,7 +13,7 @@ from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
 from hotseat.loop.losses import PolicyObjective, ValueObjective
 from hotseat.loop.planning import VLLM_SLOTS
-from hotseat.loop.value_models import reward_scale
+from hotseat.loop.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.value_workers import CriticSettings, RewardSettings
 from hotseat.loop.workers import BatchSettings, PolicySettings
 from hotseat.placement import Plan
@@ -106,7 +106,7 @@ def critic_options(config: Config, schedule_length: int) -> TrainOptions:
         optimizer=_adamw(optimizer),
         schedule=_schedule(optimizer, schedule_length),
         max_grad_norm=optimizer.max_grad_norm or None,
-        aux_loss_coefficient=0.0,
+        aux_loss_coefficient=critic_aux_loss(config),
         average_decay=None,
     )
 

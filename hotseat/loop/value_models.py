@@ -19,6 +19,18 @@ def critic_model(config: Config) -> str:
     return found
 
 
+def critic_aux_loss(config: Config) -> float:
+    """The coefficient of the loss that balances its experts: the actor's, if it has any."""
+    if not config.algorithm.aux_loss_coef:
+        return 0.0
+    from transformers import AutoConfig
+
+    from hotseat.train.experts import has_experts
+
+    found = AutoConfig.from_pretrained(critic_model(config), trust_remote_code=config.trust_remote_code)
+    return config.algorithm.aux_loss_coef if has_experts(found) else 0.0
+
+
 def check_readers(config: Config, tokenizer: Any) -> None:
     """Raise unless critic, reward model and reference can read what the policy writes. `tokenizer`: the actor's."""
     if has_reward_model(config):

@@ -38,9 +38,14 @@ def balancing_loss(sums: Tensor) -> Tensor:
     return sums.shape[1] * (sums[0] / num_tokens * (sums[1] / num_tokens)).sum()
 
 
+def has_experts(model_config: Any) -> bool:
+    """Whether the model has routers whose choices can be seen."""
+    return getattr(model_config.get_text_config(), "num_experts_per_tok", None) is not None
+
+
 def check_experts(model_config: Any) -> None:
-    """Raise unless the model has routers whose choices can be seen."""
-    if getattr(model_config.get_text_config(), "num_experts_per_tok", None) is None:
+    """Raise unless it has."""
+    if not has_experts(model_config):
         raise UserError(
             f"algorithm.aux_loss_coef is set, and a {type(model_config).__name__.removesuffix('Config')} is no mixture"
             " of experts: remove it"

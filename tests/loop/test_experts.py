@@ -68,3 +68,14 @@ def test_mixtures_of_experts_learn_from_examples_and_by_reinforcement(config, tm
 def test_a_balancing_loss_without_experts_is_refused(tmp_path):
     with pytest.raises(UserError, match="a Llama is no mixture of experts"):
         run(sft_yaml(make_task(tmp_path)), "algorithm.aux_loss_coef=0.01")
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_a_critic_balances_its_experts_if_it_has_any(tmp_path, has_experts):
+    task = make_mixture(tmp_path / "mixture", "MixtralConfig")
+    critic = task if has_experts else make_task(tmp_path / "dense")
+    overrides = ("algorithm.aux_loss_coef=0.01", "algorithm.estimator=gae", f"critic.model={critic}/model")
+    for record in run(rl_yaml(task), *overrides, "train.num_episodes=1")[1:]:
+        assert 1.5 < record["aux_loss"] < 4
+        assert ("critic_aux_loss" in record) == has_experts
+        assert not has_experts or 1.5 < record["critic_aux_loss"] < 4

@@ -107,6 +107,24 @@ def test_a_critic_is_shaped_like_the_reward_model_with_a_scalar_head():
     assert found["critic"].model.num_parameters < found["reward"].model.num_parameters + 100
 
 
+@pytest.mark.parametrize(
+    ("stored", "why"),
+    [
+        ({"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "vocab_size": 16}, "model config lacks num_hidden_layers"),
+        (LLAMA | {"kv_lora_rank": 512}, "latent attention is not described here"),
+    ],
+)
+def test_a_model_that_the_planner_cannot_describe_runs_all_the_same(tmp_path, stored, why):
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    text = f"actor: {{model: {tmp_path}}}\ncritic: {{model: {tmp_path}}}\nalgorithm: {{estimator: gae}}"
+    made = make_plan(loads(text), "1x1xH100-80G")
+    assert [role.name for role in made.roles] == ["actor", "rollout", "critic"]
+    assert all(
+        sum(f"{name}.model: " in line and why in line for line in made.warnings) == 1 for name in ("actor", "critic")
+    )
+    assert any("memory is not checked on devices 0" in line for line in made.warnings)
+
+
 def test_a_broken_model_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(PlacementError, match=r"config.json is not JSON"):

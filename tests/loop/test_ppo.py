@@ -9,7 +9,7 @@ import pytest
 import torch
 from loop_cases import make_task, make_value_model, ppo_yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from hotseat.cli.main import main
 from hotseat.config import loads
@@ -229,11 +229,21 @@ def test_only_the_critic_learns_while_it_warms_up(task):
     assert not any(same(a, b) for a, b in itertools.pairwise(critics))
     assert same(critics[-1], weights(task / "runs" / "run" / "critic"))
     assert (task / "runs" / "run" / "critic" / "tokenizer.json").is_file()
-    assert (steps[-1] / "model" / "tokenizer.json").is_file()
+    assert all((steps[-1] / name / "tokenizer.json").is_file() for name in ("model", "critic"))
     assert ["loss" in record for record in records[1:]] == [False, False, True, True]
     assert [record["kl_coefficient"] == 0.1 for record in records[1:]] == [True, True, False, False]
     # Four optimizer steps in a rollout, sixteen in all, the first eight of them warm up: 4/9 after the first four.
     assert records[3]["learning_rate"] == pytest.approx(1e-2 * 4 / 9)
+
+
+def test_a_model_of_an_older_kind_learns_with_a_critic_too(task):
+    """GPT-2 names its sizes in other words, so that the planner cannot tell its memory."""
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    shape = GPT2Config(vocab_size=16, **sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(task / "model")
+    records = run(task, "run", "algorithm.kl.coef=0.1")
+    assert all({"kl", "value_loss"} <= record.keys() and record["engine_gap"] < 1e-4 for record in records[1:])
+    AutoModelForCausalLM.from_pretrained(task / "runs" / "run" / "model")
 
 
 def test_a_warm_up_that_never_ends_is_refused(task):
