@@ -161,7 +161,7 @@ def start_with(task: Path, *found: Fault) -> subprocess.Popen:
     [
         (Fault("update.before", "kill", skip=4), 2),  # of step 5, while step 4 is being written
         (Fault("save.commit", "kill", skip=1), 2),
-        (Fault("save.after", "kill", skip=1), 4),
+        pytest.param(Fault("save.after", "kill", skip=1), 4, marks=pytest.mark.long),
     ],
 )
 def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest):

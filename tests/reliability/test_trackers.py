@@ -83,7 +83,11 @@ def test_offline_a_run_is_kept_for_later(plain):
 
 @pytest.mark.parametrize(
     ("name", "init"),
-    [("raises", "raise RuntimeError('no')"), ("hangs", "time.sleep(10000)"), ("dies", "os.kill(os.getpid(), 9)")],
+    [
+        pytest.param("raises", "raise RuntimeError('no')", marks=pytest.mark.long),
+        ("hangs", "time.sleep(10000)"),
+        ("dies", "os.kill(os.getpid(), 9)"),
+    ],
 )
 def test_a_broken_package_changes_nothing(plain, tmp_path, name, init):
     """Scenario 40."""

@@ -75,7 +75,7 @@ def test_compiled_layers_train_their_adapters_alike() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config", "Qwen3Config"])
+@pytest.mark.parametrize("config", ["LlamaConfig", pytest.param("Qwen2Config", marks=pytest.mark.long), "Qwen3Config"])
 def test_compiled_layers_train_alike(config: str) -> None:
     batches = some_batches(5, 9, 3)
     expected, _ = train(small(config), PACKED, batches, None)
@@ -91,13 +91,12 @@ def test_compiled_layers_train_alike(config: str) -> None:
 @pytest.mark.parametrize(
     ("options", "has_flash"),
     [
-        (replace(PACKED, gradient_checkpointing=True), True),
-        (replace(OPTIONS, layout="padded"), False),
-        (PACKED, False),
-        (replace(OPTIONS, layout="shared", precision="bf16"), True),
-        (replace(PACKED, precision="bf16_master"), True),
+        pytest.param(replace(PACKED, gradient_checkpointing=True), True, id="recomputed"),
+        pytest.param(replace(OPTIONS, layout="padded"), False, id="padded", marks=pytest.mark.long),
+        pytest.param(PACKED, False, id="without the kernel", marks=pytest.mark.long),
+        pytest.param(replace(OPTIONS, layout="shared", precision="bf16"), True, id="shared"),
+        pytest.param(replace(PACKED, precision="bf16_master"), True, id="wrapped", marks=pytest.mark.long),
     ],
-    ids=["recomputed", "padded", "without the kernel", "shared", "wrapped"],
 )
 def test_it_compiles_what_else_can_be_asked_for(options: TrainOptions, has_flash: bool) -> None:
     batches = [groups_of_four(num) for num in (8, 12, 4)]
