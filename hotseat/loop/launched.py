@@ -108,7 +108,10 @@ class LedSaver:
         if not self._saver.can_save:
             return
         # They are not told at the same moment: without agreement some would save, and others go on. One that is told
-        # while they agree keeps it in mind for the next step.
+        # while they agree, or save, keeps it in mind.
         is_stopping = self._ensemble.any(self._saver.is_stopping, "agree on whether to stop")
-        if self._saver.is_due(step, is_stopping):
-            self._ensemble.led(lambda: self._saver.after_step(step, parts, evaluation, journal, is_stopping))
+        if not self._saver.is_due(step, is_stopping):
+            return
+        path = self._ensemble.led(lambda: self._saver.save_if_due(step, parts, evaluation, journal, is_stopping))
+        if path is not None and (is_stopping or self._ensemble.any(self._saver.is_stopping, "agree on it again")):
+            self._saver.stop(path, journal)

@@ -61,9 +61,10 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
         made = plan(_with_pools(found, config), roles, flow)
     else:
         made = _on_assumed_nodes(config, roles, flow)
-    _check_second_copies(config, made)
+    if given is not None:
+        _check_second_copies(config, made)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
-    return replace(made, warnings=(*made.warnings, *_not_described(config), *_not_priced(config), *no_effect))
+    return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
 
 
 def _check_second_copies(config: Config, made: Plan) -> None:
@@ -93,6 +94,11 @@ def are_devices_logical(cluster: Any) -> bool:
     return is_here and all(node.device_bytes is None for node in cluster.nodes) and not has_gpu()
 
 
+def plan_notes(config: Config, cluster: Any) -> list[str]:
+    """What a run says of its plan: of memory only where there are devices that have some."""
+    return without_effect_on_cpus(config) if are_devices_logical(cluster) else not_described(config)
+
+
 def without_effect_on_cpus(config: Config) -> list[str]:
     """Options that are set and change nothing where there are no accelerators."""
     found = []
@@ -114,7 +120,7 @@ def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
     return spec
 
 
-def _not_described(config: Config) -> list[str]:
+def not_described(config: Config) -> list[str]:
     """Models at hand whose memory cannot be told from their shape."""
     sections = {"actor": config.actor, "critic": config.critic, "reference": config.reference, "reward": config.reward}
     found = []
@@ -125,7 +131,7 @@ def _not_described(config: Config) -> list[str]:
         try:
             from_hf_config(local)
         except PlacementError as error:
-            found.append(f"{name}.model: {error}")
+            found.append(f"{name}.model: its memory is not checked: {error}")
     return found
 
 
@@ -359,7 +365,7 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
         if local is not None:
             try:
                 return _with_head(config, role, from_hf_config(local)), None
-            except PlacementError:  # of which `_not_described` tells
+            except PlacementError:  # of which `not_described` tells
                 return None, None
         assumed = known_shape(name)
         if assumed is not None:

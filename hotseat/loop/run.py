@@ -23,13 +23,7 @@ from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.launched import Ensemble, LedSaver
-from hotseat.loop.planning import (
-    are_devices_logical,
-    make_plan,
-    num_data_parallel,
-    plan_on,
-    without_effect_on_cpus,
-)
+from hotseat.loop.planning import make_plan, num_data_parallel, plan_notes, plan_on
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
 from hotseat.loop.value_models import check_readers
@@ -133,8 +127,8 @@ def _start_rl(config: Config) -> dict[str, float]:
         save_plan(run_dir, plan)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
-        for warning in without_effect_on_cpus(config) if are_devices_logical(cluster) else ():
-            journal.say(warning)
+        for note in plan_notes(config, cluster):
+            journal.say(note)
         eos = eos_token_ids(config, tokenizer)
         ledger, logs = Ledger(run_dir), run_dir / LOGS
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, ledger, journal, logs, stack)
@@ -188,6 +182,8 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         plan = plan_on(config, cluster)
         save_plan(run_dir, plan)
+        for note in plan_notes(config, cluster):
+            journal.say(note)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s))
         actor = cluster.launch(
             "actor",

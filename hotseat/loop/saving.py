@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from hotseat import faults
 from hotseat.config import Config, loads, to_yaml
@@ -194,32 +194,32 @@ class Saver:
         every = self._config.checkpoint.every
         return every is not None and (step % every == 0 or is_stopping)
 
-    def after_step(
-        self,
-        step: int,
-        parts: Parts,
-        evaluation: Mapping[str, float],
-        journal: Journal,
-        is_stopping: bool | None = None,
-    ) -> None:
-        """Save if it is time to, or if the run is to stop; then stop. Raises if the save before went wrong.
+    def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
+        """Save if it is time to, or if the run is asked to stop; then stop. Raises if the save before went wrong."""
+        is_stopping = self.is_stopping  # asked once: whoever is told later must not end here without a save
+        path = self.save_if_due(step, parts, evaluation, journal, is_stopping)
+        if path is not None and (is_stopping or self.is_stopping):
+            self.stop(path, journal)
 
-        `is_stopping`: what several ranks agreed on; else whether this process was asked to until now. Whoever asks
-        later is heard after the next step.
-        """
-        if is_stopping is None:
-            is_stopping = self.is_stopping
+    def save_if_due(
+        self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal, is_stopping: bool
+    ) -> Path | None:
+        """Where the checkpoint of a step is, or soon will be, if there is one."""
         if self._flight is not None and self._flight.done.done():
             self.wait()
-        if self.is_due(step, is_stopping):
-            journal.phase("save")
-            started_s = time.monotonic()
-            path = self.save(step, parts, evaluation)
-            self._stood_still_s = (self._stood_still_s or 0.0) + time.monotonic() - started_s
-            if is_stopping:
-                journal.say(f"saved {path}")
-        if is_stopping:
-            raise KeyboardInterrupt
+        if not self.is_due(step, is_stopping):
+            return None
+        journal.phase("save")
+        started_s = time.monotonic()
+        path = self.save(step, parts, evaluation)
+        self._stood_still_s = (self._stood_still_s or 0.0) + time.monotonic() - started_s
+        return path
+
+    def stop(self, path: Path, journal: Journal) -> NoReturn:
+        """As soon as that checkpoint is there."""
+        self.wait()
+        journal.say(f"saved {path}")
+        raise KeyboardInterrupt
 
     def metrics(self) -> dict[str, float]:
         """The seconds that steps waited for saves since this was last asked, if there was one."""
@@ -244,9 +244,9 @@ class Saver:
         with self._store.writing(step, num_bytes) as path:
             if section.export_each or not section.save_state:
                 parts.export(path / MODEL)
-                for folder in (path / MODEL, critic_folder(path / MODEL)):
-                    if self._tokenizer is not None and folder.is_dir():
-                        self._tokenizer.save_pretrained(folder)
+                folders = [path / MODEL, *([critic_folder(path / MODEL)] if section.export_critic else [])]
+                for folder in folders if self._tokenizer is not None else ():
+                    self._tokenizer.save_pretrained(folder)
             if section.save_state and snapshot is not None:
                 is_written = snapshot(path)
             elif section.save_state:

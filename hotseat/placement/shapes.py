@@ -111,17 +111,17 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atten
 
 def from_hf_config(config: Mapping[str, object]) -> ModelShape:
     """The shape that a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model describes."""
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    missing = [key for key in _REQUIRED if _whole(config, key, 0) < 1]
     if missing:
-        hint = "; it is in text_config: pass that" if isinstance(config.get("text_config"), Mapping) else ""
+        hint = " (it is in text_config)" if isinstance(config.get("text_config"), Mapping) else ""
         raise PlacementError(
             f"model config lacks {', '.join(missing)}{hint}: memory can be estimated for decoders with these keys:"
             f" {', '.join(_REQUIRED)}"
         )
     if config.get("kv_lora_rank"):
         raise PlacementError(
-            "model config has kv_lora_rank: latent attention is not described here; leave the model's shape unset"
-            " and its memory is not checked"
+            "model config has kv_lora_rank: latent attention is not described here; without a shape, memory is not"
+            " checked"
         )
     family = str(config.get("model_type", ""))
     num_heads = _whole(config, "num_attention_heads", 0)
@@ -162,8 +162,8 @@ def _whole(config: Mapping[str, object], key: str, otherwise: int) -> int:
 def _num_dense_layers(config: Mapping[str, object], num_layers: int) -> int:
     """Of a Qwen mixture: layers named in mlp_only_layers or skipped by decoder_sparse_step have a plain MLP."""
     named = config.get("mlp_only_layers")
-    plain = set(named) if isinstance(named, list) else set()
-    step = _whole(config, "decoder_sparse_step", 1)
+    plain = [layer for layer in named if isinstance(layer, int)] if isinstance(named, list) else []
+    step = max(1, _whole(config, "decoder_sparse_step", 1))
     return sum(layer in plain or (layer + 1) % step != 0 for layer in range(num_layers))
 
 

@@ -40,7 +40,9 @@ def balancing_loss(sums: Tensor) -> Tensor:
 
 def has_experts(model_config: Any) -> bool:
     """Whether the model has routers whose choices can be seen."""
-    return getattr(model_config.get_text_config(), "num_experts_per_tok", None) is not None
+    text = model_config.get_text_config()
+    # Doge counts experts without having any, and says so.
+    return bool(getattr(text, "num_experts_per_tok", 0)) and bool(getattr(text, "is_moe", True))
 
 
 def check_experts(model_config: Any) -> None:

@@ -190,8 +190,10 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
 
 
 def _is_looked_into(text: str) -> bool:
-    """A report of nothing but missing weights."""
-    return "LOAD REPORT" in text and not any(word in text for word in ("UNEXPECTED", "MISMATCH", "CONVERSION"))
+    """A report of nothing but missing weights, and of a language model's head, which a value model has no use for."""
+    rows = [line for line in text.splitlines() if "|" in line and "UNEXPECTED" in line]
+    is_loaded = "MISMATCH" not in text and "CONVERSION" not in text
+    return "LOAD REPORT" in text and is_loaded and all(row.lstrip().startswith("lm_head.") for row in rows)
 
 
 def exported_name(name: str, options: TrainOptions) -> str:

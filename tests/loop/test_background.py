@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -204,15 +205,18 @@ class Ranks:
         self.error: BaseException | None = None
         self.written: list[str] = []
         self.step = 0
+        self.on_write: Callable[[], object] = lambda: None
 
     def parts(self) -> Parts:
         def write(path: Path) -> None:
             (path / "shard").write_text(f"weights of {self.step}")
             self.written.append("at once")
+            self.on_write()
 
         def snapshot(path: Path):
             text = f"weights of {self.step}"
             self.written.append("behind")
+            self.on_write()
 
             def is_written() -> bool:
                 if self.error is not None:
@@ -307,6 +311,16 @@ def test_a_stop_that_comes_after_the_question_of_saving_waits_for_the_next_step(
     with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
         save(saver, ranks, 2)
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [2]
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_stop_that_comes_while_it_is_saved_needs_no_other_step(tmp_path, ranks, is_behind):
+    saver = saver_of(tmp_path, f"checkpoint.background={str(is_behind).lower()}")
+    ranks.is_written = True
+    ranks.on_write = lambda: setattr(saver, "is_stopping", True)
+    with pytest.raises(KeyboardInterrupt), saver.settled(Silence()):
+        save(saver, ranks, 1)
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [1]
 
 
 def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):

@@ -18,7 +18,8 @@ from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.checkpoints import CheckpointStore
 from hotseat.loop.launched import Ensemble, LedSaver
 from hotseat.loop.run import start
-from hotseat.observe import read_lines
+from hotseat.loop.saving import Parts, Saver
+from hotseat.observe import Silence, read_lines
 
 RANK = """
 import sys
@@ -181,30 +182,36 @@ def test_writing_in_the_background_is_refused_rather_than_ignored(task):
         start(loads(sft_yaml(task), ["checkpoint.every=2", "checkpoint.background=true"]), launched=True)
 
 
-def test_who_is_told_to_stop_while_the_ranks_agree_is_heard_after_the_next_step():
-    """The signal comes between the moment a rank says that it goes on and the moment it hears the others."""
-    saved = []
+class Shared:
+    """One rank, to which a signal comes while it shares a fact for the n-th time."""
 
-    class Saver:
-        can_save, is_stopping = True, False
+    def __init__(self, saver: Saver, told_at: int):
+        self.saver, self.told_at, self.count = saver, told_at, 0
 
-        def is_due(self, step, is_stopping):
-            return is_stopping
+    def share(self, fact, what):
+        self.count += 1
+        self.saver.is_stopping |= self.count == self.told_at
+        return [fact]
 
-        def after_step(self, step, parts, evaluation, journal, is_stopping):
-            saved.append((step, is_stopping))
 
-    class Interrupted:
-        def share(self, fact, what):
-            saver.is_stopping = True
-            return [fact]
-
-    saver = Saver()
-    led = LedSaver(saver, Ensemble(Interrupted(), 0))
-    led.after_step(1, None, {}, None)
-    assert saved == []  # the others go on, so this rank does too
-    led.after_step(2, None, {}, None)
-    assert saved == [(2, True)]
+@pytest.mark.parametrize(
+    ("every", "told_at", "ends_after"),
+    [
+        (1000, 1, 2),  # it has said that it goes on, and hears the others: they go on, so this step is not saved
+        (1000, 2, 3),
+        (1, 2, 1),  # while it saves anyway
+        (1, 3, 2),  # the checkpoint is there, and all have agreed to go on
+    ],
+)
+def test_who_is_told_to_stop_while_the_ranks_agree_or_save_is_heard(tmp_path, every, told_at, ends_after):
+    saver = Saver(loads("", [f"checkpoint.every={every}"]), tmp_path)
+    led = LedSaver(saver, Ensemble(Shared(saver, told_at), 0))
+    parts = Parts(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
+    for step in range(1, ends_after):
+        led.after_step(step, parts, {}, Silence())
+    with pytest.raises(KeyboardInterrupt):
+        led.after_step(ends_after, parts, {}, Silence())
+    assert CheckpointStore(tmp_path / "checkpoints").newest().step == ends_after
 
 
 def test_an_error_that_is_nobodys_mistake_travels_as_text():

@@ -112,6 +112,7 @@ def test_a_critic_is_shaped_like_the_reward_model_with_a_scalar_head():
     [
         ({"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "vocab_size": 16}, "model config lacks num_hidden_layers"),
         (LLAMA | {"kv_lora_rank": 512}, "latent attention is not described here"),
+        (LLAMA | {"num_attention_heads": 0}, "model config lacks num_attention_heads"),
     ],
 )
 def test_a_model_that_the_planner_cannot_describe_runs_all_the_same(tmp_path, stored, why):
@@ -223,3 +224,13 @@ def test_groups_launch_in_the_shape_that_users_of_rlinf_know():
             cluster, name="actor", placement_strategy=placement.get_strategy("actor")
         )
         assert actor.call("say") == ["hello", "hello"]
+
+
+def test_second_copies_are_counted_on_the_devices_that_there_are():
+    text = (
+        "cluster: {component_placement: {actor: all}}\ntrain: {backend: deepspeed, deepspeed: {zero_stage: 3, zpg: 6}}"
+    )
+    make_plan(loads(text))  # on nodes that are only assumed
+    make_plan(loads(text), "2x6")
+    with pytest.raises(PlacementError, match=r"train.deepspeed.zpg is 6, and the 8 rank\(s\) of actor do not divide"):
+        make_plan(loads(text), "1x8")

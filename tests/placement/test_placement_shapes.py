@@ -124,6 +124,7 @@ def test_shapes_from_hugging_face_configs():
     assert from_hf_config(qwen_mixture) == shape("Qwen3-30B-A3B")
     assert from_hf_config(qwen_mixture | {"mlp_only_layers": [0, 5]}).num_dense_layers == 2
     assert from_hf_config(qwen_mixture | {"decoder_sparse_step": 2}).num_dense_layers == 24
+    assert from_hf_config(qwen_mixture | {"decoder_sparse_step": 0, "mlp_only_layers": [[0]]}).num_dense_layers == 0
     old = {key: value for key, value in LLAMA_3_8B.items() if key != "num_key_value_heads"}
     assert from_hf_config(old).num_kv_heads == 32
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hotseat.errors import UserError
 from hotseat.train import Outputs, split_by_count
+from hotseat.train.experts import has_experts
 from hotseat.types import MicroBatch
 
 from .conformance import (
@@ -123,3 +125,10 @@ def test_fused_experts_are_exported_under_names_that_load(config: str, tmp_path:
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(UserError, match="aux_loss_coef is set, and a Llama is no mixture of experts: remove it"):
         make(tiny_model(), BALANCED)
+
+
+def test_who_counts_experts_need_not_have_any() -> None:
+    assert has_experts(transformers.MixtralConfig())
+    assert has_experts(transformers.DogeConfig(is_moe=True))
+    assert not has_experts(transformers.DogeConfig())
+    assert not has_experts(transformers.LlamaConfig())
