@@ -5,6 +5,7 @@ const PREFERRED = [
   'eval/accuracy',
   'eval/loss',
   'loss',
+  'explained_variance',
   'length',
   'entropy',
   'kl',
