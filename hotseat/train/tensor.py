@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hotseat.errors import NotBuiltError, UserError
+from hotseat.train.experts import has_experts
 from hotseat.train.sequence import divisors
 
 TENSOR_PARALLEL_SIZE = "train.deepspeed.tensor_parallel_size"
@@ -161,7 +162,7 @@ def check_cut(size: int, model_config: Any) -> None:
         return
     config, name = model_config.get_text_config(), type(model_config).__name__.removesuffix("Config")
     instead = "set it to 1; ZeRO stage 3 shards weights too"
-    if getattr(config, "num_experts_per_tok", None) is not None:
+    if has_experts(model_config):
         raise NotBuiltError(
             f"{TENSOR_PARALLEL_SIZE} is {size}, and {name} is a mixture of experts, which are not cut: {instead}"
         )

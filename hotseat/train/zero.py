@@ -32,6 +32,7 @@ from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.models import compiles, layers, load_model, prepare_model
 from hotseat.train.ranks import Ranks
+from hotseat.train.sequence import check_ranks
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, Cut, TensorGroup, cut_layers
 from hotseat.train.trainer import Trainer, convert
 from hotseat.train.zero_stages import Flattened, Scattered, Stage, Unsharded
@@ -79,7 +80,7 @@ class ZeroBackend(Trainer):
         zero = options.zero or ZeroOptions()
         device = torch.device(device)
         self.check(options)
-        _check_ranks(zero, int(os.environ.get("WORLD_SIZE", "1")))
+        check_ranks(zero.zpg, int(os.environ.get("WORLD_SIZE", "1")), "train.deepspeed.zpg")
         self._deepspeed = _import_deepspeed(device)
         compute = _COMPUTE[options.precision]
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
@@ -404,11 +405,6 @@ class ZeroBackend(Trainer):
         if self._tensor is not None:
             self._tensor.close()
         del self._wrapped, self._engine, self._optimizer, self._weights, self._pieces, self._stage
-
-
-def _check_ranks(zero: ZeroOptions, num_ranks: int) -> None:
-    if num_ranks % zero.zpg:
-        raise UserError(f"zpg {zero.zpg} with {num_ranks} ranks: set it to a divisor of their number")
 
 
 def _check_tensor(options: TrainOptions, size: int) -> None:

@@ -979,6 +979,14 @@ FOUR_RANKS: dict[str, Scenario] = {
 }
 
 
+def weights_after_another_update(backend: Backend) -> dict[str, Tensor]:
+    """Of one that has loaded a checkpoint: they tell whether the optimizer came along. It is closed."""
+    backend.update([some_segments(seed=2)], ClippedLoss(), 1.0)
+    weights = copy_weights(backend)
+    backend.close()
+    return weights
+
+
 def assert_no_rank_failed(name: str, results: Sequence[Mapping[str, Any]]) -> None:
     for rank, result in enumerate(results):
         assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"
