@@ -171,12 +171,13 @@ def test_one_that_leaves_pings_unanswered_is_ended(ray_cluster):
             return "too late"
 
     group = ray_cluster.launch("deaf", Deaf, args=(0.0,))
-    ended = threading.Event()
-    watch = Watch({"deaf": group}, pinged=["deaf"], limit_s=2.0, on_silence=lambda *_: ended.set())
+    waiting = group.start("sleep", 60)
+    told = []
+    watch = Watch({"deaf": group}, pinged=["deaf"], limit_s=2.0, on_silence=lambda *what: told.append(what))
     try:
-        assert ended.wait(10)
-        with pytest.raises(WorkerError, match="it did not answer for 2 s"):
-            group.start("add", 1).result(10)
+        with pytest.raises(WorkerError, match="was ended during 'sleep': it did not answer for 2 s"):
+            waiting.result(30)
+        assert [why for _, _, why in told] == ["it did not answer for 2 s"]
     finally:
         watch.close()
         group.close(grace_s=0)
