@@ -3,12 +3,15 @@
 vLLM fuses projections (q, k and v in one matrix, gate and up in another) and gives each tensor-parallel rank a slice.
 Both are known from the type of the layer. A `Piece` is what one rank holds of one weight, as a view of the live
 parameter; the digests of all pieces of a weight add up to the digest of the whole.
+
+The experts of a layer are one tensor on both sides, in the same order: new ones are copied into their pieces at once,
+where vLLM's own way goes through every expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,14 +26,31 @@ class Piece:
     offset: tuple[int, ...]  # of its first element in the whole weight
     shape: tuple[int, ...]  # of the whole weight
     is_counted: bool  # False: another rank holds the same, and counts it
+    is_taken_here: bool = False  # vLLM's own loading is not asked: it has another name for it, or takes long
+
+    def take(self, whole: Tensor) -> None:
+        """This piece of a new weight."""
+        window = tuple(slice(start, start + size) for start, size in zip(self.offset, self.live.shape, strict=True))
+        self.live.copy_(whole[window])
+
+
+# Modules that have another name in transformers than in vLLM.
+_RENAMED = {"block_sparse_moe": "mlp"}
 
 
 def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
     """Every piece of every parameter, under every name that it has. `rank`: among those that share the model."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     for prefix, module in model.named_modules(remove_duplicate=False):
+        renamed = ".".join(_RENAMED.get(part, part) for part in prefix.split("."))
+        if isinstance(module, RoutedExperts):
+            yield from _of_experts(module, renamed.removesuffix(".routed_experts"), rank)
+            continue
         for name, parameter in module.named_parameters(recurse=False):
-            yield from _of_parameter(module, prefix, name, parameter.detach(), rank, packed)
+            for piece in _of_parameter(module, renamed, name, parameter.detach(), rank, packed):
+                yield replace(piece, is_taken_here=renamed != prefix)
 
 
 def _of_parameter(
@@ -91,3 +111,24 @@ def _of_parameter(
     else:
         is_cut = False
         yield piece(full, live, 0, live.shape[0] if live.dim() else 1)
+
+
+def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:
+    """`gate_up_proj` [experts, 2 x intermediate, hidden] and `down_proj` [experts, hidden, intermediate].
+
+    Each rank has its rows of every expert's gate and up, and its columns of every down.
+    """
+    parallel = experts.moe_config.moe_parallel_config
+    size, part = parallel.tp_size, parallel.tp_rank
+    gate_up, down = experts.w13_weight.detach(), experts.w2_weight.detach()
+    num_experts, hidden, width = down.shape
+    total = width * size
+
+    def piece(name: str, view: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
+        return Piece(f"{prefix}.{name}", view, offset, shape, size > 1 or rank == 0, is_taken_here=True)
+
+    whole = (num_experts, 2 * total, hidden)
+    halves = [(gate_up, 0)] if size == 1 else zip(gate_up.split(width, dim=1), (0, total), strict=True)
+    for view, start in halves:
+        yield piece("gate_up_proj", view, (0, start + part * width, 0), whole)
+    yield piece("down_proj", down, (0, 0, part * width), (num_experts, hidden, total))

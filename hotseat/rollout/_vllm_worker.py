@@ -30,10 +30,17 @@ class WorkerExtension:
 
     def hotseat_start(self, names: WeightNames) -> dict[str, Any]:
         """Get to know the weights: bytes of each part on this rank's device, names that no digest reaches."""
+        problem = versions.experts_problem(self.model_runner.model)
+        if problem is not None:
+            return {"problem": problem}
         self.hotseat_names = names
         self.hotseat_pieces: list[Piece] = [
             piece for piece in pieces(self.model_runner.model, self.rank) if names.shape(piece.name) == piece.shape
         ]
+        self.hotseat_taken: dict[str, list[Piece]] = {}
+        for piece in self.hotseat_pieces:
+            if piece.is_taken_here:
+                self.hotseat_taken.setdefault(piece.name, []).append(piece)
         self.hotseat_buffers: dict[str, Tensor] = {}
         if not hasattr(self, "hotseat_temperature"):
             self.hotseat_temperature = 1.0
@@ -60,8 +67,12 @@ class WorkerExtension:
             for name, tensor in named_tensors:
                 self.hotseat_names.take(name, tensor.shape)
                 first = self.hotseat_names.first_names[name]
-                if first not in self.hotseat_given:  # vLLM wants a tied weight once
-                    self.hotseat_given.add(first)
+                if first in self.hotseat_given:  # vLLM wants a tied weight once
+                    continue
+                self.hotseat_given.add(first)
+                for piece in self.hotseat_taken.get(first, ()):
+                    piece.take(tensor)
+                if first not in self.hotseat_taken:
                     yield first, tensor
 
         try:

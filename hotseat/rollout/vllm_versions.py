@@ -6,6 +6,7 @@ which would make an object of every token of every sequence.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import multiprocessing.connection
@@ -24,6 +25,12 @@ from hotseat.types import Request
 OLDEST, NEWEST = (0, 25), (0, 32)
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
+_CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+_ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 _TAG_OF_PART = {"weights": "weights", "kv_cache": "kv_cache"}
 
 
@@ -111,6 +118,7 @@ class Core:
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # sampling is what a request says, not what the model's files say
                 enable_sleep_mode=not is_cpu,
+                moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
                 kv_cache_memory_bytes=options.kv_cache_bytes,
                 worker_extension_cls=_WORKER,
                 use_tqdm_on_load=False,
@@ -280,6 +288,58 @@ def leave_weights_in_place() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+    if importlib.util.find_spec(_CPU_EXPERTS) is not None:
+        experts = importlib.import_module(_CPU_EXPERTS).CPUUnquantizedExperts
+        experts.process_weights_after_loading = lambda *_: None
+        experts.apply = _apply_experts
+
+
+def _apply_experts(
+    _kernel: Any,
+    *,
+    output: torch.Tensor,  # [tokens, hidden], to be written
+    hidden_states: torch.Tensor,  # [tokens, hidden]
+    w1: torch.Tensor,  # [experts, 2 x intermediate, hidden], as it was loaded
+    w2: torch.Tensor,  # [experts, hidden, intermediate]
+    topk_weights: torch.Tensor,  # [tokens, k]
+    topk_ids: torch.Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
+    **_: Any,
+) -> None:
+    """Each token through the experts that were chosen for it."""
+    linear = torch.nn.functional.linear
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, place = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+        out = linear(_ACTIVATIONS[activation.value](gate) * up, w2[expert])
+        if not apply_router_weight_on_input:  # otherwise it was, before
+            out = out * topk_weights[token, place, None].to(out.dtype)
+        output.index_add_(0, token, out)
+
+
+def experts_problem(model: torch.nn.Module) -> str | None:
+    """Why new weights cannot be put where the experts of this model are, if so."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
+    for module in model.modules():
+        if not isinstance(module, RoutedExperts):
+            continue
+        backend = getattr(getattr(module.quant_method, "unquantized_backend", None), "name", None)
+        if current_platform.is_cpu():
+            is_plain = module.moe_config.activation.value in _ACTIVATIONS and not module.moe_config.has_bias
+            fits = is_plain and backend == "CPU" and importlib.util.find_spec(_CPU_EXPERTS) is not None
+        else:
+            fits = backend in ("TRITON", "BATCHED_TRITON")
+        if not fits:
+            kept = f"{backend} kernels" if backend else type(module.quant_method).__name__
+            return (
+                f"vLLM {installed_version()} keeps the experts of this {type(model).__name__} as its {kept} want them,"
+                " and new weights cannot be put there: set rollout.engine to transformers"
+            )
+    return None
 
 
 def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]) -> None:

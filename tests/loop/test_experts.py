@@ -1,5 +1,6 @@
 """Mixtures of experts through whole runs."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -20,24 +21,27 @@ MIXTURES = {
 }
 
 
-def make_mixture(directory: Path, config: str) -> Path:
+def make_mixture(directory: Path, config: str, **changes: int) -> Path:
     """The usual task with a mixture of experts as its model."""
     make_task(directory)
     torch.manual_seed(0)
     shape = getattr(transformers, config)(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.3,
-        **MIXTURES[config],
+        **{
+            "vocab_size": 16,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            "initializer_range": 0.3,
+            **MIXTURES[config],
+            **changes,
+        }
     )
     transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(directory / "model")
     return directory
@@ -79,3 +83,16 @@ def test_a_critic_balances_its_experts_if_it_has_any(tmp_path, has_experts):
         assert 1.5 < record["aux_loss"] < 4
         assert ("critic_aux_loss" in record) == has_experts
         assert not has_experts or 1.5 < record["critic_aux_loss"] < 4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("config", MIXTURES)
+def test_mixtures_of_experts_are_pushed_to_vllm(config, tmp_path):
+    """Digests of every weight and the canary agree, and samples are those of the weights that were pushed."""
+    wide = {"hidden_size": 64, "head_dim": 32, "vocab_size": 14, "moe_intermediate_size": 32}
+    task = make_mixture(tmp_path, config, **wide)
+    engine = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
+    records = run(rl_yaml(task, rollout=engine), "algorithm.aux_loss_coef=0.01", "train.num_episodes=1")
+    assert [record["version"] for record in records[1:]] == [1.0, 2.0]
+    assert all(record["canary_gap"] < 1e-4 and record["engine_gap"] < 1e-4 for record in records[1:])

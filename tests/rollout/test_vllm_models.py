@@ -11,18 +11,29 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from hotseat.algorithms.digest import combine_digests, tensor_digest
 from hotseat.errors import WorkerError
 from hotseat.rollout._fused import Piece, pieces
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout.vllm_engine import VllmEngine
+from hotseat.rollout.vllm_versions import experts_problem
 
 from . import conformance
 from .conformance import Subject, named_weights, reference_log_probs, request
@@ -130,6 +141,59 @@ def test_a_rank_holds_its_rows_of_gate_and_up_and_its_columns_of_down(size: int)
         assert [held[name].is_counted for held in ranks] == [True, False][:size]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_holds_its_rows_and_columns_of_every_expert_and_takes_new_ones(size: int) -> None:
+    from .vllm_layers import Experts
+
+    torch.manual_seed(0)
+    gate, up, down = torch.randn(3, 8, WIDTH), torch.randn(3, 8, WIDTH), torch.randn(3, WIDTH, 8)
+    whole = {"layer.mlp.experts.gate_up_proj": torch.cat([gate, up], dim=1), "layer.mlp.experts.down_proj": down}
+    ranks: list[list[Piece]] = []
+    for rank in range(size):
+        mine = [each.chunk(size, dim=1)[rank] for each in (gate, up)]
+        experts = Experts(torch.cat(mine, dim=1), down.chunk(size, dim=2)[rank].clone(), rank, size)
+        block, runner = nn.Module(), nn.Module()
+        runner.add_module("routed_experts", experts)
+        block.add_module("experts", runner)
+        ranks.append(list(pieces(Model(block_sparse_moe=block), rank)))  # transformers has another name for it
+    held = [piece for rank in ranks for piece in rank]
+    assert {piece.name for piece in held} == set(whole)
+    assert all(piece.is_taken_here and piece.shape == tuple(whole[piece.name].shape) for piece in held)
+
+    def check(whole: dict[str, torch.Tensor]) -> None:
+        for name, tensor in whole.items():
+            parts = [tensor_digest(p.live, p.offset) for p in held if p.name == name and p.is_counted]
+            assert combine_digests(parts) == tensor_digest(tensor), name
+
+    check(whole)
+    new = {name: torch.randn_like(tensor) for name, tensor in whole.items()}
+    for piece in held:
+        with torch.no_grad():
+            piece.take(new[piece.name])
+    check(new)
+
+
+def test_experts_that_a_kernel_reorders_are_refused() -> None:
+    from .vllm_layers import Experts
+
+    experts = Experts(
+        torch.randn(3, 8, WIDTH),
+        torch.randn(3, WIDTH, 4),
+        0,
+        1,
+        activation=SimpleNamespace(value="silu"),
+        has_bias=False,
+    )
+    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="CPU"))
+    assert experts_problem(Model(experts=experts)) is None
+    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="FLASHINFER_TRTLLM"))
+    assert "keeps the experts of this Model as its FLASHINFER_TRTLLM kernels want them" in str(
+        experts_problem(Model(experts=experts))
+    )
+    experts.quant_method = SimpleNamespace()  # quantized: none of these kernels
+    assert "as its SimpleNamespace want them" in str(experts_problem(Model(experts=experts)))
+
+
 def test_a_fused_parameter_of_an_unknown_layout_is_no_piece() -> None:
     """Its weights are then missing from the digest, which the trainer notices, rather than digested wrongly."""
     from .vllm_layers import Qkv
@@ -157,11 +221,24 @@ SUBSET = [
     [
         LlamaConfig(**UNTIED),
         Qwen3Config(**UNTIED, head_dim=32),
+        Qwen3MoeConfig(**UNTIED, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        pytest.param(MixtralConfig(**UNTIED, num_local_experts=4), marks=pytest.mark.long),
+        pytest.param(
+            Qwen2MoeConfig(
+                **UNTIED,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                shared_expert_intermediate_size=32,
+                decoder_sparse_step=1,
+            ),
+            marks=pytest.mark.long,
+        ),
         pytest.param(Qwen2Config(**UNTIED), marks=pytest.mark.long),
         pytest.param(MistralConfig(**UNTIED, sliding_window=None), marks=pytest.mark.long),
         pytest.param(Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True), marks=pytest.mark.long),
     ],
-    ids=["llama", "qwen3", "qwen2", "mistral", "qwen3-tied"],
+    ids=["llama", "qwen3", "qwen3-experts", "mixtral", "qwen2-experts", "qwen2", "mistral", "qwen3-tied"],
 )
 def test_digests_and_scores_are_those_of_the_hugging_face_model(config: PretrainedConfig, tmp_path: Path) -> None:
     made = Shared(tmp_path, config)
@@ -186,8 +263,9 @@ def test_digests_and_scores_are_those_of_the_hugging_face_model(config: Pretrain
         # Biases, an output layer of its own, and fewer heads of keys and values than ranks.
         Qwen2Config(**{**UNTIED, "num_key_value_heads": 1}),
         pytest.param(LlamaConfig(**SHAPE, tie_word_embeddings=True), marks=pytest.mark.long),
+        pytest.param(MixtralConfig(**UNTIED, num_local_experts=4), marks=pytest.mark.long),
     ],
-    ids=["qwen2-one-kv-head", "llama-tied"],
+    ids=["qwen2-one-kv-head", "llama-tied", "mixtral"],
 )
 def cut(request: Any) -> Iterator[Shared]:
     """A model over two ranks, each a process."""

@@ -5,8 +5,12 @@ In a module of their own: vLLM takes seconds to import, and most test runs do wi
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
 HEAD = 4  # width of a head
@@ -35,3 +39,11 @@ class Down(RowParallelLinear):
         nn.Module.__init__(self)
         self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
         self.tp_rank, self.tp_size = rank, size
+
+
+class Experts(RoutedExperts):
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, rank: int, size: int, **moe_config: Any):
+        nn.Module.__init__(self)
+        self.w13_weight, self.w2_weight = nn.Parameter(gate_up), nn.Parameter(down)
+        parallel = SimpleNamespace(tp_rank=rank, tp_size=size)
+        self.moe_config = SimpleNamespace(moe_parallel_config=parallel, **moe_config)
