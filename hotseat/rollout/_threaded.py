@@ -206,6 +206,8 @@ class ThreadedEngine(ABC):
                 with contextlib.suppress(HotseatError):  # What went wrong first is what matters.
                     self.abort(unfinished)
             if isinstance(error, FutureTimeoutError):
+                if not unfinished:  # the last one came just then
+                    return [future.result() for future in submitted]
                 raise DeadlineError(
                     f"generate: {len(unfinished)} of {len(requests)} requests did not finish in {timeout_s:g} s"
                 ) from None

@@ -11,13 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from hotseat import faults
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.errors import RunError, UserError, WeightError
 from hotseat.rollout import Engine
@@ -94,6 +96,13 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+@contextmanager
+def slowly() -> Iterator[None]:
+    """Steps take 10 ms: what has 500 tokens to sample is still at it when a test's thread was held up for seconds."""
+    with mock.patch.object(faults, "reach", side_effect=lambda point: time.sleep(0.01)):
+        yield
+
+
 def sample_some(engine: Engine, num_tokens: int = 12) -> None:
     """Let it sample so many more tokens, in all its requests together."""
     before = engine.health().num_sampled
@@ -124,6 +133,7 @@ def token_ids_go_in_and_come_out(subject: Subject) -> None:
         assert engine.generate([]) == []
 
 
+@slowly()
 def each_request_is_delivered_when_it_finishes(subject: Subject) -> None:
     with subject.engine(max_length=600) as engine:
         long = engine.submit(request("long", max_new_tokens=500))
@@ -319,6 +329,7 @@ def prompts_that_are_too_much_for_one_step_are_answered_like_others(subject: Sub
 # --- abort, pause, close ----------------------------------------------------------------------------------------------
 
 
+@slowly()
 def abort_gives_what_there_is_and_frees_the_slot(subject: Subject) -> None:
     with subject.engine(num_slots=1, max_length=600) as engine:
         long = request("long", max_new_tokens=500)
@@ -341,9 +352,10 @@ def an_id_can_be_used_again_at_once(subject: Subject) -> None:
     with subject.engine(max_length=600) as engine:
         (expected,) = engine.generate([request("same", [4, 4], seed=9)])
         for _ in range(3):
-            running = engine.submit(request("same", max_new_tokens=500))
-            sample_some(engine)
-            assert engine.abort() == ["same"]
+            with slowly():
+                running = engine.submit(request("same", max_new_tokens=500))
+                sample_some(engine)
+                assert engine.abort() == ["same"]
             assert running.result(PATIENCE_S).finish == "abort"
             assert_same(subject, engine.generate([request("same", [4, 4], seed=9)])[0], expected)
         stop = expected.token_ids[3]
@@ -359,9 +371,11 @@ def scoring_does_not_disturb_what_is_in_flight(subject: Subject) -> None:
     sequences = [list(range(1, 20)), [7] * 16] * 6
     with subject.engine(num_slots=2, max_length=600) as engine:
         expected, scores = engine.generate(asked), engine.score(sequences, 0.7)
-        futures = [engine.submit(r) for r in asked]
-        sample_some(engine)
-        for found, expected_scores in zip(engine.score(sequences, 0.7), scores, strict=True):
+        with slowly():
+            futures = [engine.submit(r) for r in asked]
+            sample_some(engine)
+            again = engine.score(sequences, 0.7)
+        for found, expected_scores in zip(again, scores, strict=True):
             assert found == pytest.approx(expected_scores, abs=subject.tolerance)
         for future, completion in zip(futures, expected, strict=True):
             assert_same(subject, future.result(PATIENCE_S), completion)
@@ -384,9 +398,10 @@ def prefixes_are_forgotten_also_while_the_cache_is_away(subject: Subject) -> Non
 def pause_keeps_sequences_and_they_go_on_under_new_weights(subject: Subject) -> None:
     with subject.engine(max_length=600) as engine:
         (undisturbed,) = engine.generate([request("undisturbed", max_new_tokens=60)])
-        future = engine.submit(request("long", max_new_tokens=550))
-        sample_some(engine)
-        engine.pause()
+        with slowly():
+            future = engine.submit(request("long", max_new_tokens=550))
+            sample_some(engine)
+            engine.pause()
         sampled = engine.health().num_sampled
         late = engine.submit(request("late"))
         time.sleep(0.05)
@@ -396,9 +411,10 @@ def pause_keeps_sequences_and_they_go_on_under_new_weights(subject: Subject) -> 
         engine.load_weights(named_weights(subject.model(1)), version=3)
         assert engine.version == 3
         assert not future.done()
-        engine.resume()
-        sample_some(engine)
-        engine.abort(["long"])
+        with slowly():
+            engine.resume()
+            sample_some(engine)
+            engine.abort(["long"])
         completion = future.result(PATIENCE_S)
         num_tokens = len(completion.token_ids)
         switch = completion.versions.index(3)
@@ -420,6 +436,7 @@ def pause_and_resume_change_nothing_else(subject: Subject) -> None:
             assert_same(subject, future.result(PATIENCE_S), completion)
 
 
+@slowly()
 def a_closed_engine_says_so(subject: Subject) -> None:
     with subject.engine(max_length=600) as engine:
         future = engine.submit(request("pending", max_new_tokens=500))
@@ -569,18 +586,20 @@ def requests_in_flight_survive_putting_aside_only_if_paused(subject: Subject) ->
         if not engine.can_put_aside:
             return
         expected = engine.generate([replace(r, sampling=replace(r.sampling, max_new_tokens=60)) for r in asked])
-        futures = [engine.submit(r) for r in asked]
-        with pytest.raises(RunError, match="2 requests in flight"):
-            engine.put_aside(engine.can_put_aside)
-        sample_some(engine)
-        engine.pause()
+        with slowly():
+            futures = [engine.submit(r) for r in asked]
+            with pytest.raises(RunError, match="2 requests in flight"):
+                engine.put_aside(engine.can_put_aside)
+            sample_some(engine)
+            engine.pause()
         engine.put_aside(engine.can_put_aside)
         with pytest.raises(RunError, match="put aside"):
             engine.resume()
         engine.bring_back(engine.can_put_aside)
-        engine.resume()
-        sample_some(engine)
-        engine.abort()
+        with slowly():
+            engine.resume()
+            sample_some(engine)
+            engine.abort()
         for future, completion in zip(futures, expected, strict=True):
             got = future.result(PATIENCE_S)
             num_tokens = min(60, len(got.token_ids))

@@ -275,8 +275,8 @@ def cut(request: Any) -> Iterator[Shared]:
         assert len(pids) == 2
         yield made
         made.end()
-        deadline = time.monotonic() + 10
-        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        deadline = time.monotonic() + 60
+        while set(pids) & {child.pid for child in multiprocessing.active_children()}:  # which collects who has ended
             assert time.monotonic() < deadline, f"of the processes {pids} some are left"
             time.sleep(0.05)
 
