@@ -106,7 +106,8 @@ class AgentHost:
             if self._closed is not None:
                 raise WorkerError(self._closed) if self.is_broken else RunError(self._closed)
             self._jobs.update(jobs)
-        self._loop.call_soon_threadsafe(self._start, jobs)
+        with contextlib.suppress(RuntimeError):  # the loop has just ended, and the futures are told why
+            self._loop.call_soon_threadsafe(self._start, jobs)
         return [job.future for job in jobs]
 
     def close(self) -> None:

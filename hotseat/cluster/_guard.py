@@ -32,7 +32,7 @@ SHM_PREFIX = "HOTSEAT_SHM_PREFIX"
 
 # They remove the segments of those who used them once these are gone, so they go last.
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-_HELPERS_GRACE_S = 1.5
+_HELPERS_GRACE_S = 4.0
 
 
 def in_worker_process() -> bool:

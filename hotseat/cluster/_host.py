@@ -223,7 +223,8 @@ _given_ports: set[int] = set()
 
 def free_port(host: str) -> int:
     """A port that nobody uses, and that nobody gets by chance meanwhile: below the range the kernel gives out."""
-    for port in random.sample(range(20000, 32000), 200):
+    # Not by the random numbers of the run: several processes may have the same.
+    for port in random.SystemRandom().sample(range(20000, 32000), 200):
         if port in _given_ports:
             continue
         try:

@@ -159,11 +159,13 @@ def _stack(pid: int) -> str:
     before = path.stat().st_size
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR2)
+    written = ""
     for _ in range(20):
         time.sleep(0.05)
-        if path.stat().st_size > before:
-            return path.read_text()[before:]
-    return "(no stack: the process does not react to signals, and py-spy is not installed)"
+        last, written = written, path.read_text()[before:]
+        if written and written == last:  # a thread at a time is written
+            break
+    return written or "(no stack: the process does not react to signals, and py-spy is not installed)"
 
 
 # --- the watch --------------------------------------------------------------------------------------------------------

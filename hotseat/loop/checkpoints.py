@@ -202,6 +202,8 @@ class CheckpointStore:
             file = path / name
             if name not in present or file.is_symlink() or not file.resolve().is_relative_to(path.resolve()):
                 raise broken(name, "is missing")
+            if not isinstance(expected, dict) or not {"bytes", "hash"} <= expected.keys():
+                raise broken(MANIFEST, f"does not say what {name} holds")
             found = _facts(file)
             if found["bytes"] != expected["bytes"]:
                 raise broken(name, f"has {found['bytes']} bytes, {expected['bytes']} were written")

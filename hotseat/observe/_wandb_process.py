@@ -92,7 +92,9 @@ def _end_when_alone(grace_s: float) -> None:
 
 def end_with_children(pid: int, code: int | None = None) -> None:
     """End a process and all that it started. `code`: this process is meant, and ends with it."""
-    for child in reversed(_descendants(pid)):
+    if code is None:
+        _stop(pid)
+    for child in reversed(_stopped_descendants(pid)):
         with contextlib.suppress(OSError):
             os.kill(child, signal.SIGKILL)
     if code is not None:
@@ -101,14 +103,21 @@ def end_with_children(pid: int, code: int | None = None) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> list[int]:
+def _stop(pid: int) -> None:
+    """So that it starts nothing more."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def _stopped_descendants(pid: int) -> list[int]:
     """Parents first. W&B's service has a session of its own, so its group does not tell."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 for child in map(int, file.read().split()):
-                    found += [child, *_descendants(child)]
+                    _stop(child)
+                    found += [child, *_stopped_descendants(child)]
     return found
 
 

@@ -120,11 +120,12 @@ class WandbSink:
             return
         self._has_started.wait(self._close_s)
         try:
-            self._process.wait(self._close_s if self._has_started.is_set() else 0)
+            if self._process.wait(self._close_s if self._has_started.is_set() else 0) != 0:
+                self._fail("ended unexpectedly, and may lack the end of this run")
         except subprocess.TimeoutExpired:
             self._fail("did not finish in time, and may lack the end of this run")
-        end_with_children(self._process.pid)
-        self._process.wait()
+            end_with_children(self._process.pid)
+            self._process.wait()
         self._feeder.join(1.0)
         self._hearer.join(1.0)
         if self._num_dropped:
@@ -175,8 +176,9 @@ class WandbSink:
         self._warn(what)
 
     def _warn(self, what: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        with self._changed:
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
             text = f"warning: Weights & Biases {what}; the run is not affected, and metrics.jsonl has every number"
             self._say(text, "warning")
 

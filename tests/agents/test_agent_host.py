@@ -105,11 +105,11 @@ def test_an_episode_that_takes_too_long_fails_and_its_request_is_aborted():
 @pytest.mark.slow
 def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more():
     script = Script(lambda request: "a")
-    tried = threading.Event()
+    over, tried = threading.Event(), threading.Event()
 
     async def run(prompt, key, sampling, sample):
         if key.sample == 0:
-            for _ in range(30):
+            while not over.is_set():
                 try:
                     await asyncio.sleep(0.1)
                 except asyncio.CancelledError:
@@ -119,10 +119,11 @@ def test_an_episode_that_does_not_want_to_end_is_left_behind_and_asks_no_more():
             tried.set()
         return await good(prompt, key, sampling, sample)
 
-    with AgentHost(Does(run), script, run_seed=0, timeout_s=0.1, max_concurrent=1) as host:
+    with AgentHost(Does(run), script, run_seed=0, timeout_s=2.0, max_concurrent=1) as host:
         stubborn, next_one = (host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(2))
-        assert "took longer than 0.1 s" in stubborn.result(WAIT_S).reason
+        assert "took longer than 2 s" in stubborn.result(WAIT_S).reason
         assert isinstance(next_one.result(WAIT_S), Episode)
+        over.set()
         assert tried.wait(WAIT_S)
     assert len(script.requests) == 1
 
@@ -264,12 +265,30 @@ def test_close_wakes_everybody():
     begin = time.monotonic()
     host.close()
     host.close()
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < WAIT_S
+    assert not host._thread.is_alive()
+    assert not host._watch.is_alive()
     for future in (running, waiting):
         with pytest.raises(RunError, match="the agent host is closed"):
             future.result(0)
     with pytest.raises(RunError, match="the agent host is closed"):
         host.submit(prompt_of("q"), KEY, SAMPLING)
+
+
+def test_who_asks_while_the_loop_ends_is_told_by_the_future(monkeypatch):
+    host = AgentHost(Does(good), Script(lambda request: "a"), run_seed=0)
+    ask = host._loop.call_soon_threadsafe
+
+    def too_late(callback, *args):
+        if callback == host._start:
+            raise RuntimeError("Event loop is closed")
+        return ask(callback, *args)
+
+    monkeypatch.setattr(host._loop, "call_soon_threadsafe", too_late)
+    future = host.submit(prompt_of("q"), SampleKey(0, 0, 0), SAMPLING)
+    host.close()
+    with pytest.raises(RunError, match="the agent host is closed"):
+        future.result(0)
 
 
 def test_an_agent_that_blocks_the_loop_is_found_out():
@@ -280,9 +299,9 @@ def test_an_agent_that_blocks_the_loop_is_found_out():
             go_on.wait(WAIT_S)  # not awaited: nothing else moves
         return await good(prompt, key, sampling, sample)
 
-    host = AgentHost(Does(run), Script(lambda request: "a"), run_seed=0, timeout_s=0.1, blocked_s=0.3)
+    host = AgentHost(Does(run), Script(lambda request: "a"), run_seed=0, timeout_s=0.1, blocked_s=1.0)
     try:
-        blocking, other = (host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(2))
+        blocking, other = host.submit_many([(prompt_of("q"), SampleKey(0, 0, at)) for at in range(2)], SAMPLING)
         assert "sample 0/0/0: the agent blocks the event loop of its host, at " in blocking.result(WAIT_S).reason
         with pytest.raises(WorkerError, match="an agent blocks the event loop of its host"):
             other.result(WAIT_S)

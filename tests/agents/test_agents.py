@@ -334,8 +334,12 @@ def test_a_file_that_does_not_exist(tmp_path):
 def test_loading_is_cheap_and_leaves_no_module_behind(tmp_path):
     file = write(tmp_path, "from hotseat.agents import Environment\nclass Mine(Environment): pass\n")
     before = set(sys.modules)
-    begin = time.perf_counter()
-    for _ in range(20):
-        load_agent(file, TOKENIZER, max_length=100)
-    assert time.perf_counter() - begin < 1.0
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        for _ in range(20):
+            load_agent(file, TOKENIZER, max_length=100)
+        return time.perf_counter() - begin
+
+    assert min(seconds() for _ in range(3)) < 1.0  # once undisturbed
     assert set(sys.modules) == before

@@ -1,4 +1,4 @@
-"""Plain classes that the tests run in groups."""
+"""Plain classes that the tests run in groups, and how these and the tests wait for each other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+
+PATIENCE_S = 120.0  # longer than anything takes on a loaded machine
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it has not come true"
+        time.sleep(0.01)
 
 
 class Plain:
@@ -42,14 +53,20 @@ class Plain:
             time.sleep(seconds)
         return self.rank()
 
+    def wait_for_file(self, begun: str, end: str, rank: int | None = None) -> None:
+        """Makes the first file, and waits for the second. If a rank is named, only there."""
+        if rank is None or self.rank() == rank:
+            Path(begun).touch()
+            wait_until(Path(end).exists)
+
     def fail(self, text: str = "on purpose") -> None:
         self.detail = "seen in the frame"
         raise ValueError(text)
 
-    def rank_fails(self, rank: int, others_sleep_s: float) -> None:
+    def rank_fails(self, rank: int, others_wait_for: str) -> None:
         if self.rank() == rank:
             raise ValueError("one rank only")
-        time.sleep(others_sleep_s)
+        wait_until(Path(others_wait_for).exists)
 
     def fail_unpicklably(self) -> None:
         class Local(Exception):
@@ -145,6 +162,13 @@ class Busy:
         self.is_working = False
         return "done"
 
+    def work_until(self, path: str) -> str:
+        """Until there is that file."""
+        self.is_working = True
+        wait_until(Path(path).exists)
+        self.is_working = False
+        return "done"
+
     def health(self) -> bool:
         return self.is_working
 
@@ -153,18 +177,22 @@ class Waiting:
     """Coroutine methods: many requests at once on one event loop."""
 
     def __init__(self):
-        self.running = 0
-        self.most = 0
+        self.num_running = 0
+        self.all_run = asyncio.Event()
 
-    async def request(self, value: int, seconds: float) -> int:
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(seconds)
-        self.running -= 1
+    async def meet(self, value: int, num: int) -> int:
+        """Answers when so many run at once."""
+        self.num_running += 1
+        if self.num_running == num:
+            self.all_run.set()
+        await asyncio.wait_for(self.all_run.wait(), PATIENCE_S)
         return value
 
     def peak(self) -> int:
-        return self.most
+        return self.num_running
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
     async def fail(self) -> None:
         raise KeyError("async")

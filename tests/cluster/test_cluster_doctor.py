@@ -2,16 +2,22 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
-from cluster_workers import Plain
+from cluster_workers import Plain, wait_until
 
-from hotseat.cluster.activity import Activity, Doing, read_activity
+from hotseat.cluster import doctor
+from hotseat.cluster.activity import DIRECTORY, Activity, Doing, read_activity
 from hotseat.cluster.doctor import Patient, Watch, _blame, awaited_in, examine, is_hang
 from hotseat.errors import DeadlineError, WorkerError
 
+PYTHON = sys.executable
 COLLECTIVE = "all_reduce (torch/distributed/distributed_c10d.py:3)"
 
 
@@ -82,6 +88,7 @@ class FakeGroup:
 
     def __init__(self, name: str):
         self.name, self.state, self.ended = name, "running", threading.Event()
+        self.num_pings = 0
 
     def states(self):
         if self.state == "broken":
@@ -90,6 +97,12 @@ class FakeGroup:
 
     def known_pids(self):
         return [7]
+
+    def ping(self, rank):
+        self.num_pings += 1
+        answer = Future()
+        answer.set_result("fine")
+        return answer
 
     def end(self, rank, reason, *, pid):
         assert pid == 7
@@ -104,10 +117,46 @@ def test_trouble_with_one_group_does_not_leave_the_others_alone(capsys):
         raise OSError("the disk is full")
 
     watch = Watch({"a": broken, "b": stopped}, limit_s=0.2, on_silence=on_silence)
-    assert stopped.ended.wait(5)  # although it could not be told
+    assert stopped.ended.wait(60)  # although it could not be told
     watch.close()
     errors = capsys.readouterr().err
     assert errors.count("broken cannot be watched: RuntimeError: nobody knows") == 1
+
+
+def test_one_that_answers_pings_is_left_alone():
+    fine = FakeGroup("fine")
+    with closing(Watch({"fine": fine}, pinged=["fine"], limit_s=0.2, on_silence=lambda *_: None)):
+        wait_until(lambda: fine.num_pings > 8)  # four within the limit
+    assert not fine.ended.is_set()
+
+
+SLEEPS = """
+import sys, time
+from hotseat.cluster.activity import show_stacks_on_signal
+
+def deep():
+    print("ready", flush=True)
+    time.sleep(600)
+
+show_stacks_on_signal(sys.argv[1])
+deep()
+"""
+
+
+def test_without_a_tool_a_process_shows_its_own_stack(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))  # beside which there is none
+    process = subprocess.Popen([PYTHON, "-c", SLEEPS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):  # a second look shows nothing of the first
+            stack = doctor._stack(process.pid)
+            assert stack.count("in deep") == 1
+            assert stack.rstrip().endswith("in <module>")
+    finally:
+        process.kill()
+        process.wait()
 
 
 # --- with processes ---------------------------------------------------------------------------------------------------
@@ -120,10 +169,15 @@ class Slow(Plain):
 
     def __init__(self, seconds: float):
         super().__init__()
+        self.num_pings = 0
         time.sleep(seconds)
 
     def health(self) -> str:
+        self.num_pings += 1
         return "fine"
+
+    def pings(self) -> int:
+        return self.num_pings
 
 
 @pytest.fixture
@@ -138,28 +192,30 @@ def slow(ray_cluster):
 def test_a_slow_start_is_not_silence_and_a_stop_is(slow):
     """Scenarios 3 and 7: twice the limit to start is spared; stopped for longer than it is ended, with its reason."""
     told = []
-    watch = Watch(
-        {"slow": slow}, pinged=["slow"], limit_s=2.0, on_silence=lambda group, rank, why: told.append((rank, why))
-    )
-    try:
+
+    def watch(**options) -> closing:
+        return closing(Watch({"slow": slow}, on_silence=lambda group, rank, why: told.append((rank, why)), **options))
+
+    with watch(limit_s=2.0, pinged=["slow"]):
         slow.ready()
+    with watch(limit_s=60.0, pinged=["slow"]):  # a loaded machine may hold an answer up for longer than 2 s
         assert slow.call("add", 1) == [1]
-        time.sleep(3)
-        assert told == []
-        waiting = slow.start("sleep", 60)
+        [before] = slow.call("pings")
+        wait_until(lambda: slow.call("pings")[0] > before + 1)  # the next comes when the last was answered
+    assert told == []
+    with watch(limit_s=2.0):
+        waiting = slow.start("sleep", 600)
         [pid] = slow.pids()
         os.kill(pid, signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(WorkerError, match=rf"\(pid {pid}\) was ended during 'sleep': it was stopped for 2 s"):
-            waiting.result(30)
-        assert time.monotonic() - started < 10
+            waiting.result(120)
+        assert time.monotonic() - started < 100
         assert told == [(0, "it was stopped for 2 s")]
         slow.restart(0)
         assert slow.call("add", 2) == [2]
         slow.end(0, "too late", pid=pid)  # that one is gone already, and its successor is not meant
         assert slow.call("add", 3) == [3]
-    finally:
-        watch.close()
 
 
 @pytest.mark.ray
@@ -185,16 +241,18 @@ def test_one_that_leaves_pings_unanswered_is_ended(ray_cluster):
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_examine_shows_what_everybody_is_doing_and_where(ray_cluster):
+def test_examine_shows_what_everybody_is_doing_and_where(ray_cluster, tmp_path):
     group = ray_cluster.launch("sleepers", Plain, processes=2)
     try:
-        pending = group.start("rank_sleeps", 1, 30.0)
+        begun = tmp_path / "begun"
+        pending = group.start("wait_for_file", str(begun), str(tmp_path / "never"), rank=1)
+        wait_until(lambda: begun.exists() and pending._futures[0].done())
         with pytest.raises(DeadlineError) as caught:
-            pending.result(2.0)
+            pending.result(0.5)
         found = examine([group], caught.value)
         assert found.culprit.startswith("sleepers rank 1 (pid ")
-        assert "'rank_sleeps', for" in found.summary()
-        assert "rank_sleeps" in next(each for each in found.patients if each.name == "sleepers rank 1").stack
+        assert "'wait_for_file', for" in found.summary()
+        assert "wait_for_file" in next(each for each in found.patients if each.name == "sleepers rank 1").stack
         assert "driver" in found.text()
     finally:
         group.close(grace_s=0)

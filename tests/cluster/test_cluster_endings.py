@@ -113,8 +113,8 @@ def test_nothing_is_left_after(driver, ending):
     assert os.path.exists(f"/dev/shm/{facts['segment']}")
     ports = ports_of(list(tree))
     assert len(ports) > 5
-    begin = time.monotonic()
     driver.end(getattr(signal, f"SIG{ending}"))
+    begin = time.monotonic()
     while (left := what_is_left(driver, facts, tree, ports)) and time.monotonic() - begin < 10:
         time.sleep(0.2)
     assert left == {}

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing import shared_memory
+from pathlib import Path
 
 import pytest
+from cluster_workers import wait_until
 
 from hotseat.cluster import Cluster, _guard
 from hotseat.cluster._host import free_port
@@ -25,12 +26,24 @@ def start():
 
     def popen(*command: str, **options) -> subprocess.Popen:
         started.append(subprocess.Popen(list(command) or SLEEP, **options))
+        if options.get("env"):  # others can read it a moment after `Popen` has returned
+            wait_until(Path(f"/proc/{started[-1].pid}/environ").read_bytes)
         return started[-1]
 
     yield popen
     for process in started:
         process.kill()
-        process.wait(5)
+        process.wait(60)
+
+
+def stop(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def of_this_suite(name: str) -> str:
+    """A mark that the tests of another checkout, at the same time, do not have."""
+    return f"{name}-{os.getpid()}"
 
 
 @pytest.fixture
@@ -46,8 +59,7 @@ def test_states_of_a_process(start):
     started = _guard.start_time(process.pid)
     assert _guard.process_state(process.pid, started) == "running"
     assert _guard.process_state(process.pid, started + 1) == "gone"  # the pid is used again by another
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
+    stop(process)
     assert _guard.process_state(process.pid, started) == "stopped"
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -58,36 +70,40 @@ def test_states_of_a_process(start):
 
 
 def test_a_session_is_found_by_its_environment_also_inside_another(start):
-    ours = start(env={_guard.SESSION: "outer-1/inner-1"})
-    start(env={_guard.SESSION: "outer-11"})
-    assert _guard.marked(_guard.SESSION, ["inner-1"]) == [ours.pid]
-    assert _guard.marked(_guard.SESSION, ["outer-1"]) == [ours.pid]
+    outer, inner = of_this_suite("outer"), of_this_suite("inner")
+    ours = start(env={_guard.SESSION: f"{outer}/{inner}"})
+    start(env={_guard.SESSION: f"{outer}-1"})
+    assert _guard.marked(_guard.SESSION, [inner]) == [ours.pid]
+    assert _guard.marked(_guard.SESSION, [outer]) == [ours.pid]
 
 
 def test_a_process_without_a_readable_environment_is_found_by_its_number(start, number):
-    number("some-session", "some-session:rollout:0:0")
+    session = of_this_suite("some-session")
+    number(session, f"{session}:rollout:0:0")
     ours = start(env={})
-    number("some-session", "some-session:rollout:1:0")
+    number(session, f"{session}:rollout:1:0")
     other_worker = start(env={})
-    number("other-session")
+    number(of_this_suite("other-session"))
     other_session = start(env={})
-    assert sorted(_guard.marked(_guard.SESSION, ["some-session"])) == sorted([ours.pid, other_worker.pid])
-    assert _guard.marked(_guard.WORKER, ["some-session:rollout:0:0"]) == [ours.pid]
-    assert _guard.end_marked(_guard.WORKER, ["some-session:rollout:0:0"]) == [ours.pid]
-    assert ours.wait(5) == -signal.SIGKILL
+    assert sorted(_guard.marked(_guard.SESSION, [session])) == sorted([ours.pid, other_worker.pid])
+    assert _guard.marked(_guard.WORKER, [f"{session}:rollout:0:0"]) == [ours.pid]
+    assert _guard.end_marked(_guard.WORKER, [f"{session}:rollout:0:0"]) == [ours.pid]
+    assert ours.wait(60) == -signal.SIGKILL
     assert other_worker.poll() is None
     assert other_session.poll() is None
 
 
 def test_stopped_processes_are_ended_too(start):
-    process = start(env={_guard.SESSION: "stopped-session"})
-    process.send_signal(signal.SIGSTOP)
-    assert _guard.end_marked(_guard.SESSION, ["stopped-session"]) == [process.pid]
+    session = of_this_suite("stopped-session")
+    process = start(env={_guard.SESSION: session})
+    stop(process)
+    assert _guard.end_marked(_guard.SESSION, [session]) == [process.pid]
 
 
-def test_who_cleans_up_after_others_goes_last(start):
+def test_who_cleans_up_after_others_goes_last(start, monkeypatch):
     """Python's resource tracker removes the segments of processes that were killed, if it outlives them."""
-    name = f"hotseat-test-{os.getpid()}"
+    monkeypatch.setattr(_guard, "_HELPERS_GRACE_S", 60.0)  # on a loaded machine it takes its time to start
+    name, session = of_this_suite("hotseat-test"), of_this_suite("tracked")
     script = f"""
 import time
 from multiprocessing import shared_memory
@@ -96,10 +112,10 @@ print("made", flush=True)
 time.sleep(60)
 """
     process = start(
-        *(sys.executable, "-c", script), env={**os.environ, _guard.SESSION: "tracked"}, stdout=subprocess.PIPE
+        *(sys.executable, "-c", script), env={**os.environ, _guard.SESSION: session}, stdout=subprocess.PIPE
     )
     assert process.stdout.readline() == b"made\n"
-    _guard.end_marked(_guard.SESSION, ["tracked"])
+    _guard.end_marked(_guard.SESSION, [session], timeout_s=60)
     process.stdout.close()
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(name)

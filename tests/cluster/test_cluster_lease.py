@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from cluster_workers import wait_until
 
 from hotseat.cluster import DeviceMemory, Holder, LeaseError, Leases
 from hotseat.errors import DeadlineError
@@ -169,20 +170,31 @@ def test_first_come_first_served_and_nobody_takes_half():
     first = leases.acquire("a", {ENGINE: [0]}, timeout_s=5)
     order: list[str] = []
 
-    def take(phase: str, holder: Holder, devices: list[int]) -> None:
-        lease = leases.acquire(phase, {holder: devices}, timeout_s=20)
-        order.append(phase)
-        lease.report(holder)
+    def take(phase: str, holder: Holder, devices: list[int]) -> threading.Thread:
+        def run() -> None:
+            lease = leases.acquire(phase, {holder: devices}, timeout_s=60)
+            order.append(phase)
+            lease.report(holder)
 
-    threads = []
-    for phase, holder, devices in (("b", ACTOR, [0, 1]), ("c", CRITIC, [1]), ("d", Holder("env", 0), [2])):
-        threads.append(threading.Thread(target=take, args=(phase, holder, devices)))
-        threads[-1].start()
-        time.sleep(0.1)
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    def num_waiting() -> int:
+        with leases._changed:
+            return len(leases._queue)
+
+    threads = [take("b", ACTOR, [0, 1])]
+    wait_until(lambda: num_waiting() == 1)
+    threads.append(take("c", CRITIC, [1]))
+    wait_until(lambda: num_waiting() == 2)
+    threads.append(take("d", Holder("env", 0), [2]))
+    wait_until(lambda: order)
+    time.sleep(0.1)
     assert order == ["d"]
     first.report(ENGINE)
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert order == ["d", "b", "c"]
 
 

@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 import torch
-from cluster_workers import Busy, Closing, Plain, Waiting
+from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
 
 from hotseat.cluster import Cluster, Process, Worker, create_group
 from hotseat.errors import DeadlineError, PlacementError, RunError, UserError, WorkerError
@@ -80,10 +80,13 @@ def test_the_first_failure_is_raised_without_waiting_for_the_others(cluster):
     assert time.monotonic() - begin < 15
 
 
-def test_a_deadline_names_group_rank_method_and_seconds(cluster):
-    group = cluster.launch("slow", Plain)
-    with pytest.raises(DeadlineError, match=r"slow rank 0: no answer to 'sleep' in 0\.2 s \(0 of 1 ranks answered"):
-        group.start("sleep", 3).result(0.2)
+def test_a_deadline_names_group_rank_method_and_seconds(cluster, tmp_path):
+    pending = cluster.launch("slow", Plain).start("wait_for_file", str(tmp_path / "begun"), str(tmp_path / "end"))
+    late = r"slow rank 0: no answer to 'wait_for_file' in 0\.2 s \(0 of 1 ranks answered"
+    with pytest.raises(DeadlineError, match=late):
+        pending.result(0.2)
+    (tmp_path / "end").touch()
+    pending.result(60)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
@@ -92,35 +95,36 @@ def test_every_call_has_a_deadline(cluster, timeout_s):
         cluster.launch("plain", Plain).call("add", 1, timeout_s=timeout_s)
 
 
-def test_calls_that_were_started_run_meanwhile(cluster):
+def test_calls_that_were_started_run_meanwhile(cluster, tmp_path):
     group = cluster.launch("busy", Busy)
-    pending = group.start("work", 0.4)
-    time.sleep(0.1)
+    pending = group.start("work_until", str(tmp_path / "end"))
+    wait_until(lambda: group.call("health") == [True])
     assert not pending.done()
-    assert group.call("health") == [True]
-    assert pending.result(5) == ["done"]
+    (tmp_path / "end").touch()
+    assert pending.result(60) == ["done"]
     assert pending.done()
 
 
-def test_one_call_at_a_time_unless_the_class_asks_for_more(cluster):
+def test_one_call_at_a_time_unless_the_class_asks_for_more(cluster, tmp_path):
     group = cluster.launch("plain", Plain)
-    pending = group.start("sleep", 0.6)
-    time.sleep(0.1)
+    pending = group.start("wait_for_file", str(tmp_path / "begun"), str(tmp_path / "end"))
+    wait_until((tmp_path / "begun").exists)
     with pytest.raises(DeadlineError, match=r"'add' waited 0\.1 s for another call to end"):
         group.call("add", 1, timeout_s=0.1)
-    pending.result(5)
+    (tmp_path / "end").touch()
+    pending.result(60)
 
 
 def test_coroutine_methods_share_one_loop(cluster):
     group = cluster.launch("waiting", Waiting)
-    pending = [group.start("request", value, 0.1) for value in range(20)]
-    assert [p.result(5)[0] for p in pending] == list(range(20))
-    assert group.call("peak")[0] > 5
+    pending = [group.start("meet", value, 20) for value in range(20)]
+    assert [p.result(60)[0] for p in pending] == list(range(20))
+    assert group.call("peak") == [20]
     with pytest.raises(WorkerError, match="raised KeyError"):
         group.call("fail")
 
 
-def test_groups_can_be_awaited(cluster):
+def test_groups_can_be_awaited(cluster, tmp_path):
     group = cluster.launch("busy", Busy, processes=2)
 
     async def both() -> list:
@@ -129,10 +133,11 @@ def test_groups_can_be_awaited(cluster):
     assert asyncio.run(both()) == [["done", "done"], ["done"]]
 
     async def late() -> None:
-        await group.acall("work", 2.0, timeout_s=0.1)
+        await group.acall("work_until", str(tmp_path / "end"), timeout_s=0.1)
 
-    with pytest.raises(DeadlineError, match="busy rank 0: no answer to 'work'"):
+    with pytest.raises(DeadlineError, match="busy rank 0: no answer to 'work_until'"):
         asyncio.run(late())
+    (tmp_path / "end").touch()
 
 
 def test_kept_results_are_passed_on_by_reference(cluster):

@@ -89,6 +89,18 @@ def test_damage_is_named_and_never_skipped(store, damage, message):
         store.newest()
 
 
+def test_any_flipped_bit_of_a_manifest_is_found(store):
+    manifest = write(store, 1) / "manifest.json"
+    data = manifest.read_bytes()
+    for at, byte in enumerate(data):
+        for bit in (0, 5):  # another letter or number, and capitals
+            manifest.write_bytes(data[:at] + bytes([byte ^ 1 << bit]) + data[at + 1 :])
+            with pytest.raises(CheckpointError, match="step-000001 is damaged"):
+                store.newest()
+    manifest.write_bytes(data)
+    assert store.newest() is not None
+
+
 def test_a_name_cannot_leave_the_directory(store, tmp_path):
     """Scenario 47."""
     (tmp_path / "outside").write_text("weights of 1")
@@ -155,7 +167,7 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path):
         with contextlib.suppress(subprocess.TimeoutExpired):
             writer.wait(rng.random() * 0.03)
         writer.send_signal(signal.SIGKILL)
-        writer.wait(10)
+        writer.wait(60)
         writer.stdout.close()
         store = CheckpointStore(directory)
         store.clean()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from held_cases import wait_for
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 
@@ -16,7 +17,7 @@ from hotseat.config import loads
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 
 MARK = "TEST_ENDINGS"  # in the environment of everything that a run of these tests starts
 
@@ -24,15 +25,6 @@ MARK = "TEST_ENDINGS"  # in the environment of everything that a run of these te
 def hear_interrupts() -> None:
     """In the child: a shell starts what runs in its background with SIGINT ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def wait_for(condition, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
@@ -53,14 +45,15 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
     )
     try:
         metrics = task / "runs" / "run" / "metrics.jsonl"
-        assert wait_for(lambda: metrics.exists() and len(read_lines(metrics)) > 3, 120)
+        assert wait_for(lambda: metrics.exists() and len(read_lines(metrics)) > 3, 300)
         assert len(marked(MARK, [mark])) > 5  # the driver, Ray's own, actor, engine, agents, the reward function
         driver.send_signal(ending)
-        _, errors = driver.communicate(timeout=30)
+        _, errors = driver.communicate(timeout=90)
         if ending is signal.SIGINT:
             assert driver.returncode == 130
             assert errors.strip().splitlines()[-1] == "hotseat: stopped"
-        assert wait_for(lambda: not marked(MARK, [mark]), 10), marked(MARK, [mark])
+        within_s = 10 if ending is signal.SIGKILL else 60  # ten seconds are what docs/reliability.md says of a kill
+        assert wait_for(lambda: not marked(MARK, [mark]), within_s), marked(MARK, [mark])
     finally:
         end_marked(MARK, [mark])
         driver.wait(10)

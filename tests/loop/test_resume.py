@@ -10,12 +10,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from held_cases import end_stopped, started, wait_for, wait_until_stopped
 from loop_cases import make_task, rl_yaml, rm_yaml, sft_yaml
 from safetensors.torch import load_file
 
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import CheckpointError, UserError
+from hotseat.faults import Fault
 from hotseat.loop.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.saving import compare, sole_owner
@@ -268,56 +270,47 @@ def test_another_runs_checkpoints_are_not_taken_for_ones_own(task):
         run(task, "sft", "b", "checkpoint.every=2", shared)
 
 
-SLOW_REWARD = """
-import time
-
-def reward_func(queries, prompts, labels):
-    time.sleep(0.5)
-    return [1.0] * len(queries)
-"""
-
-
-def start_and_wait(task: Path, name: str, *options: str) -> subprocess.Popen:
-    """`hotseat run` in process, until it has made its second step."""
-    (task / f"{name}.yaml").write_text(rl_yaml(task, name=name))
-    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *RL, *options]
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = task / "runs" / name / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and len(read_lines(metrics)) > 2) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return driver
-
-
 def test_sigterm_saves_and_the_rest_can_follow(task):
     """Scenario 14."""
-    run(task, "rl", "whole", "train.num_episodes=40")
-    driver = start_and_wait(task, "ended", "train.num_episodes=40", "checkpoint.every=1000")
-    driver.send_signal(signal.SIGTERM)
-    out, errors = driver.communicate(timeout=30)
+    run(task, "rl", "whole")
+    third_step = Fault("update.before", "stop", skip=2)
+    with started(task, *RL, "checkpoint.every=1000", found=[third_step], name="ended") as driver:
+        wait_until_stopped(driver)
+        end_stopped(driver)
+        out, errors = driver.communicate(timeout=240)
     assert driver.returncode == 130
     assert "saved " in out
     assert errors.strip().splitlines()[-1] == "hotseat: stopped"
     [checkpoint] = (task / "runs" / "ended" / "checkpoints").iterdir()
-    assert int(checkpoint.name.removeprefix("step-")) < 80
+    assert checkpoint.name == "step-000003"
     assert main(["resume", str(task / "runs" / "ended")]) == 0
     assert same(weights(task, "whole"), weights(task, "ended"))
 
 
+REWARD_OF_MINUTES = """
+import time
+from pathlib import Path
+
+def reward_func(queries, prompts, labels):
+    time.sleep(300 if Path("{slow}").exists() else 0)
+    return [1.0] * len(queries)
+"""
+
+
 def test_a_second_sigterm_ends_at_once(task):
-    """Scenario 15: and leaves no checkpoint that looks whole."""
-    (task / "reward.py").write_text(
-        "import time\ndef reward_func(q, p, l):\n    time.sleep(0.5)\n    return [1.0] * len(q)\n"
-    )
-    driver = start_and_wait(task, "ended", "train.num_episodes=100", "checkpoint.every=1000")
-    time.sleep(0.5)  # into the next step, whose rewards take two seconds: it cannot end between the two signals
-    driver.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
-    driver.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    driver.communicate(timeout=30)
+    """Scenario 15: and leaves no checkpoint that looks whole. Both come in the third step, which cannot end."""
+    (task / "reward.py").write_text(REWARD_OF_MINUTES.format(slow=task / "slow"))
+    found = [Fault("generation.before", "stop", skip=2), Fault("scoring.during", "stop", skip=8)]
+    options = (*RL, "checkpoint.every=1000", "reward.timeout_s=600")
+    with started(task, *options, found=found, name="ended") as driver:
+        wait_until_stopped(driver)
+        (task / "slow").touch()
+        end_stopped(driver)
+        assert wait_for(lambda: len(list((task / "faults").glob("*.happened"))) == 2, 120)
+        wait_until_stopped(driver)
+        end_stopped(driver)
+        driver.communicate(timeout=90)
     assert driver.returncode == 130
-    assert time.monotonic() - began < 8
     assert not list((task / "runs" / "ended" / "checkpoints").glob("step-*"))
 
 

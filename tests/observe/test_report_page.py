@@ -297,4 +297,4 @@ def test_nothing_is_wider_than_the_window(open_report):
     for width in (1440, 1280, 800, 420):
         page.set_viewport_size({"width": width, "height": 720})
         page.wait_for_timeout(100)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)

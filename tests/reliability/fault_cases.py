@@ -102,14 +102,14 @@ class Faulty:
             env={**env, MARK: self.mark, VARIABLE: str(self.faults)},
         )
 
-    def finish(self, timeout_s: float = 180) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 600) -> tuple[int, str, str]:
         """(exit code, what it printed, what it complained of)."""
         assert self.process is not None
         out, errors = self.process.communicate(timeout=timeout_s)
         self.ended_s = time.time()
         return self.process.returncode, out, errors
 
-    def go(self, timeout_s: float = 180) -> tuple[int, str, str]:
+    def go(self, timeout_s: float = 600) -> tuple[int, str, str]:
         self.start()
         return self.finish(timeout_s)
 

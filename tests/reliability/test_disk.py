@@ -156,6 +156,7 @@ def test_a_disk_that_is_mounted_for_reading(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
 @pytest.mark.parametrize("keep_last", [1, pytest.param(9, marks=pytest.mark.long)])
 def test_a_run_stops_at_a_full_disk_and_goes_on_when_there_is_room(tmp_path, keep_last):
@@ -181,7 +182,7 @@ def test_a_run_stops_at_a_full_disk_and_goes_on_when_there_is_room(tmp_path, kee
         {hotseat} resume {task}/runs/run
         echo "ended with $?"
     """
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=400)
     assert f"hotseat: no room for the checkpoint of step 3 in {disk}: it needs " in done.stderr
     assert "bytes, 15," in done.stderr
     assert "are free; earlier checkpoints are intact. Make room, or set checkpoint.path to another disk" in done.stderr

@@ -13,7 +13,7 @@ from fault_cases import TWO_RANKS, Faulty, differences, make_faulty_task, run_un
 from hotseat.faults import POINTS, Fault
 from hotseat.observe import read_lines
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Reached by the driver or by the agent host, before or beside anything that an engine does.
 EVERY_STEP = [point for point in POINTS if point not in ("start-up", "evaluation.during")]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from held_cases import held
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -832,14 +834,15 @@ def _snapshots(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[s
     backend = make(tiny_model(), OPTIONS)
     backend.update(work, ClippedLoss(), 1.0)
     backend.save(directory / f"saved-{num_ranks}")
-    with armed(directory / f"faults-{num_ranks}-{rank}", Fault("save.during", "0.5")):
+    go_on = threading.Event()
+    with held("save.during", lambda: go_on.wait(60)):
         backend.snapshot(directory / f"snapshot-{num_ranks}")
         torch.manual_seed(rank)
         backend.update(work, ClippedLoss(), 1.0)
         assert not backend.is_written()
-        for _ in range(20):
+        go_on.set()
+        for _ in range(20):  # both groups of ranks are at work
             backend.update(work, ClippedLoss(), 1.0)
-            time.sleep(0.05)  # until after the fault, so that both groups of ranks are at work
         wait_until_written(backend)
     backend.close()
     found = []

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,11 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_cases import meeting
 
 from hotseat.errors import DeadlineError
 from hotseat.train.ranks import Ranks
 
 SUITE = f"{__package__}.conformance"
+TIMEOUT_S = 900  # of a group on a busy machine; one that hangs does so in a collective, for 30 s
 
 
 def run_ranks(
@@ -31,40 +32,30 @@ def run_ranks(
     factory: str,
     directory: Path,
     *,
-    timeout_s: float,
+    timeout_s: float = TIMEOUT_S,
     suite: str = SUITE,
     scenarios: str = "SCENARIOS",
 ) -> list[dict[str, Any]]:
     """Every rank's results by scenario. A scenario that failed has its traceback there instead."""
     directory.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
+    common = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     command = [sys.executable, "-m", __name__, factory, str(directory), suite, scenarios]
     processes = []
-    try:
-        for rank in range(num_ranks):
-            with open(directory / f"log-{rank}.txt", "w") as log:
-                processes.append(
-                    subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT)
-                )
-        deadline = time.monotonic() + timeout_s
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.1, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with meeting(num_ranks) as environments:
+        try:
+            for rank, own in enumerate(environments):
+                with open(directory / f"log-{rank}.txt", "w") as log:
+                    processes.append(
+                        subprocess.Popen(command, env={**common, **own}, stdout=log, stderr=subprocess.STDOUT)
+                    )
+            deadline = time.monotonic() + timeout_s
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     logs = "\n".join((directory / f"log-{rank}.txt").read_text()[-4000:] for rank in range(num_ranks))
     assert all(process.returncode == 0 for process in processes), logs
     return [torch.load(directory / f"results-{rank}.pt", weights_only=True) for rank in range(num_ranks)]
@@ -76,6 +67,7 @@ ABSENT = "waits_for_an_absent_rank"
 def wait_for_an_absent_rank(rank: int) -> str:
     """The first rank waits, the others have gone elsewhere: what it is told."""
     ranks = Ranks(torch.device("cpu"), 2.0)
+    dist.barrier()  # to meet in the group they have no more than two seconds either
     ranks.facts = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=2))
     if rank > 0:
         time.sleep(4)

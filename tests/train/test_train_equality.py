@@ -16,7 +16,9 @@ import torch
 
 from . import adapters, fsdp_factory, zero_factory
 from .conformance import OPTIONS, assert_close, assert_identical, learns
-from .run_ranks import run_ranks
+from .run_ranks import TIMEOUT_S, run_ranks
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 
 MATRIX = {
     f"{layout}_{what}": learns(replace(options, layout=layout))
@@ -47,7 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         factory, stage = RUNS[run]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(zero_factory.STAGE, str(stage))
-            ranks = run_ranks(2, factory.__name__, directory, timeout_s=280, suite=__name__, scenarios="MATRIX")
+            ranks = run_ranks(2, factory.__name__, directory, suite=__name__, scenarios="MATRIX")
         for rank, result in enumerate(ranks):
             for name in MATRIX:
                 assert not isinstance(result[name], str), f"rank {rank}:\n{result[name]}"

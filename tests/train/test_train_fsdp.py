@@ -17,9 +17,11 @@ from hotseat.train import FSDPBackend, LoraOptions, TrainOptions
 
 from . import adapters, conformance, fsdp_factory
 from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model
-from .run_ranks import ABSENT, run_ranks
+from .run_ranks import ABSENT, TIMEOUT_S, run_ranks
 
 NUM_RANKS = 2
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 
 
 @pytest.mark.slow
@@ -44,7 +46,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     directory = tmp_path_factory.mktemp("ranks")
     conformance.save_alone(fsdp_factory.make, directory)
     adapters.save_alone(fsdp_factory.make, directory)
-    return directory, run_ranks(NUM_RANKS, fsdp_factory.__name__, directory, timeout_s=240)
+    return directory, run_ranks(NUM_RANKS, fsdp_factory.__name__, directory)
 
 
 @pytest.mark.slow
@@ -220,7 +222,7 @@ def test_four_ranks_are_as_one(name: str, four: list[dict[str, Any]], tmp_path: 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("four")
-    return run_ranks(4, fsdp_factory.__name__, directory, timeout_s=240, scenarios="FOUR_RANKS")
+    return run_ranks(4, fsdp_factory.__name__, directory, scenarios="FOUR_RANKS")
 
 
 def test_it_is_loaded_from_a_folder(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ from .conformance import (
     tiny_model,
     weights_after_another_update,
 )
-from .run_ranks import run_ranks
+from .run_ranks import TIMEOUT_S, run_ranks
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 
 STAGES = [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1))]
 OVER_TWO = replace(OPTIONS, zero=ZeroOptions(tensor_parallel_size=2))
@@ -126,7 +128,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
         tensor_scenarios.LEARNS["goes_on"](fsdp_factory.make, 0, 1, directory)  # for the ranks to go on from
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(zero_factory.STAGE, str(stage))
-            return directory, run_ranks(2, tensor_scenarios.__name__, directory, timeout_s=280, scenarios="TWO")
+            return directory, run_ranks(2, tensor_scenarios.__name__, directory, scenarios="TWO")
 
     return run
 

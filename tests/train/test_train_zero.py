@@ -23,11 +23,12 @@ from hotseat.types import MicroBatch
 
 from . import adapters, conformance, fsdp_factory, zero_factory
 from .conformance import OPTIONS, ClippedLoss, assert_close, assert_identical, copy_weights, some_segments, tiny_model
-from .run_ranks import run_ranks
+from .run_ranks import TIMEOUT_S, run_ranks
 
 NUM_RANKS = 2
 
-pytestmark = pytest.mark.slow  # DeepSpeed takes its time to start
+# DeepSpeed takes its time to start.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 100)]
 
 STAGES = [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3))]
 Group = Callable[[int, str], tuple[Path, list[dict[str, Any]]]]
@@ -76,7 +77,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
         adapters.save_alone(fsdp_factory.make, directory)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(zero_factory.STAGE, str(stage))
-            return directory, run_ranks(NUM_RANKS, zero_factory.__name__, directory, timeout_s=280, scenarios=scenarios)
+            return directory, run_ranks(NUM_RANKS, zero_factory.__name__, directory, scenarios=scenarios)
 
     # With stage 2 all are in `make test`, and to start ranks again would cost as much as the scenarios.
     apart = {name: "PLAIN" if name in zero_factory.PLAIN else "ADAPTED" for name in zero_factory.ALL}
@@ -151,7 +152,7 @@ def test_other_numbers_of_ranks_stages_and_backends_load_what_two_saved(stage: i
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ten_micro_batches_on_four_ranks(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(zero_factory.STAGE, str(stage))
-    results = run_ranks(4, zero_factory.__name__, tmp_path, timeout_s=280, scenarios="FOUR_RANKS")
+    results = run_ranks(4, zero_factory.__name__, tmp_path, scenarios="FOUR_RANKS")
     for name, scenario in conformance.FOUR_RANKS.items():
         expected = scenario(fsdp_factory.make, 0, 1, tmp_path)
         conformance.assert_group_agrees(expected, [result[name] for result in results])

@@ -1,0 +1,84 @@
+"""Runs that are held at a point, so that what a test does there is done there, however busy the machine is."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from loop_cases import rl_yaml
+
+from hotseat import faults
+from hotseat.cluster._guard import process_state
+from hotseat.faults import VARIABLE, Fault
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@contextmanager
+def held(point: str, wait: Callable[[], bool]) -> Iterator[None]:
+    """This process waits at a point the first time it is there. `wait`: whether what it waited for came about."""
+    reach, arrivals = faults.reach, itertools.count()
+
+    def reach_and_wait(name: str) -> None:
+        if name == point and next(arrivals) == 0:
+            assert wait(), f"held at {point} for too long"
+        reach(name)
+
+    faults.reach = reach_and_wait
+    try:
+        yield
+        assert next(arrivals) > 0, f"{point} was not reached"
+    finally:
+        faults.reach = reach
+
+
+def arm(directory: Path, found: Sequence[Fault]) -> None:
+    directory.mkdir(exist_ok=True)
+    for number, fault in enumerate(found):
+        fault.arm(directory, f"{number}-{fault.point}")
+
+
+@contextmanager
+def started(task: Path, *overrides: str, found: Sequence[Fault], name: str = "run") -> Iterator[subprocess.Popen]:
+    """`hotseat run` in a process, with faults."""
+    arm(task / "faults", found)
+    (task / f"{name}.yaml").write_text(rl_yaml(task, name=name))
+    with subprocess.Popen(
+        [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides],
+        env={**os.environ, VARIABLE: str(task / "faults")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
+
+
+def wait_until_stopped(process: subprocess.Popen, *others: subprocess.Popen) -> None:
+    """By a fault, while the others live. Its `.happened` is there a moment earlier: a SIGCONT would be lost then."""
+
+    def is_stopped() -> bool:
+        assert all(each.poll() is None for each in (process, *others))
+        return process_state(process.pid) == "stopped"
+
+    assert wait_for(is_stopped, 240)
+
+
+def end_stopped(process: subprocess.Popen) -> None:
+    """SIGTERM comes where the process stands."""
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
