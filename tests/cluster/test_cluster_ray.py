@@ -122,7 +122,7 @@ def test_device_visibility_ranks_and_threads_follow_the_plan(pair):
         dict(zip(names, ["1,0", "0", "2", "0", "127.0.0.1", "seven"], strict=True)),
         dict(zip(names, ["1", "1", "2", "1", "127.0.0.1", "seven"], strict=True)),
     ]
-    assert pair.call("threads", timeout_s=120) == [(2, "2")] * 2
+    assert pair.call("threads", timeout_s=240) == [(2, "2")] * 2
 
 
 def test_results_come_in_rank_order(pair):
@@ -136,7 +136,7 @@ def test_results_come_in_rank_order(pair):
 
 
 def test_torch_distributed_can_be_initialised(pair):
-    assert pair.call("all_reduce", 2.0, timeout_s=120) == [6.0, 6.0]
+    assert pair.call("all_reduce", 2.0, timeout_s=240) == [6.0, 6.0]
 
 
 def test_everything_listens_on_loopback(ray_cluster, pair):
