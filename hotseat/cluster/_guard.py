@@ -32,7 +32,7 @@ SHM_PREFIX = "HOTSEAT_SHM_PREFIX"
 
 # They remove the segments of those who used them once these are gone, so they go last.
 _HELPERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-_HELPERS_GRACE_S = 4.0
+_HELPERS_GRACE_S = 3.0
 
 
 def in_worker_process() -> bool:
@@ -150,14 +150,17 @@ def _has_variable(pid: int, prefix: bytes, wanted: set[bytes]) -> bool:
 def end_marked(variable: str, values: Iterable[str], *, timeout_s: float = 8.0, spare: Iterable[int] = ()) -> list[int]:
     """Kill what `marked` finds until it finds nothing twice (a fork may be under way). Returns the pids it killed."""
     values, spared, killed, clean = list(values), set(spare), [], 0
-    begin = time.monotonic()
+    begin = alone_since = time.monotonic()
     while time.monotonic() - begin < timeout_s:
         found = [pid for pid in marked(variable, values) if pid not in spared]
         clean = clean + 1 if not found else 0
         if clean == 2:
             break
+        helpers = {pid for pid in found if _is_helper(pid)}
+        if len(helpers) < len(found):
+            alone_since = time.monotonic()
         for pid in found:
-            if time.monotonic() - begin < _HELPERS_GRACE_S and _is_helper(pid):
+            if pid in helpers and time.monotonic() - alone_since < _HELPERS_GRACE_S:
                 continue
             if _kill(pid, variable, values) and pid not in killed:
                 killed.append(pid)

@@ -188,7 +188,9 @@ class CheckpointStore:
 
         try:
             manifest = json.loads((path / MANIFEST).read_text())
-            files = dict(manifest["files"])
+            files = manifest["files"]
+            if not isinstance(files, dict):
+                raise TypeError("no table of files")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise broken(MANIFEST, f"cannot be read ({error})") from None
         if manifest.get("format") != FORMAT:

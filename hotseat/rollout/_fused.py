@@ -4,8 +4,8 @@ vLLM fuses projections (q, k and v in one matrix, gate and up in another) and gi
 Both are known from the type of the layer. A `Piece` is what one rank holds of one weight, as a view of the live
 parameter; the digests of all pieces of a weight add up to the digest of the whole.
 
-The experts of a layer are one tensor on both sides, in the same order: new ones are copied into their pieces at once,
-where vLLM's own way goes through every expert.
+Experts whose tensors have the same order on both sides (`_EXPERTS`) are copied into their pieces as they are, where
+vLLM's own way takes every expert's projections one by one. No digest reaches those of other models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Piece:
     offset: tuple[int, ...]  # of its first element in the whole weight
     shape: tuple[int, ...]  # of the whole weight
     is_counted: bool  # False: another rank holds the same, and counts it
-    is_taken_here: bool = False  # vLLM's own loading is not asked: it has another name for it, or takes long
+    is_taken_here: bool = False  # vLLM's own loading is not asked: it has another name for it, or other parts
 
     def take(self, whole: Tensor) -> None:
         """This piece of a new weight."""
@@ -34,19 +34,25 @@ class Piece:
         self.live.copy_(whole[window])
 
 
-# Modules that have another name in transformers than in vLLM.
-_RENAMED = {"block_sparse_moe": "mlp"}
+# Models whose experts lie in vLLM as in transformers, and modules that have another name there than in vLLM.
+_EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "MixtralForCausalLM": {"block_sparse_moe": "mlp"},
+    "Qwen2MoeForCausalLM": {},
+    "Qwen3MoeForCausalLM": {},
+}
 
 
 def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
-    """Every piece of every parameter, under every name that it has. `rank`: among those that share the model."""
+    """Of every parameter that is known, under every name that it has. `rank`: among those that share the model."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    names = _EXPERTS.get(type(model).__name__)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        renamed = ".".join(_RENAMED.get(part, part) for part in prefix.split("."))
+        renamed = ".".join((names or {}).get(part, part) for part in prefix.split("."))
         if isinstance(module, RoutedExperts):
-            yield from _of_experts(module, renamed.removesuffix(".routed_experts"), rank)
+            if names is not None:
+                yield from _of_experts(module, renamed.removesuffix(".routed_experts"), rank)
             continue
         for name, parameter in module.named_parameters(recurse=False):
             for piece in _of_parameter(module, renamed, name, parameter.detach(), rank, packed):
@@ -128,7 +134,10 @@ def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:
         return Piece(f"{prefix}.{name}", view, offset, shape, size > 1 or rank == 0, is_taken_here=True)
 
     whole = (num_experts, 2 * total, hidden)
-    halves = [(gate_up, 0)] if size == 1 else zip(gate_up.split(width, dim=1), (0, total), strict=True)
-    for view, start in halves:
-        yield piece("gate_up_proj", view, (0, start + part * width, 0), whole)
+    if size == 1:
+        yield piece("gate_up_proj", gate_up, (0, 0, 0), whole)
+    else:  # Expert by expert: a half of all of them is not contiguous, and would be copied to be read or written.
+        for expert in range(num_experts):
+            for view, start in zip(gate_up[expert : expert + 1].split(width, dim=1), (0, total), strict=True):
+                yield piece("gate_up_proj", view, (expert, start + part * width, 0), whole)
     yield piece("down_proj", down, (0, 0, part * width), (num_experts, hidden, total))

@@ -70,8 +70,7 @@ class VllmEngine(ThreadedEngine):
         started = core.call("hotseat_start", names, timeout_s=call_timeout_s)
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
         if problem is not None:
-            core.close()
-            raise UserError(problem)
+            raise RunError(problem)
         self._part_bytes = _add_up(rank["bytes"] for rank in started)
         self.undigested: frozenset[str] = frozenset(started[0]["undigested"])
         # What vLLM has, by the name that it knows; touched by the background thread alone.

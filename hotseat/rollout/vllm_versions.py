@@ -277,7 +277,8 @@ def _settings(options: CoreOptions) -> Iterator[bool]:
 
 
 def leave_weights_in_place() -> None:
-    """On a CPU vLLM repacks the weights of linear layers, and those that are pushed would have nowhere to go."""
+    """On a CPU vLLM repacks the weights of linear layers and of experts, and those that are pushed would have nowhere
+    to go: layers and experts are computed here from the weights as they were loaded."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -289,9 +290,12 @@ def leave_weights_in_place() -> None:
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
     if importlib.util.find_spec(_CPU_EXPERTS) is not None:
-        experts = importlib.import_module(_CPU_EXPERTS).CPUUnquantizedExperts
-        experts.process_weights_after_loading = lambda *_: None
-        experts.apply = _apply_experts
+        kernel = getattr(importlib.import_module(_CPU_EXPERTS), "CPUUnquantizedExperts", None)
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
+
+        if kernel is not None and issubclass(kernel, FusedMoEExpertsModular):  # earlier versions have others
+            kernel.process_weights_after_loading = lambda *_: None
+            kernel.apply = _apply_experts
 
 
 def _apply_experts(
@@ -327,17 +331,20 @@ def experts_problem(model: torch.nn.Module) -> str | None:
     for module in model.modules():
         if not isinstance(module, RoutedExperts):
             continue
-        backend = getattr(getattr(module.quant_method, "unquantized_backend", None), "name", None)
-        if current_platform.is_cpu():
-            is_plain = module.moe_config.activation.value in _ACTIVATIONS and not module.moe_config.has_bias
-            fits = is_plain and backend == "CPU" and importlib.util.find_spec(_CPU_EXPERTS) is not None
-        else:
-            fits = backend in ("TRITON", "BATCHED_TRITON")
-        if not fits:
-            kept = f"{backend} kernels" if backend else type(module.quant_method).__name__
+        method, config = module.quant_method, module.moe_config
+        instead = "set rollout.engine to transformers"
+        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+        is_ours = getattr(getattr(method, "experts_cls", None), "apply", None) is _apply_experts
+        if not (is_ours if current_platform.is_cpu() else backend in ("TRITON", "BATCHED_TRITON")):
+            kept = f"{backend} kernels want" if backend else f"{type(method).__name__} wants"
             return (
-                f"vLLM {installed_version()} keeps the experts of this {type(model).__name__} as its {kept} want them,"
-                " and new weights cannot be put there: set rollout.engine to transformers"
+                f"vLLM {installed_version()} keeps the experts of this {type(model).__name__} as its {kept} them, and"
+                f" new weights cannot be put there: {instead}"
+            )
+        if is_ours and (config.has_bias or config.activation.value not in _ACTIVATIONS):
+            return (
+                f"the experts of this {type(model).__name__} have biases or the activation {config.activation.value},"
+                f" which are not computed with vLLM on a CPU: {instead}"
             )
     return None
 

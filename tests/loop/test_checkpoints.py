@@ -23,6 +23,10 @@ def write(store: CheckpointStore, step: int, *, text: str = "weights", best_metr
     return store.commit(step, {"step": step, "best_metric": best_metric})
 
 
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 @pytest.fixture
 def store(tmp_path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep_last=2)
@@ -75,6 +79,7 @@ def test_a_checkpoint_is_never_overwritten(store):
         (lambda p: (p / "actor" / "shard-0").unlink(), "shard-0 is missing"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json cannot be read"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (lambda p: rewrite(p / "manifest.json", files=[["a", {}]]), "no table of files"),
         (lambda p: (p / "extra").touch(), "extra is not in the manifest"),
         (lambda p: (p / "state.json").write_text("{}"), "state.json has"),
     ],

@@ -33,7 +33,7 @@ from hotseat.errors import WorkerError
 from hotseat.rollout._fused import Piece, pieces
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout.vllm_engine import VllmEngine
-from hotseat.rollout.vllm_versions import experts_problem
+from hotseat.rollout.vllm_versions import _apply_experts, experts_problem
 
 from . import conformance
 from .conformance import Subject, named_weights, reference_log_probs, request
@@ -141,6 +141,10 @@ def test_a_rank_holds_its_rows_of_gate_and_up_and_its_columns_of_down(size: int)
         assert [held[name].is_counted for held in ranks] == [True, False][:size]
 
 
+class MixtralForCausalLM(Model):
+    """In transformers its `block_sparse_moe` is called `mlp`."""
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rank_holds_its_rows_and_columns_of_every_expert_and_takes_new_ones(size: int) -> None:
     from .vllm_layers import Experts
@@ -155,9 +159,11 @@ def test_a_rank_holds_its_rows_and_columns_of_every_expert_and_takes_new_ones(si
         block, runner = nn.Module(), nn.Module()
         runner.add_module("routed_experts", experts)
         block.add_module("experts", runner)
-        ranks.append(list(pieces(Model(block_sparse_moe=block), rank)))  # transformers has another name for it
+        ranks.append(list(pieces(MixtralForCausalLM(block_sparse_moe=block), rank)))
+        assert list(pieces(Model(block_sparse_moe=block), rank)) == []  # one of which this is not known
     held = [piece for rank in ranks for piece in rank]
     assert {piece.name for piece in held} == set(whole)
+    assert all(piece.live.is_contiguous() for piece in held)  # or it would be copied to be digested
     assert all(piece.is_taken_here and piece.shape == tuple(whole[piece.name].shape) for piece in held)
 
     def check(whole: dict[str, torch.Tensor]) -> None:
@@ -173,25 +179,23 @@ def test_a_rank_holds_its_rows_and_columns_of_every_expert_and_takes_new_ones(si
     check(new)
 
 
-def test_experts_that_a_kernel_reorders_are_refused() -> None:
+def test_experts_that_a_kernel_reorders_or_that_are_not_computed_here_are_refused() -> None:
     from .vllm_layers import Experts
 
-    experts = Experts(
-        torch.randn(3, 8, WIDTH),
-        torch.randn(3, WIDTH, 4),
-        0,
-        1,
-        activation=SimpleNamespace(value="silu"),
-        has_bias=False,
-    )
-    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="CPU"))
-    assert experts_problem(Model(experts=experts)) is None
-    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="FLASHINFER_TRTLLM"))
-    assert "keeps the experts of this Model as its FLASHINFER_TRTLLM kernels want them" in str(
-        experts_problem(Model(experts=experts))
-    )
-    experts.quant_method = SimpleNamespace()  # quantized: none of these kernels
-    assert "as its SimpleNamespace want them" in str(experts_problem(Model(experts=experts)))
+    def problem(method: Any, activation: str = "silu", has_bias: bool = False) -> str | None:
+        kind = SimpleNamespace(value=activation)
+        experts = Experts(torch.randn(3, 8, WIDTH), torch.randn(3, WIDTH, 4), 0, 1, activation=kind, has_bias=has_bias)
+        experts.quant_method = method
+        return experts_problem(Model(experts=experts))
+
+    cpu = SimpleNamespace(name="CPU")
+    ours = SimpleNamespace(unquantized_backend=cpu, experts_cls=SimpleNamespace(apply=_apply_experts))
+    theirs = SimpleNamespace(unquantized_backend=cpu, experts_cls=SimpleNamespace(apply=print))
+    assert problem(ours) is None
+    assert "keeps the experts of this Model as its CPU kernels want them" in str(problem(theirs))
+    assert "as its SimpleNamespace wants them" in str(problem(SimpleNamespace()))  # quantized
+    assert "have biases or the activation swigluoai" in str(problem(ours, activation="swigluoai"))
+    assert "have biases or the activation silu" in str(problem(ours, has_bias=True))
 
 
 def test_a_fused_parameter_of_an_unknown_layout_is_no_piece() -> None:
