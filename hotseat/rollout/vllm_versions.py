@@ -290,9 +290,9 @@ def leave_weights_in_place() -> None:
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
     if importlib.util.find_spec(_CPU_EXPERTS) is not None:
-        kernel = getattr(importlib.import_module(_CPU_EXPERTS), "CPUUnquantizedExperts", None)
         from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 
+        kernel = getattr(importlib.import_module(_CPU_EXPERTS), "CPUUnquantizedExperts", None)
         if kernel is not None and issubclass(kernel, FusedMoEExpertsModular):  # earlier versions have others
             kernel.process_weights_after_loading = lambda *_: None
             kernel.apply = _apply_experts

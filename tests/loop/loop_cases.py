@@ -53,8 +53,8 @@ def more_sevens(num_pairs: int, seed: int) -> list[dict]:
     return rows
 
 
-def make_task(directory: Path, seed: int = 0, **shape: float) -> Path:
-    """A tiny Llama over digits, prompts `1+2=` with a digit as label, a reward that counts sevens, and pairs.
+def make_task(directory: Path, seed: int = 0, architecture: str = "Llama", **shape: float) -> Path:
+    """A tiny model over digits, prompts `1+2=` with a digit as label, a reward that counts sevens, and pairs.
 
     shape: of the model, where it is to have another.
     """
@@ -66,8 +66,8 @@ def make_task(directory: Path, seed: int = 0, **shape: float) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "demo")
     tokenizer.save_pretrained(directory / "model")
     torch.manual_seed(seed)
-    transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+    getattr(transformers, f"{architecture}ForCausalLM")(
+        getattr(transformers, f"{architecture}Config")(
             **{
                 "vocab_size": 16,
                 "hidden_size": 16,

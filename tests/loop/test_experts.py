@@ -4,7 +4,6 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from loop_cases import make_task, rl_yaml, sft_yaml
 
@@ -23,28 +22,8 @@ MIXTURES = {
 
 def make_mixture(directory: Path, config: str, **changes: int) -> Path:
     """The usual task with a mixture of experts as its model."""
-    make_task(directory)
-    torch.manual_seed(0)
-    shape = getattr(transformers, config)(
-        **{
-            "vocab_size": 16,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 32,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-            "initializer_range": 0.3,
-            **MIXTURES[config],
-            **changes,
-        }
-    )
-    transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(directory / "model")
-    return directory
+    shape = {"initializer_range": 0.3, **MIXTURES[config], **changes}
+    return make_task(directory, architecture=config.removesuffix("Config"), **shape)
 
 
 def run(text: str, *overrides: str) -> list[dict]:

@@ -298,3 +298,4 @@ def test_nothing_is_wider_than_the_window(open_report):
         page.set_viewport_size({"width": width, "height": 720})
         page.wait_for_timeout(100)
         page.wait_for_function("width => document.documentElement.scrollWidth <= width", arg=width)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
