@@ -1,9 +1,9 @@
 """FSDP2 against DeepSpeed's ZeRO stages 2 and 3 on the same updates: tokens/s and peak memory.
 
 With a GPU: a model of Qwen2.5-1.5B's shape without biases, with random weights, in pure bf16 and in bf16 with fp32
-masters, packed and with compiled layers; an update is 64 sequences of 535 tokens in two micro-batches. Beside it FSDP2
-with Liger's kernels and with neither, and ZeRO stage 3 with optimizer state in host memory on a 3B shape, for two
-updates. Without one: a tiny model in fp32 and four
+masters, packed and with compiled layers; an update is 64 sequences of 535 tokens in two micro-batches. Beside it ZeRO
+with the whole model compiled by DeepSpeed (DeepCompile), FSDP2 with Liger's kernels and with neither, and ZeRO stage 3
+with optimizer state in host memory on a 3B shape, for two updates. Without one: a tiny model in fp32 and four
 sequences.
 
 Each case runs in a fresh process; the best update after the first counts.
@@ -42,19 +42,28 @@ class Case:
     num_sequences: int = 64  # of an update, which is two micro-batches
     adam_offload: bool = False
     gradient_checkpointing: bool = False
-    layers: str = "compiled"  # or "eager", or with Liger's kernels: "liger"
+    layers: str = "compiled"  # or "eager", or with Liger's kernels: "liger"; or "whole": DeepSpeed compiles the model
 
 
 BACKENDS = {"fsdp": None, "zero2": 2, "zero3": 3}
-GPU_CASES = {
-    f"{backend}-{name}": Case("1.5B", precision, stage)
-    for name, precision in (("bf16", "bf16"), ("master", "bf16_master"))
-    for backend, stage in BACKENDS.items()
-} | {
-    "liger-bf16": Case("1.5B", "bf16", None, layers="liger"),
-    "eager-bf16": Case("1.5B", "bf16", None, layers="eager"),
-    "offload-3B": Case("3B", "bf16_master", 3, num_updates=2, adam_offload=True, gradient_checkpointing=True),
-}
+GPU_CASES = (
+    {
+        f"{backend}-{name}": Case("1.5B", precision, stage)
+        for name, precision in (("bf16", "bf16"), ("master", "bf16_master"))
+        for backend, stage in BACKENDS.items()
+    }
+    | {
+        # Passes of its own come with the sixth update.
+        f"deep{stage}-{name}": Case("1.5B", precision, stage, num_updates=9, layers="whole")
+        for name, precision in (("bf16", "bf16"), ("master", "bf16_master"))
+        for stage in (1, 2, 3)
+    }
+    | {
+        "liger-bf16": Case("1.5B", "bf16", None, layers="liger"),
+        "eager-bf16": Case("1.5B", "bf16", None, layers="eager"),
+        "offload-3B": Case("3B", "bf16_master", 3, num_updates=2, adam_offload=True, gradient_checkpointing=True),
+    }
+)
 CPU_CASES = {f"{backend}-tiny": Case("tiny", "fp32", stage, num_sequences=4) for backend, stage in BACKENDS.items()}
 
 
@@ -98,13 +107,14 @@ def measure(case: Case) -> dict[str, Any]:
     from hotseat.train.packing import split_by_tokens
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    is_compiled = {"compiled": True, "eager": False, "liger": None}
+    is_compiled = {"compiled": True, "eager": False, "liger": None, "whole": None}
+    zero = ZeroOptions(case.stage or 0, adam_offload=case.adam_offload, deepcompile=case.layers == "whole")
     options = TrainOptions(
         precision=case.precision,  # type: ignore[arg-type]
         compile=is_compiled[case.layers] if device == "cuda" else False,
         liger_kernel=case.layers == "liger",
         gradient_checkpointing=case.gradient_checkpointing,
-        zero=None if case.stage is None else ZeroOptions(case.stage, adam_offload=case.adam_offload),
+        zero=None if case.stage is None else zero,
     )
     backend = make_backend(make_model(case.model, device), options, device=device)
     if device == "cuda":

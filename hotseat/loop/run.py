@@ -373,15 +373,19 @@ def _check_training(config: Config, algebra: BatchAlgebra) -> None:
     import torch
 
     from hotseat.loop import settings
-    from hotseat.train.liger import check_device
+    from hotseat.train import deepcompile, liger
     from hotseat.train.make import check_options
 
     assert algebra.schedule_length is not None
     check_options(settings.train_options(config, algebra.schedule_length))
     if has_critic(config):
         check_options(settings.critic_options(config, algebra.schedule_length))
-    if config.train.liger_kernel and not os.environ.get("RAY_ADDRESS"):
-        check_device(torch.cuda.is_available())
+    if os.environ.get("RAY_ADDRESS"):
+        return  # other machines may have what this one lacks
+    if config.train.liger_kernel:
+        liger.check_device(torch.cuda.is_available())
+    if config.train.backend == "deepspeed" and config.train.deepspeed.deepcompile:
+        deepcompile.check_device(torch.cuda.is_available())
 
 
 def _open_run(

@@ -68,7 +68,7 @@ class ZeroOptions:
     zpg: int = 1  # ranks that keep a second copy of the weights among them (ZeRO++)
     overlap_comm: bool = False  # gradients are summed over ranks while the backward pass goes on
     grad_accum_dtype: GradDtype | None = None  # None: DeepSpeed's choice, the type of the computation
-    deepcompile: bool = False
+    deepcompile: bool = False  # DeepSpeed compiles the model as a whole; see `deepcompile`
     tensor_parallel_size: int = 1  # ranks that share each layer, and each micro-batch; see `tensor`
 
     def __post_init__(self) -> None:
@@ -86,10 +86,6 @@ class ZeroOptions:
         if self.grad_accum_dtype is not None and self.grad_accum_dtype not in get_args(GradDtype):
             raise UserError(
                 f"grad_accum_dtype {self.grad_accum_dtype!r}: choose one of {', '.join(get_args(GradDtype))}"
-            )
-        if self.deepcompile:
-            raise NotBuiltError(
-                "deepcompile: DeepSpeed's compiler passes are not built in; train.compile compiles layers"
             )
         if self.tensor_parallel_size > 1 and self.stage == 3:
             raise NotBuiltError(

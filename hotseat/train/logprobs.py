@@ -16,7 +16,7 @@ forward, 54 in backward. With a compiler no copy in float32 is made: `_score` re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,15 @@ def token_log_probs(
         if is_large
         else default_chunk_rows(weight.shape[0], hidden.device.type)
     )
-    log_probs, entropy = _ChunkedLogProbs.apply(
-        hidden, weight, bias, targets, temperature, with_entropy, rows, compiler
-    )
+    if torch.compiler.is_compiling():
+        # Part of a whole model that is being compiled: to the compiler one operation, however many chunks it takes.
+        _, log_probs, entropy = torch.ops.hotseat.log_probs(
+            hidden, weight, bias, targets, temperature, with_entropy, rows, compiler is not None
+        )
+    else:
+        log_probs, entropy = _ChunkedLogProbs.apply(
+            hidden, weight, bias, targets, temperature, with_entropy, rows, compiler
+        )
     return log_probs, entropy if with_entropy else None
 
 
@@ -80,29 +86,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows: int,
         compiler: Compiler | None,
     ) -> tuple[Tensor, Tensor]:
-        num_rows = hidden.shape[0]
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_normalizer = hidden.new_empty(num_rows, dtype=dtype)
-        log_probs = hidden.new_empty(num_rows, dtype=dtype)
-        entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=dtype)
-        logits = None
-        for start in range(0, num_rows, rows):
-            part = slice(start, start + rows)
-            if compiler is not None:
-                logits = torch.nn.functional.linear(hidden[part], weight, bias)
-                found = _compiled(_score, compiler)(*_any_rows(logits, targets[part]), temperature, with_entropy)
-                log_normalizer[part], log_probs[part] = found[:2]
-                if with_entropy:
-                    entropy[part] = found[2]
-                continue
-            logits = _logits(hidden[part], weight, bias, temperature)
-            log_normalizer[part] = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_normalizer[part]
-            if with_entropy:
-                probs = (logits - log_normalizer[part, None]).exp_()
-                entropy[part] = log_normalizer[part] - probs.mul_(logits).sum(-1)
+        log_normalizer, log_probs, entropy, logits = _score_chunks(
+            hidden, weight, bias, targets, temperature, with_entropy, rows, compiler
+        )
         needs_gradient = any(ctx.needs_input_grad[:3])
-        kept = logits if needs_gradient and num_rows <= rows else None
+        kept = logits if needs_gradient and hidden.shape[0] <= rows else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy, kept)
         ctx.temperature, ctx.rows, ctx.compiler = temperature, rows, compiler
         if not with_entropy:
@@ -113,53 +101,115 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normalizer, entropy, kept = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        num_rows, with_entropy = hidden.shape[0], entropy.shape[0] > 0
-        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        # Sums over chunks are kept in float32: a bfloat16 sum would lose what later chunks add.
-        grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=log_normalizer.dtype) if needs_bias else None
-        for start in range(0, num_rows, ctx.rows):
-            part = slice(start, start + ctx.rows)
-            if ctx.compiler is not None:
-                logits = torch.nn.functional.linear(hidden[part], weight, bias) if kept is None else kept
-                given = _any_rows(logits, targets[part], log_normalizer[part], grad_log_probs[part])
-                more = _any_rows(entropy[part], grad_entropy[part]) if with_entropy else (None, None)
-                grad = _compiled(_gradient, ctx.compiler)(*given, *more, ctx.temperature)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0, dtype=grad_bias.dtype)
-            else:
-                logits = _logits(hidden[part], weight, bias, ctx.temperature) if kept is None else kept
-                log_p = logits - log_normalizer[part, None]
-                grad = log_p.exp()
-                if with_entropy:
-                    log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                    log_p.add_(grad_log_probs[part, None])
-                    grad.mul_(log_p).neg_()
-                else:
-                    grad.mul_(-grad_log_probs[part, None])
-                grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
-                grad.div_(ctx.temperature)
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-                grad = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                if grad.dtype == grad_weight.dtype:
-                    grad_weight.addmm_(grad.t(), hidden[part])
-                else:
-                    grad_weight += grad.t() @ hidden[part]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
+        gradients = _differentiate_chunks(
+            (grad_log_probs, grad_entropy),
+            (hidden, weight, bias),
+            targets,
+            log_normalizer,
+            entropy,
+            kept,
+            ctx.needs_input_grad[:3],
+            ctx.temperature,
+            ctx.rows,
+            ctx.compiler,
         )
+        return (*gradients, *[None] * 5)
+
+
+def _score_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    rows: int,
+    compiler: Compiler | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Log-normalizer, log-prob and entropy (of no rows unless asked) [num_rows] each; the logits of the last chunk."""
+    num_rows = hidden.shape[0]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    log_normalizer = hidden.new_empty(num_rows, dtype=dtype)
+    log_probs = hidden.new_empty(num_rows, dtype=dtype)
+    entropy = hidden.new_empty(num_rows if with_entropy else 0, dtype=dtype)
+    logits = None
+    for start in range(0, num_rows, rows):
+        part = slice(start, start + rows)
+        if compiler is not None:
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            found = _compiled(_score, compiler)(*_any_rows(logits, targets[part]), temperature, with_entropy)
+            log_normalizer[part], log_probs[part] = found[:2]
+            if with_entropy:
+                entropy[part] = found[2]
+            continue
+        logits = _logits(hidden[part], weight, bias, temperature)
+        log_normalizer[part] = logits.logsumexp(-1)
+        log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_normalizer[part]
+        if with_entropy:
+            probs = (logits - log_normalizer[part, None]).exp_()
+            entropy[part] = log_normalizer[part] - probs.mul_(logits).sum(-1)
+    return log_normalizer, log_probs, entropy, logits
+
+
+def _differentiate_chunks(
+    given: tuple[Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    targets: Tensor,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    kept: Tensor | None,
+    needs: Sequence[bool],
+    temperature: float,
+    rows: int,
+    compiler: Compiler | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of those of the inputs (hidden, weight, bias) that need one, from those of log-probs and entropy."""
+    grad_log_probs, grad_entropy = given
+    hidden, weight, bias = inputs
+    needs_hidden, needs_weight, needs_bias = needs
+    num_rows = hidden.shape[0]
+    grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
+    # Sums over chunks are kept in float32: a bfloat16 sum would lose what later chunks add.
+    grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype) if needs_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=log_normalizer.dtype) if needs_bias and bias is not None else None
+    for start in range(0, num_rows, rows):
+        part = slice(start, start + rows)
+        has_entropy = grad_entropy is not None and entropy.shape[0] > 0
+        more = (entropy[part], grad_entropy[part]) if has_entropy else None
+        if compiler is not None:
+            logits = torch.nn.functional.linear(hidden[part], weight, bias) if kept is None else kept
+            given_rows = _any_rows(logits, targets[part], log_normalizer[part], grad_log_probs[part])
+            more_rows = (None, None) if more is None else _any_rows(*more)
+            grad = _compiled(_gradient, compiler)(*given_rows, *more_rows, temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        else:
+            logits = _logits(hidden[part], weight, bias, temperature) if kept is None else kept
+            log_p = logits - log_normalizer[part, None]
+            grad = log_p.exp()
+            if more is not None:
+                log_p.add_(more[0][:, None]).mul_(more[1][:, None])
+                log_p.add_(grad_log_probs[part, None])
+                grad.mul_(log_p).neg_()
+            else:
+                grad.mul_(-grad_log_probs[part, None])
+            grad.scatter_add_(-1, targets[part, None], grad_log_probs[part, None])
+            grad.div_(temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad, weight, out=grad_hidden[part])
+        if grad_weight is not None:
+            if grad.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad.t(), hidden[part])
+            else:
+                grad_weight += grad.t() @ hidden[part]
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.to(weight.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+    )
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -215,3 +265,115 @@ def _any_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     for tensor in tensors:
         maybe_mark_dynamic(tensor, 0)
     return tensors
+
+
+# --- as operations of a larger graph ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("hotseat::log_probs", mutates_args=())
+def _operation(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    rows: int,
+    is_compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    compiler = "inductor" if is_compiled else None
+    return _score_chunks(hidden, weight, bias, targets, temperature, with_entropy, rows, compiler)[:3]
+
+
+@_operation.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    rows: int,
+    is_compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    each = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return each, torch.empty_like(each), torch.empty_like(each) if with_entropy else each.new_empty(0)
+
+
+@torch.library.custom_op("hotseat::log_probs_gradient", mutates_args=())
+def _operation_gradient(
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    temperature: float,
+    rows: int,
+    is_compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = _differentiate_chunks(
+        (grad_log_probs.contiguous(), None if grad_entropy is None else grad_entropy.contiguous()),
+        (hidden, weight, bias),
+        targets,
+        log_normalizer,
+        entropy,
+        None,
+        (True, True, bias is not None),
+        temperature,
+        rows,
+        "inductor" if is_compiled else None,
+    )
+    grad_hidden, grad_weight, grad_bias = found
+    assert grad_hidden is not None
+    assert grad_weight is not None
+    return grad_hidden, grad_weight, hidden.new_empty(0) if grad_bias is None else grad_bias
+
+
+@_operation_gradient.register_fake
+def _(
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    temperature: float,
+    rows: int,
+    is_compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_bias = hidden.new_empty(0) if bias is None else torch.empty_like(bias)
+    return torch.empty_like(hidden), torch.empty_like(weight), grad_bias
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden, weight, bias, targets, ctx.temperature, ctx.with_entropy, ctx.rows, ctx.is_compiled = inputs
+    log_normalizer, _, entropy = output
+    ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
+
+
+def _differentiate(
+    ctx: Any, grad_log_normalizer: Tensor | None, grad_log_probs: Tensor, grad_entropy: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
+    grad_hidden, grad_weight, grad_bias = torch.ops.hotseat.log_probs_gradient(
+        grad_log_probs,
+        grad_entropy if ctx.with_entropy else None,
+        hidden,
+        weight,
+        bias,
+        targets,
+        log_normalizer,
+        entropy,
+        ctx.temperature,
+        ctx.rows,
+        ctx.is_compiled,
+    )
+    return grad_hidden, grad_weight, None if bias is None else grad_bias, *[None] * 5
+
+
+_operation.register_autograd(_differentiate, setup_context=_keep)

@@ -220,11 +220,13 @@ def prepare_model(
     compiler: Compiler | None = None,
     lora: LoraOptions | None = None,
     liger_on: torch.device | None = None,
+    compiles_layers: bool = True,
 ) -> tuple[Policy | ValueModel, LayoutKind]:
     """What gives log-probs or values around a loaded model, and the layout it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
-    run as they are. `liger_on`: layers get Liger's kernels for this device instead.
+    run as they are. `liger_on`: layers get Liger's kernels for this device instead. Without `compiles_layers` they are
+    left as they are, for somebody else to compile.
 
     Dropout and the noise of routers are switched off: the log-probs of the update must be of the same distribution as
     the engine's. The dropout of adapters is added afterwards; see `LoraOptions`.
@@ -259,7 +261,7 @@ def prepare_model(
     # After the probes, which are elsewhere or would be compiled for themselves; before sharding, which renames classes.
     if liger_on is not None:
         use_liger(model, liger_on)
-    elif compiler is not None:
+    elif compiler is not None and compiles_layers:
         compile_layers(model, compiler)
     wrapped.compiler = compiler
     return wrapped, layout
@@ -282,22 +284,25 @@ def _of_any_size(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        _mark_sizes((args, tuple(kwargs.values())))
+        mark_sizes((args, tuple(kwargs.values())))
         return compiled(*args, **kwargs)
 
     return forward
 
 
-def _mark_sizes(value: Any) -> None:
+def mark_sizes(value: Any) -> None:
+    """Of what a model or a layer is called with."""
     if isinstance(value, Tensor):
         # Hidden states and rotations are [rows, tokens, size], of which the last is the model's.
         num_free = value.ndim - 1 if value.is_floating_point() and value.ndim == 3 else value.ndim
         maybe_mark_dynamic(value, tuple(range(num_free)))
     elif isinstance(value, Blocks):
-        _mark_sizes((value.offsets, value.places, value.copies))
+        mark_sizes((value.offsets, value.places, value.copies))
+    elif isinstance(value, ModelInput):
+        mark_sizes((value.input_ids, value.position_ids, value.blocks, value.rows, value.targets))
     elif isinstance(value, tuple):
         for each in value:
-            _mark_sizes(each)
+            mark_sizes(each)
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:

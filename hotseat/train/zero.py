@@ -27,6 +27,14 @@ from hotseat.train.adamw import make_adamw, set_learning_rate
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import Part, Precision, TrainOptions, ZeroOptions
+from hotseat.train.deepcompile import (
+    build_operations,
+    check_deepcompile,
+    check_device,
+    compile_model,
+    forget_model,
+    one_layout,
+)
 from hotseat.train.fragments import Fragment
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
@@ -80,22 +88,30 @@ class ZeroBackend(Trainer):
         zero = options.zero or ZeroOptions()
         device = torch.device(device)
         self.check(options)
+        # A model that is only scored has no gradients to sum: its layers are compiled one by one.
+        self._is_whole = zero.deepcompile and options.optimizer is not None
+        if zero.deepcompile:
+            check_device(device.type == "cuda")
         check_ranks(zero.zpg, int(os.environ.get("WORLD_SIZE", "1")), "train.deepspeed.zpg")
         self._deepspeed = _import_deepspeed(device)
+        if self._is_whole:
+            build_operations()
         compute = _COMPUTE[options.precision]
         # A frozen base is never stepped: more bits than it is computed with would be of no use.
         dtype = compute if options.precision == "bf16" or options.lora is not None else torch.float32
         loaded = load_model(model, options, dtype, trust_remote_code)
         has_compiler = compiles(options.compile, device) and zero.tensor_parallel_size == 1
-        is_compiled = has_compiler and not options.liger_kernel
+        is_compiled = has_compiler and not options.liger_kernel and not self._is_whole
+        layout = one_layout(options.layout, has_flash(device, compute)) if self._is_whole else options.layout
         self._wrapped, layout = prepare_model(
             loaded,
             head=options.head,
-            layout=options.layout,
+            layout=layout,
             gradient_checkpointing=options.gradient_checkpointing,
             compiler=_compiler if has_compiler else None,
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,
+            compiles_layers=is_compiled,
         )
         self._saved_names = set(loaded.state_dict())
         if not dist.is_initialized():
@@ -145,6 +161,8 @@ class ZeroBackend(Trainer):
             )
         if zero.tensor_parallel_size > 1:
             _check_tensor(options, zero.tensor_parallel_size)
+        if zero.deepcompile:
+            check_deepcompile(options, zero)
 
     def _shard(self, zero: ZeroOptions, persistent_size: int, is_compiled: bool) -> Stage:
         options = self._options
@@ -166,7 +184,10 @@ class ZeroBackend(Trainer):
             return Unsharded([], [])
         num_elements = sum(map(Tensor.numel, trained))
         num_across = self._ranks.size // zero.tensor_parallel_size
-        config = _config(options, zero, num_across, num_elements, persistent_size, is_compiled)
+        config = _config(options, zero, num_across, num_elements, persistent_size, is_compiled or self._is_whole)
+        if self._is_whole:
+            config["compile"] = {"deepcompile": True}
+            config["gradient_allreduce_op"] = "mean"  # whatever it is told
         if zero.stage == 3:
             # One weight after the other; below, DeepSpeed would first take all of them to the device.
             self._deepspeed.zero.Init(module=self._wrapped, config_dict_or_path=config, dtype=self._compute)
@@ -174,10 +195,12 @@ class ZeroBackend(Trainer):
         self._engine, *_ = self._deepspeed.initialize(
             model=self._wrapped, optimizer=self._optimizer, config=config, mpu=self._tensor
         )
+        kept = compile_model(self._engine, self._wrapped, self._ranks.size) if self._is_whole else []
         if zero.stage == 3:
             return Scattered(self._engine, zero.adam_offload, self._ranks.rank, self._ranks.size)
         if zero.stage > 0:
-            return Flattened(self._engine, zero.adam_offload)
+            num_averaged = self._ranks.size if self._is_whole else 1
+            return Flattened(self._engine, zero.adam_offload, num_averaged, kept)
         assert self._optimizer is not None
         return Unsharded(trained, masters, self._engine, self._optimizer, _make_scaler(options))
 
@@ -195,7 +218,7 @@ class ZeroBackend(Trainer):
 
     def _before_forward(self, is_last: bool) -> None:
         # Numbers of micro-batches differ from update to update, so DeepSpeed is not to count.
-        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.set_gradient_accumulation_boundary(is_last or self._is_whole)
 
     def _backward(self, total: Tensor, is_last: bool) -> None:
         self._stage.backward(total, is_last)
@@ -233,7 +256,7 @@ class ZeroBackend(Trainer):
             self._stage.forget_gradients()
 
     def _can_go_on(self) -> bool:
-        return self._ranks.size == 1
+        return self._ranks.size == 1 and not self._is_whole
 
     # --- residency ----------------------------------------------------------------------------------------------------
 
@@ -401,6 +424,8 @@ class ZeroBackend(Trainer):
 
     def _drop(self) -> None:
         self._stage.destroy()
+        if self._is_whole:
+            forget_model()
         self._set_groups(None)
         if self._tensor is not None:
             self._tensor.close()

@@ -160,15 +160,26 @@ class Unsharded(Stage):
 class _Sharded(Stage):
     """What DeepSpeed's sharding optimizers have in common."""
 
-    def __init__(self, engine: Any, is_offloaded: bool):
+    def __init__(self, engine: Any, is_offloaded: bool, num_averaged: int):
         self._engine = engine
         self._zero = engine.optimizer
         self._is_offloaded = is_offloaded
+        self._num_averaged = num_averaged  # ranks of which it averages gradients instead of summing them
         if self._zero.loss_scaler.dynamic:
             self.scaler = self._zero.loss_scaler
 
+    def gradient_unit(self) -> float:
+        return self._num_averaged * super().gradient_unit()
+
     def backward(self, loss: Tensor, is_last: bool) -> None:
+        if not self._engine.is_deepcompile_active():
+            self._engine.backward(loss, scale_wrt_gas=False)
+            return
+        # Each graph overwrites what another one left.
+        before = [gradient.clone() for gradient in self.gradients()]
         self._engine.backward(loss, scale_wrt_gas=False)
+        if before:
+            torch._foreach_add_(self.gradients(), before)
 
     def gradients(self) -> list[Tensor]:
         if self._is_offloaded:
@@ -190,6 +201,7 @@ class _Sharded(Stage):
             self._zero.step()
         finally:
             self._zero.custom_loss_scaler = False
+        self._engine.global_steps += 1  # by which its compiler knows when to do more
 
     def destroy(self) -> None:
         self._engine.destroy()
@@ -198,10 +210,11 @@ class _Sharded(Stage):
 class Flattened(_Sharded):
     """Stages 1 and 2: every rank has all weights, end to end, and steps its share of the elements."""
 
-    def __init__(self, engine: Any, is_offloaded: bool):
-        super().__init__(engine, is_offloaded)
+    def __init__(self, engine: Any, is_offloaded: bool, num_averaged: int, kept_gradients: Sequence[Tensor]):
+        super().__init__(engine, is_offloaded, num_averaged)
         self.owners = self._zero.single_partition_of_fp32_groups
         start_state(self._zero.optimizer, self.owners)
+        self._kept_gradients = kept_gradients
 
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
         found = {}
@@ -218,6 +231,7 @@ class Flattened(_Sharded):
     def forget_gradients(self) -> None:
         # As DeepSpeed does after an overflow; there is no other way to leave out a step.
         zero = self._zero
+        zero._release_preflattened_grad_buffers()
         zero.zero_grad(set_to_none=True)
         zero.micro_step_id = -1
         zero._epilogue_ran_this_backward = False
@@ -233,6 +247,9 @@ class Flattened(_Sharded):
     def live(self, weights: Mapping[str, nn.Parameter]) -> list[Tensor]:
         return [*self._zero.bit16_groups_flat, *(weight.detach() for weight in weights.values())]
 
+    def gradient_memory(self) -> list[Tensor]:
+        return [*self._kept_gradients]
+
 
 class Scattered(_Sharded):
     """Stage 3: every rank has a stretch of each weight, and gathers weights when a layer needs them."""
@@ -243,7 +260,7 @@ class Scattered(_Sharded):
         self._zero = engine.optimizer
         self._is_trained = hasattr(self._zero, "fp32_partitioned_groups_flat")
         if self._is_trained:
-            super().__init__(engine, is_offloaded)
+            super().__init__(engine, is_offloaded, num_ranks)
             self.owners = self._zero.fp32_partitioned_groups_flat
             start_state(self._zero.optimizer, self.owners)
 
@@ -261,9 +278,6 @@ class Scattered(_Sharded):
             if size:
                 found[name] = piece
         return found
-
-    def gradient_unit(self) -> float:
-        return self._num_ranks * super().gradient_unit()  # it averages, whatever it is told
 
     def forget_gradients(self) -> None:
         self._zero.zero_grad(set_to_none=True)

@@ -401,7 +401,6 @@ def test_the_options_choose_the_backend() -> None:
         ({"zpg": 2}, "zpg 2 with ZeRO stage 2: only stage 3 shards weights"),
         ({"stage": 0, "adam_offload": True}, "adam_offload with ZeRO stage 0"),
         ({"grad_accum_dtype": "fp8"}, "grad_accum_dtype 'fp8': choose one of fp32, bf16, fp16"),
-        ({"deepcompile": True}, "deepcompile: DeepSpeed's compiler passes are not built in"),
         ({"stage": 3, "tensor_parallel_size": 2}, "2 with ZeRO stage 3: .* set the stage to 0, 1 or 2, or"),
     ],
 )

@@ -1,0 +1,236 @@
+"""DeepSpeed's compiler of whole models (DeepCompile), on CUDA devices: that weights are gathered and gradients summed
+over ranks become operations of the compiled graph.
+
+It leaves four things to whoever calls it:
+
+- A model must be one graph. What ran outside of it would have gradients that nobody sums: torch is told to raise.
+- Each graph counts for itself which gradients it has added to, so that two graphs in one update would overwrite each
+  other's. Here every micro-batch is a whole of its own, and `zero_stages` adds them up.
+- It takes a second graph of the same code for the first. Scoring is therefore compiled from code of its own; and sizes
+  are symbols from the first call, so that there is one graph for all of them. Where weights are sharded it makes
+  constants of them again, which is undone here.
+- Compiled, the gradients of an embedding are added up in any order, and two runs differ in the last bits: here they are
+  not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+
+from hotseat.errors import NotBuiltError, RunError, UserError
+from hotseat.train.backend import TrainOptions, ZeroOptions
+from hotseat.train.models import mark_sizes
+from hotseat.train.packing import LayoutKind
+
+KEY = "train.deepspeed.deepcompile"
+# Its passes: gather and release weights; after so many updates also gather them ahead of time. The one that keeps
+# gathered weights is left out: it would keep them on the device while others have their turn.
+_WARM_UP = 5
+
+
+def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
+    """Raise if something is asked for that does not go together with it."""
+    without = {
+        "a stage that shards nothing": (zero.stage == 0, "set train.deepspeed.zero_stage to 1, 2 or 3"),
+        "adapters": (options.lora is not None, "set train.lora.rank to 0"),
+        "an optimizer in host memory": (zero.adam_offload, "set train.deepspeed.adam_offload to false"),
+        "second copies of weights": (zero.zpg > 1, "set train.deepspeed.zpg to 1"),
+        "ranks that share layers": (zero.tensor_parallel_size > 1, "set train.deepspeed.tensor_parallel_size to 1"),
+        "ranks that share sequences": (options.sequence_parallel_size > 1, "set train.sequence_parallel_size to 1"),
+        "Liger's kernels": (options.liger_kernel, "set train.liger_kernel to false"),
+        "a balancing loss of experts": (options.aux_loss_coefficient > 0, "set algorithm.aux_loss_coef to 0"),
+        "layers that are compiled one by one": (options.compile is True, "leave train.compile unset"),
+        "packed sequences in fp32": (
+            options.precision == "fp32" and options.layout in ("packed", "shared"),
+            "set train.packing to false, or the precision to bf16",
+        ),
+    }
+    for what, (is_asked, change) in without.items():
+        if is_asked:
+            raise NotBuiltError(f"{KEY} is true, and it does not go together with {what}: {change}, or {KEY} to false")
+
+
+def check_device(is_cuda: bool) -> None:
+    if not is_cuda:
+        raise UserError(f"{KEY} is true, and DeepSpeed compiles only for CUDA devices: set it to false")
+
+
+def build_operations() -> None:
+    """Before a model is loaded; the first time on a machine it takes a minute."""
+    from deepspeed.compile.util import get_deepcompile_handle
+
+    try:
+        get_deepcompile_handle()
+    except Exception as error:
+        raise RunError(
+            f"{KEY} is true, and DeepSpeed could not build the operations for it ({type(error).__name__}: {error}). It"
+            " needs nvcc of torch's CUDA version, ninja, and in TORCH_CUDA_ARCH_LIST, if set, plain numbers such as"
+            f" 9.0; or set {KEY} to false"
+        ) from error
+
+
+def one_layout(layout: LayoutKind, has_flash: bool) -> LayoutKind:
+    """Instead of the cheapest for each micro-batch, which would be several graphs."""
+    if layout != "auto":
+        return layout
+    return "packed" if has_flash else "padded"
+
+
+def compile_model(engine: Any, module: nn.Module, num_ranks: int) -> list[Tensor]:
+    """From now on a call of the engine runs compiled code. Gives what it keeps gradients in between updates."""
+    import deepspeed.compile.util as shared
+    from deepspeed.compile.passes import prefetch, zero3_compile
+
+    if shared.pre_backward_hooks:
+        raise RunError(f"{KEY}: DeepSpeed compiles one model in a process, and this one has another already")
+    schedule = None
+    if engine.zero_optimization_partition_weights():
+        gather = zero3_compile.add_z3_gather_release
+        schedule = [(0, [gather]), (_WARM_UP, [gather, prefetch.schedule_prefetch])]
+    keep_order(module.model.get_input_embeddings())
+    makers = Backends(engine.get_deepcompile_backend, num_ranks)
+    engine.get_deepcompile_backend = makers.make
+    engine.compile("inductor", {"fullgraph": True}, schedule)
+    if schedule is not None:
+        keep_sizes()
+    learn = module._compiled_call_impl
+    score = torch.compile(_scoring(module), backend=makers.backend, fullgraph=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mark_sizes((args, tuple(kwargs.values())))
+        is_learning = torch.is_grad_enabled()
+        makers.is_learning = is_learning
+        try:
+            return (learn if is_learning else score)(*args, **kwargs)
+        except TorchDynamoException as error:
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, RunError):
+                raise inner from None
+            reason = str(error).strip().splitlines()[0]
+            raise NotBuiltError(
+                f"{KEY} is true, and {type(module.model).__name__} cannot be compiled as one graph ({reason}): set it"
+                " to false"
+            ) from error
+
+    module._compiled_call_impl = call
+    return _kept_gradients(engine.optimizer) if engine.zero_optimization_stage() == 2 else []
+
+
+def keep_order(embedding: nn.Module) -> None:
+    if type(embedding) is nn.Embedding:
+        padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+        embedding.forward = lambda token_ids: torch.ops.hotseat.embed(embedding.weight, token_ids, padding)
+
+
+def keep_sizes() -> None:
+    """For sharded weights, which are empty between calls, it tells torch their true sizes; of all else it says that
+    sizes are what they were in the first call, and every other size would be compiled anew."""
+    from deepspeed.compile import patch_fake_tensor
+    from torch._dynamo.variables import builder
+
+    of_torch = patch_fake_tensor.wrap_to_fake_tensor_and_record
+    of_deepspeed = builder.wrap_to_fake_tensor_and_record
+
+    def wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return (of_deepspeed if hasattr(value, "ds_id") else of_torch)(value, *args, **kwargs)
+
+    builder.wrap_to_fake_tensor_and_record = wrap
+
+
+def forget_model() -> None:
+    """What DeepSpeed keeps of a compiled model in globals, where the next one would find it."""
+    import deepspeed.compile.util as shared
+
+    shared.pre_backward_hooks.clear()
+    shared.post_backward_hooks.clear()
+
+
+def _kept_gradients(optimizer: Any) -> list[Tensor]:
+    """With stage 2 it makes them beforehand, and hands them over when a backward begins."""
+    import deepspeed.compile.util as shared
+
+    for hook in shared.pre_backward_hooks:
+        hook(True)
+    found = [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
+    optimizer.averaged_gradients = {}
+    return found
+
+
+def _scoring(module: nn.Module) -> Callable[..., Any]:
+    def score(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return score
+
+
+class Backends:
+    """What DeepSpeed gives torch to compile with, and a guard: ranks agree on memory while they compile, so that one
+    which compiles alone would wait forever."""
+
+    def __init__(self, make: Callable[..., Any], num_ranks: int):
+        self._make = make
+        self._num_ranks = num_ranks
+        self._passes: Any = None
+        self._compiled: set[bool] = set()
+        self.is_learning = False
+
+    def make(self, *args: Any) -> Any:
+        self._backend = self._make(*args)
+        return self.backend
+
+    def backend(self, graph: Any, inputs: Any) -> Any:
+        import deepspeed.compile.backend as shared
+
+        if shared.next_passes is not self._passes:  # everything is compiled anew
+            self._passes = shared.next_passes
+            self._compiled.clear()
+        if self._num_ranks > 1 and self.is_learning in self._compiled:
+            shapes = [tuple(value.shape) for value in inputs if isinstance(value, torch.Tensor)][:4]
+            raise RunError(
+                f"{KEY}: sizes {shapes} need another graph than those before, which ranks must compile together: set"
+                f" {KEY} to false"
+            )
+        self._compiled.add(self.is_learning)
+        return self._backend(graph, inputs)
+
+
+# --- operations that are not compiled ---------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("hotseat::embed", mutates_args=())
+def _embed(weight: Tensor, token_ids: Tensor, padding: int) -> Tensor:
+    return weight[token_ids]
+
+
+@_embed.register_fake
+def _(weight: Tensor, token_ids: Tensor, padding: int) -> Tensor:
+    return weight.new_empty(*token_ids.shape, weight.shape[1])
+
+
+@torch.library.custom_op("hotseat::embed_gradient", mutates_args=())
+def _embed_gradient(gradient: Tensor, token_ids: Tensor, num_rows: int, padding: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(gradient, token_ids, num_rows, padding, False)
+
+
+@_embed_gradient.register_fake
+def _(gradient: Tensor, token_ids: Tensor, num_rows: int, padding: int) -> Tensor:
+    return gradient.new_empty(num_rows, gradient.shape[-1])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    weight, token_ids, ctx.padding = inputs
+    ctx.num_rows = weight.shape[0]
+    ctx.save_for_backward(token_ids)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    [token_ids] = ctx.saved_tensors
+    return torch.ops.hotseat.embed_gradient(gradient.contiguous(), token_ids, ctx.num_rows, ctx.padding), None, None
+
+
+_embed.register_autograd(_differentiate, setup_context=_keep)
