@@ -79,9 +79,12 @@ def main() -> None:
         name, way = sys.argv[1:]
         print(json.dumps(measure(*CASES[name], way == "deepspeed")))
         return
+    import torch
     from rich.console import Console
     from rich.table import Table
 
+    if not torch.cuda.is_available():
+        sys.exit("nothing is put aside without a GPU")
     table = Table(title="put aside and brought back, 1.5B")
     for column in ("case", "moved by", "GiB moved", "GiB left", "away s", "back s", "to Hotseat's"):
         table.add_column(column, justify="left" if column in ("case", "moved by") else "right")

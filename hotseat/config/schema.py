@@ -422,7 +422,7 @@ class DeepSpeed(Section):
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type in which gradients accumulate; unset is DeepSpeed's choice, the type of the computation."""
     deepcompile: bool = False
-    """Compile the model with DeepSpeed's passes."""
+    """DeepSpeed compiles the model as a whole, on CUDA devices; the first update takes minutes."""
     tensor_parallel_size: Positive = 1
     """Ranks that share each layer (AutoTP); it divides the ranks, the heads and the width of MLPs."""
 

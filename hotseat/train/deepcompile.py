@@ -45,6 +45,7 @@ def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
         "Liger's kernels": (options.liger_kernel, "set train.liger_kernel to false"),
         "a balancing loss of experts": (options.aux_loss_coefficient > 0, "set algorithm.aux_loss_coef to 0"),
         "layers that are compiled one by one": (options.compile is True, "leave train.compile unset"),
+        "recomputed activations": (options.gradient_checkpointing, "set train.gradient_checkpointing to false"),
         "packed sequences in fp32": (
             options.precision == "fp32" and options.layout in ("packed", "shared"),
             "set train.packing to false, or the precision to bf16",

@@ -176,6 +176,7 @@ def _values_and_gradient(call: Any, embedding: torch.nn.Embedding, token_ids: Te
         ({"liger_kernel": True}, "Liger's kernels: set train.liger_kernel to false"),
         ({"aux_loss_coefficient": 0.1}, "a balancing loss of experts: set algorithm.aux_loss_coef to 0"),
         ({"compile": True}, "layers that are compiled one by one: leave train.compile unset"),
+        ({"gradient_checkpointing": True}, "recomputed activations: set train.gradient_checkpointing to false"),
         ({"layout": "packed"}, "packed sequences in fp32: set train.packing to false"),
     ],
 )
