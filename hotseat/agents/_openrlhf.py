@@ -83,10 +83,10 @@ class AgentInstanceBase:
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    async def reset(self, states: dict, **kwargs: Any) -> Any:
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> Any:
         return states
 
-    async def step(self, states: dict, **kwargs: Any) -> Any:
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.step")
 
 
@@ -97,9 +97,9 @@ class AgentExecutorBase:
 
     def __init__(self, agent_instance_cls: Any = None, *args: Any, **kwargs: Any):
         self.agent_instance_cls = agent_instance_cls
-        names = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+        names = ["max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue"]
         if len(args) == 4:  # the first version had no tokenizer here
-            names = ("max_steps", "max_length", "llm_engine", "result_queue")
+            names.remove("hf_tokenizer")
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
             setattr(self, name, value)
 
@@ -419,7 +419,7 @@ class _Recording:
         agent = MultiTurn.of_turns(make_turns, self.tokenizer, **self.limits)
         played = await agent.run(prompt, self.key, read_back(params, self.sampling), self._sample)
         scored = played if isinstance(played, ScoredEpisode) else None
-        episode = played if scored is None else scored.episode
+        episode = played.episode if isinstance(played, ScoredEpisode) else played
         (segment,) = episode.segments
         sampled, ranges = segment.mask.nonzero().squeeze(1).tolist(), []
         for length in episode.turn_lengths:

@@ -190,12 +190,12 @@ class AgentHost:
             made = await self._agent.run(job.prompt, job.key, job.sampling, lambda *args: self._sample(job, *args))
             self._finish(job, made if self._is_ours else _checked(made, job))
         except UserError as error:
-            self._finish(job, error=error)
+            self._finish(job, error)
         except GeneratorExit:
             raise
         except BaseException as error:
             if job.engine_error is not None:
-                self._finish(job, error=job.engine_error)
+                self._finish(job, job.engine_error)
             elif isinstance(error, AgentError):
                 self._fail(job, str(error))
             elif not isinstance(error, asyncio.CancelledError):
@@ -237,15 +237,15 @@ class AgentHost:
     def _fail(self, job: _Job, reason: str) -> None:
         self._finish(job, Failed(f"{self._name}: sample {job.key}: {reason}"))
 
-    def _finish(self, job: _Job, outcome: Outcome | None = None, error: BaseException | None = None) -> None:
+    def _finish(self, job: _Job, outcome: Outcome | BaseException) -> None:
         with self._lock:
             if job not in self._jobs:  # somebody was faster
                 return
             self._jobs.discard(job)
         # Outside of the lock: what waits for the future may submit the next episode from here.
         with contextlib.suppress(concurrent.futures.InvalidStateError):
-            if error is not None:
-                job.future.set_exception(error)
+            if isinstance(outcome, BaseException):
+                job.future.set_exception(outcome)
             else:
                 job.future.set_result(outcome)
 
@@ -253,7 +253,7 @@ class AgentHost:
         with self._lock:
             jobs = list(self._jobs)
         for job in jobs:
-            self._finish(job, error=kind(f"{self._name}: sample {job.key}: {self._closed}"))
+            self._finish(job, kind(f"{self._name}: sample {job.key}: {self._closed}"))
 
     def _break(self, reason: str) -> None:
         with self._lock:

@@ -18,7 +18,6 @@ import secrets
 import selectors
 import socket
 import struct
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -71,7 +70,7 @@ class Waiter:
 
     __slots__ = ("answer", "at_least", "batch", "most")
 
-    def __init__(self, answer: Callable[[int, Any], None], batch: list | None, most: int, at_least: int):
+    def __init__(self, answer: Callable[[int, Any], None], batch: list[Any], most: int, at_least: int):
         self.answer = answer
         self.batch = batch
         self.most = most
@@ -86,7 +85,7 @@ class BoundedQueue:
 
     def __init__(self, capacity: int, num_producers: int = 1):
         self.capacity = capacity
-        self.items: deque = deque()
+        self.items: deque[Any] = deque()
         self.reason: str | None = None  # why it failed
         self._producers_left = num_producers
         self._putters: deque[Waiter] = deque()
@@ -96,14 +95,14 @@ class BoundedQueue:
     def is_closed(self) -> bool:
         return self._producers_left <= 0
 
-    def put(self, batch: list, answer: Callable[[int, Any], None]) -> Waiter:
+    def put(self, batch: list[Any], answer: Callable[[int, Any], None]) -> Waiter:
         waiter = Waiter(answer, batch, 0, 0)
         self._putters.append(waiter)
         self._settle()
         return waiter
 
     def get(self, most: int, at_least: int, answer: Callable[[int, Any], None]) -> Waiter:
-        waiter = Waiter(answer, None, most, at_least)
+        waiter = Waiter(answer, [], most, at_least)
         self._getters.append(waiter)
         self._settle()
         return waiter
@@ -274,35 +273,38 @@ class _Connection:
         return True
 
     def _handle(self, kind: int, payload: bytes) -> None:
-        if kind == PUT:
-            self.is_producer = True
-            (timeout_s,) = ASK_PUT.unpack_from(payload)
-            batch = unpack_items(memoryview(payload)[ASK_PUT.size :])
-            self._wait(timeout_s, lambda answer: self._served.queue.put(batch, answer))
-        elif kind == GET:
-            self.is_consumer = True
-            timeout_s, most, at_least = ASK_GET.unpack(payload)
-            self._wait(timeout_s, lambda answer: self._served.queue.get(most, at_least, answer))
-        elif kind == HELLO:
+        if kind == HELLO:
             hello = json.loads(payload)
             self.client, self.who = hello["client"], hello["who"]
             self._served = self._server.served(hello["channel"], hello["capacity"], hello["num_producers"])
             self._served.connections.add(self)
             self._answer(DONE, [])
+            return
+        served = self._served
+        assert served is not None
+        if kind == PUT:
+            self.is_producer = True
+            (timeout_s,) = ASK_PUT.unpack_from(payload)
+            batch = unpack_items(memoryview(payload)[ASK_PUT.size :])
+            self._wait(served, timeout_s, lambda answer: served.queue.put(batch, answer))
+        elif kind == GET:
+            self.is_consumer = True
+            timeout_s, most, at_least = ASK_GET.unpack(payload)
+            self._wait(served, timeout_s, lambda answer: served.queue.get(most, at_least, answer))
         elif kind == CLOSE:
-            self._served.done.add(self.client)
-            self._served.queue.close()
+            served.done.add(self.client)
+            served.queue.close()
             self._answer(DONE, [])
         elif kind == FAIL:
-            self._served.queue.fail(payload.decode())
+            served.queue.fail(payload.decode())
             self._answer(DONE, [])
         elif kind == SIZE:
-            self._answer(DONE, [self._served.facts()])
+            self._answer(DONE, [served.facts()])
         else:
             self._said_bye = True
             self.end()
 
-    def _wait(self, timeout_s: float, ask: Callable[[Callable[[int, Any], None]], Waiter]) -> None:
+    def _wait(self, served: _Served, timeout_s: float, ask: Callable[[Callable[[int, Any], None]], Waiter]) -> None:
         is_answered = False
 
         def answer(kind: int, payload: Any) -> None:
@@ -312,9 +314,9 @@ class _Connection:
             self._answer(kind, pack_items(payload) if kind == ITEMS else [payload.encode()] if payload else [])
 
         def late() -> None:
-            if not is_answered and self._served.queue.cancel(waiter):
+            if not is_answered and served.queue.cancel(waiter):
                 self._waiter = None
-                self._answer(LATE, [self._served.facts()])
+                self._answer(LATE, [served.facts()])
 
         waiter = ask(answer)
         if not is_answered:
@@ -429,7 +431,8 @@ def prepare(connection: socket.socket) -> None:
 
 def main() -> None:
     """Reads its task from standard input, writes the port, serves until standard input ends."""
-    task = json.loads(sys.stdin.buffer.raw.readline())
+    with open(0, "rb", buffering=0, closefd=False) as given:  # to the end of the line, and no further
+        task = json.loads(given.readline())
     server = Server(task["path"], task["host"], bytes.fromhex(task["key"]))
     print(server.port, flush=True)
     server.run(until_ended=0)

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
 SESSION = "HOTSEAT_SESSION"
 WORKER = "HOTSEAT_WORKER"
@@ -204,7 +205,7 @@ def remove_segments(prefix: str, pids: Iterable[int] = ()) -> None:
                 os.unlink(path)
 
 
-def start_guard(session: str, shm_prefix: str, directories: Iterable[str] = ()) -> subprocess.Popen | None:
+def start_guard(session: str, shm_prefix: str, directories: Iterable[str] = ()) -> subprocess.Popen[bytes] | None:
     """A guard over the calling process. `dismiss_guard` ends it without a sweep."""
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return None
@@ -224,6 +225,7 @@ def start_guard(session: str, shm_prefix: str, directories: Iterable[str] = ()) 
         cwd="/",
         start_new_session=True,  # Ctrl-C in the terminal is for the driver
     )
+    assert guard.stdout is not None
     readable, _, _ = select.select([guard.stdout], [], [], 20.0)
     if not readable or guard.stdout.read(1) != b"+":
         guard.kill()
@@ -232,9 +234,9 @@ def start_guard(session: str, shm_prefix: str, directories: Iterable[str] = ()) 
     return guard
 
 
-def dismiss_guard(guard: subprocess.Popen | None) -> None:
+def dismiss_guard(guard: subprocess.Popen[bytes] | None) -> None:
     """The session was cleaned up: the guard ends without doing anything."""
-    if guard is None:
+    if guard is None or guard.stdin is None or guard.stdout is None:
         return
     with contextlib.suppress(OSError):
         guard.stdin.write(b"-")
@@ -248,7 +250,7 @@ def dismiss_guard(guard: subprocess.Popen | None) -> None:
         guard.wait(3.0)
 
 
-def _guard(task: dict) -> None:
+def _guard(task: dict[str, Any]) -> None:
     remark_this_process(-1)  # a guard that was started by a marked process is not one of those it ends
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -272,7 +274,7 @@ def _guard(task: dict) -> None:
             return
 
 
-def _sweep(task: dict) -> None:
+def _sweep(task: dict[str, Any]) -> None:
     killed = end_marked(SESSION, [task["session"]])
     remove_segments(task["shm_prefix"], killed)
     for directory in task["directories"]:

@@ -41,9 +41,9 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         try:
-            pickled = pickle.dumps(error)
-            pickle.loads(pickled)
-            pickled = pickled if len(pickled) < _MAX_TEXT else None
+            whole = pickle.dumps(error)
+            pickle.loads(whole)
+            pickled = whole if len(whole) < _MAX_TEXT else None
         except BaseException:  # whatever a user's exception does when it is pickled
             pickled = None
         try:
@@ -128,7 +128,7 @@ class Host:
         self._resolve = resolve
         self._object: Any = None
 
-    def construct(self, cls: type, args: tuple, kwargs: dict, timeout_s: float) -> Facts | Failure:
+    def construct(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Facts | Failure:
         def make() -> Facts:
             self._object = cls(*self._resolve(args, timeout_s), **self._resolve(kwargs, timeout_s))
             _spare_collector()
@@ -137,16 +137,18 @@ class Host:
         with activity.activity.doing("its start"):
             return run(make)
 
-    def invoke(self, method: str, args: tuple, kwargs: dict, timeout_s: float) -> Any:
+    def invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Any:
         with activity.activity.doing(repr(method)):
             return run(lambda: self._call(method, args, kwargs, timeout_s))
 
-    def invoke_and_keep(self, method: str, args: tuple, kwargs: dict, timeout_s: float) -> tuple[Failure | None, Any]:
+    def invoke_and_keep(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> tuple[Failure | None, Any]:
         """As two results, so that the caller learns how it went without fetching what came of it."""
         result = self.invoke(method, args, kwargs, timeout_s)
         return (result, None) if isinstance(result, Failure) else (None, result)
 
-    def _call(self, method: str, args: tuple, kwargs: dict, timeout_s: float) -> Any:
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Any:
         result = getattr(self._object, method)(*self._resolve(args, timeout_s), **self._resolve(kwargs, timeout_s))
         refuse_generator(method, result)
         return result
@@ -155,10 +157,12 @@ class Host:
 class AsyncHost(Host):
     """For a class with coroutine methods. All of its methods run on one event loop, the plain ones too."""
 
-    async def construct(self, cls: type, args: tuple, kwargs: dict, timeout_s: float) -> Facts | Failure:
+    async def construct(  # type: ignore[override]  # Ray awaits it
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> Facts | Failure:
         return Host.construct(self, cls, args, kwargs, timeout_s)
 
-    async def invoke(self, method: str, args: tuple, kwargs: dict, timeout_s: float) -> Any:
+    async def invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> Any:
         with activity.activity.doing(repr(method)):
             try:
                 result = self._call(method, args, kwargs, timeout_s)
@@ -166,8 +170,8 @@ class AsyncHost(Host):
             except BaseException as error:
                 return Failure.of(error)
 
-    async def invoke_and_keep(
-        self, method: str, args: tuple, kwargs: dict, timeout_s: float
+    async def invoke_and_keep(  # type: ignore[override]
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> tuple[Failure | None, Any]:
         result = await self.invoke(method, args, kwargs, timeout_s)
         return (result, None) if isinstance(result, Failure) else (None, result)

@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 from hotseat.cluster._guard import process_state, start_time
 from hotseat.cluster._host import is_async, refuse_generator
-from hotseat.cluster.group import Group, Pending, ProcessLike, Ref, resolve, worker_error
+from hotseat.cluster.group import Calls, Group, Pending, ProcessLike, Ref, resolve, worker_error
 from hotseat.cluster.lease import Holder
 from hotseat.errors import DeadlineError, UserError
 
@@ -45,7 +45,7 @@ class _Loop:
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine) -> Future:
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self) -> None:
@@ -58,8 +58,8 @@ class LocalGroup(Group):
         self,
         name: str,
         cls: type,
-        args: tuple,
-        kwargs: dict,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         per_rank: Sequence[Mapping[str, Any]],
         processes: Sequence[ProcessLike],
         *,
@@ -85,7 +85,9 @@ class LocalGroup(Group):
     def ranks(self) -> range:
         return range(len(self._processes))
 
-    def call(self, method: str, *args: Any, ranks: Any = None, timeout_s: float | None = None, **kwargs: Any) -> list:
+    def call(
+        self, method: str, *args: Any, ranks: Any = None, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         chosen = self._chosen(ranks)
         if len(chosen) > 1 or self._loop:
             return super().call(method, *args, ranks=chosen, timeout_s=timeout_s, **kwargs)
@@ -121,6 +123,7 @@ class LocalGroup(Group):
             if ask and grace_s > 0:
                 with contextlib.suppress(Exception):
                     if inspect.iscoroutinefunction(ask):
+                        assert self._loop is not None
                         self._loop.submit(ask()).result(grace_s)
                     else:
                         ask()
@@ -135,14 +138,16 @@ class LocalGroup(Group):
             except Exception as error:
                 self._raise(rank, "__init__", error)
 
-    def _start(self, method: str, calls: Mapping[int, tuple[tuple, dict]], timeout_s: float, keep: bool) -> Pending:
+    def _start(self, method: str, calls: Calls, timeout_s: float, keep: bool) -> Pending:
         futures = {}
         for rank, (args, kwargs) in calls.items():
             self._refuse_if_closed(rank, method)
             futures[rank] = self._submit(rank, method, args, kwargs, timeout_s, keep)
         return Pending(self, method, futures)
 
-    def _submit(self, rank: int, method: str, args: tuple, kwargs: dict, timeout_s: float, keep: bool) -> Future:
+    def _submit(
+        self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, keep: bool
+    ) -> Future[Any]:
         if self._loop:
 
             async def arun() -> Any:
@@ -151,7 +156,7 @@ class LocalGroup(Group):
                 return LocalRef(result) if keep else result
 
             return self._loop.submit(arun())
-        future: Future = Future()
+        future: Future[Any] = Future()
 
         def run() -> None:
             try:
@@ -165,7 +170,15 @@ class LocalGroup(Group):
         threading.Thread(target=run, name=f"{self.name}[{rank}].{method}", daemon=True).start()
         return future
 
-    def _run(self, rank: int, method: str, args: tuple, kwargs: dict, timeout_s: float, is_shared: bool = False) -> Any:
+    def _run(
+        self,
+        rank: int,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout_s: float,
+        is_shared: bool = False,
+    ) -> Any:
         slot = self._slots[rank]
         if not is_shared and not slot.acquire(timeout=timeout_s):
             raise _Busy(
@@ -194,7 +207,7 @@ class LocalGroup(Group):
             if torch and before != self._num_threads:
                 torch.set_num_threads(before)
 
-    def _open(self, rank: int, method: str, future: Future) -> Any:
+    def _open(self, rank: int, method: str, future: Future[Any]) -> Any:
         error = future.exception()
         if error is None:
             return future.result()
@@ -202,7 +215,7 @@ class LocalGroup(Group):
             raise error
         return self._raise(rank, method, error)
 
-    def _raise(self, rank: int, method: str, error: BaseException) -> None:
+    def _raise(self, rank: int, method: str, error: BaseException) -> NoReturn:
         """The same error as on Ray, with the original's traceback: a post-mortem ends in the worker's frame."""
         message = f"{method!r} raised {type(error).__qualname__}: {error}"
         raise worker_error(self.name, rank, method, message).with_traceback(error.__traceback__) from error

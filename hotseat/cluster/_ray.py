@@ -32,7 +32,17 @@ from hotseat.cluster import _guard, activity
 from hotseat.cluster._host import AsyncHost, Facts, Failure, Host, NodeAgent, free_port, is_async, stderr_tail
 from hotseat.cluster._local import restore_environment
 from hotseat.cluster.channel import Broker
-from hotseat.cluster.group import Group, Pending, ProcessLike, Ref, raise_failure, resolve, worker_error
+from hotseat.cluster.group import (
+    Calls,
+    Group,
+    Pending,
+    Process,
+    ProcessLike,
+    Ref,
+    raise_failure,
+    resolve,
+    worker_error,
+)
 from hotseat.cluster.lease import Holder
 from hotseat.errors import DeadlineError, PlacementError, RunError, WorkerError
 
@@ -120,12 +130,12 @@ class RayGroup(Group):
         self._start_error: RunError | None = None  # why some constructors did not come to their end
         self._start_lock = threading.RLock()
         self.is_closed = False
-        self._pending: weakref.WeakSet[Future] = weakref.WeakSet()
+        self._pending: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
         slots = [
             _Slot(
-                _Place(s.process.rank, s.process.node, tuple(s.process.devices)),
+                Process(s.process.rank, s.process.node, tuple(s.process.devices)),
                 s.actor,
                 s.facts,
                 s.incarnation,
@@ -147,6 +157,7 @@ class RayGroup(Group):
         return tuple(
             Holder(self.name, slot.process.rank, slot.facts.pid, slot.facts.started, slot.process.node)
             for slot in self._slots
+            if slot.facts is not None  # as of all, by now
         )
 
     def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
@@ -159,10 +170,11 @@ class RayGroup(Group):
         self._slots[rank].ended_because = ""
         within_s = self._deadline(timeout_s)
         self._start_error = None
+        assert self._make is not None
         self._starting = self._make(self, [rank], within_s), within_s
         self.ready()
 
-    def ping(self, rank: int) -> Future:
+    def ping(self, rank: int) -> Future[Any]:
         return self._slots[rank].actor.invoke.remote("health", (), {}, self.timeout_s).future()
 
     def end(self, rank: int, reason: str, *, pid: int | None = None) -> None:
@@ -232,7 +244,7 @@ class RayGroup(Group):
             raise RunError(f"{self.name}: only the process that launched the group can {action} it")
         return self._runtime
 
-    def _start(self, method: str, calls: Mapping[int, tuple[tuple, dict]], timeout_s: float, keep: bool) -> Pending:
+    def _start(self, method: str, calls: Calls, timeout_s: float, keep: bool) -> Pending:
         if self.is_closed:
             raise worker_error(self.name, min(calls), method, f"{method!r} was called, but the group is closed")
         self.ready()
@@ -249,7 +261,7 @@ class RayGroup(Group):
             self._pending.add(futures[rank])
         return Pending(self, method, futures)
 
-    def _open(self, rank: int, method: str, future: Future) -> Any:
+    def _open(self, rank: int, method: str, future: Any) -> Any:
         ray = import_ray()
         try:
             result = future.result(0)
@@ -313,13 +325,6 @@ def _pid_in(error: Exception) -> int | None:
     """Of a process that died in its constructor, before it could say so itself."""
     found = re.search(r"^\s*pid: (\d+)$", str(error), re.MULTILINE)
     return int(found[1]) if found else None
-
-
-@dataclass(frozen=True)
-class _Place:
-    rank: int
-    node: int
-    devices: tuple[int, ...]
 
 
 def _copy_of_group(name: str, slots: list[_Slot], timeout_s: float, log_directory: str) -> RayGroup:
@@ -400,7 +405,7 @@ class RayRuntime:
                     f"num_devices is {num_devices}, but the Ray cluster at {given or 'hand'} exists and has its own"
                     " devices; leave num_devices out, or unset RAY_ADDRESS to start a cluster here"
                 )
-            if self._did_init:
+            if self._did_init and given is not None:
                 self._attach(given, log_to_driver)
 
     def _start_own(
@@ -610,8 +615,8 @@ class RayRuntime:
         self,
         name: str,
         cls: type,
-        args: tuple,
-        kwargs: dict,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         per_rank: Sequence[Mapping[str, Any]],
         processes: Sequence[ProcessLike],
         *,
@@ -622,6 +627,7 @@ class RayRuntime:
         wait: bool,
     ) -> RayGroup:
         reservation = self._reservation
+        assert reservation is not None
         for process in processes:
             missing = [device for device in process.devices if device not in reservation.visible]
             if missing or process.node not in reservation.bundle:
@@ -660,7 +666,7 @@ class RayRuntime:
             futures = {}
             for rank in ranks:
                 slot = group._slots[rank]
-                futures[rank] = slot.actor.construct.remote(cls, args, kwargs | per_rank[rank], within_s).future()
+                futures[rank] = slot.actor.construct.remote(cls, args, {**kwargs, **per_rank[rank]}, within_s).future()
                 futures[rank].slot = replace(slot)
             return Pending(group, "__init__", futures)
 
@@ -701,6 +707,7 @@ class RayRuntime:
         return variables
 
     def _device_env(self, process: ProcessLike) -> dict[str, str]:
+        assert self._reservation is not None
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(self._reservation.visible[device] for device in process.devices),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",

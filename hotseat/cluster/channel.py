@@ -163,7 +163,7 @@ class _Inside:
         self._queue = wire.BoundedQueue(capacity, num_producers)
         self._lock = threading.Lock()
 
-    def put(self, items: list, timeout_s: float) -> tuple[int, Any]:
+    def put(self, items: list[Any], timeout_s: float) -> tuple[int, Any]:
         return self._ask(lambda answer: self._queue.put(items, answer), timeout_s)
 
     def get(self, most: int, at_least: int, timeout_s: float) -> tuple[int, Any]:
@@ -177,7 +177,7 @@ class _Inside:
         with self._lock:
             self._queue.fail(reason)
 
-    def facts(self) -> dict:
+    def facts(self) -> dict[str, Any]:
         with self._lock:
             return {"size": len(self._queue.items)}
 
@@ -227,6 +227,8 @@ class Broker:
         )
         # Through the pipe, because the arguments of a process are for everybody to read.
         task = {"path": self._path, "host": host, "key": self.key.hex()}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(task).encode() + b"\n")
         self._process.stdin.flush()
         timer = threading.Timer(timeout_s, self._process.kill)
@@ -240,6 +242,8 @@ class Broker:
         self.pid = self._process.pid
 
     def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         try:
@@ -262,7 +266,7 @@ class _Outside:
     def __init__(self, address: Address, key: bytes, channel: str, capacity: int, num_producers: int):
         self._address = address
         self._key = key
-        self._hello = {"channel": channel, "capacity": capacity, "num_producers": num_producers}
+        self._hello: dict[str, Any] = {"channel": channel, "capacity": capacity, "num_producers": num_producers}
         self._forget()
 
     def _forget(self) -> None:
@@ -275,7 +279,7 @@ class _Outside:
         hello = self._hello
         return _outside, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
 
-    def put(self, items: list, timeout_s: float) -> tuple[int, Any]:
+    def put(self, items: list[Any], timeout_s: float) -> tuple[int, Any]:
         pieces = [wire.ASK_PUT.pack(timeout_s), *wire.pack_items([_dumps(item) for item in items])]
         return self._ask(wire.PUT, pieces, timeout_s)
 
@@ -289,7 +293,7 @@ class _Outside:
     def fail(self, reason: str) -> None:
         self._ask(wire.FAIL, [reason.encode()], 0.0)
 
-    def facts(self) -> dict:
+    def facts(self) -> dict[str, Any]:
         return json.loads(bytes(self._ask(wire.SIZE, [], 0.0)[1]))
 
     def _ask(self, kind: int, pieces: list[bytes], timeout_s: float) -> tuple[int, Any]:

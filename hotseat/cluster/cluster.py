@@ -208,7 +208,7 @@ class Cluster:
                 f"{name}: per_rank has {len(per_rank)} entries for {len(placed)} processes; give one per rank"
             )
         per_rank = per_rank or [{}] * len(placed)
-        concurrency = max_concurrency or getattr(cls, "max_concurrency", 1)
+        concurrency: int = max_concurrency or getattr(cls, "max_concurrency", None) or 1
         timeout_s = timeout_s or self.timeout_s
         if self._ray:
             if not self._reserved:
@@ -231,6 +231,7 @@ class Cluster:
                 wait=wait,
             )
         else:
+            assert self._local is not None
             self._local.set_env(name, {**self._node_env.get(0, {}), **(env or {})})
             port = str(free_port("127.0.0.1"))
             group = LocalGroup(
@@ -295,7 +296,7 @@ class Cluster:
         num_producers: int = 1,
         node: int | None = None,
         timeout_s: float | None = None,
-    ) -> Channel:
+    ) -> Channel[Any]:
         """A channel that any process of this cluster can use. Its items wait on `node`, by default the driver's."""
         self._refuse_if_closed()
         timeout_s = timeout_s or self.timeout_s

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hotseat.cluster.activity import DIRECTORY, Doing, activity, read_activity
 from hotseat.cluster.group import Group
@@ -106,8 +107,8 @@ def _first_line(error: BaseException | None) -> str:
 def _look_at(group: Group) -> Iterator[Patient]:
     for rank, (state, pid) in enumerate(zip(group.states(), group.known_pids(), strict=True)):
         doing = read_activity(os.environ.get(DIRECTORY, ""), f"{group.name}-{rank}")
-        is_here = pid is not None and state in ("running", "stopped")
-        yield Patient(f"{group.name} rank {rank}", pid, state, tuple(doing), _stack(pid) if is_here else "")
+        stack = _stack(pid) if pid is not None and state in ("running", "stopped") else ""
+        yield Patient(f"{group.name} rank {rank}", pid, state, tuple(doing), stack)
 
 
 def _blame(patients: Sequence[Patient], awaited: Sequence[str]) -> str:
@@ -192,7 +193,7 @@ class Watch:
         self._on_silence = on_silence
         self._poll_s = min(1.0, limit_s / 4)
         self._since: dict[tuple[str, int, int | None], float] = {}  # stopped since
-        self._pings: dict[tuple[str, int, int | None], tuple[float, Future]] = {}
+        self._pings: dict[tuple[str, int, int | None], tuple[float, Future[Any]]] = {}
         self._troubled: set[str] = set()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)

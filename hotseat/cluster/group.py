@@ -32,9 +32,13 @@ __all__ = ["Group", "GroupSpec", "Pending", "Process", "Ref", "Worker", "create_
 class ProcessLike(Protocol):
     """Where one process of a group runs. The planner's processes look like this, and so does `Process`."""
 
-    rank: int
-    node: int
-    devices: tuple[int, ...]  # by their number in the whole cluster
+    @property
+    def rank(self) -> int: ...
+    @property
+    def node(self) -> int: ...
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """By their number in the whole cluster."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,14 @@ def resolve(arguments: Any, timeout_s: float, depth: int = 2) -> Any:
     return arguments
 
 
+Calls = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # arguments by rank
 CallObserver = Callable[[str, int, str, float, float], object]  # group, rank, method, start and end (`time.time`)
 
 
 class Pending:
     """Calls that were started. `result` waits for them; so does `await`."""
 
-    def __init__(self, group: Group, method: str, futures: Mapping[int, Future]):
+    def __init__(self, group: Group, method: str, futures: Mapping[int, Future[Any]]):
         self._group = group
         self._method = method
         self._futures = dict(futures)
@@ -105,9 +110,9 @@ class Pending:
         """`result` for a coroutine: other tasks run while this one waits."""
         timeout_s = self._group._deadline(timeout_s)
         until, loop = time.monotonic() + timeout_s, asyncio.get_running_loop()
-        answered: asyncio.Queue[Future] = asyncio.Queue()
+        answered: asyncio.Queue[Future[Any]] = asyncio.Queue()
 
-        def tell(future: Future) -> None:
+        def tell(future: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(answered.put_nowait, future)
 
@@ -130,7 +135,7 @@ class Pending:
     def __await__(self) -> Generator[Any, None, list[Any]]:
         return self.aresult().__await__()
 
-    def _open(self, done: set[Future], results: dict[int, Any]) -> None:
+    def _open(self, done: set[Future[Any]], results: dict[int, Any]) -> None:
         for rank, future in sorted(self._futures.items()):
             if future in done:
                 results[rank] = self._group._open(rank, self._method, future)
@@ -206,13 +211,17 @@ class Group(ABC):
         """`call` for a coroutine: other tasks run while this one waits."""
         return await self.start(method, *args, ranks=ranks, timeout_s=timeout_s, **kwargs).aresult(timeout_s)
 
-    def observe(self, method: str, futures: Mapping[int, Future]) -> None:
+    def observe(self, method: str, futures: Mapping[int, Future[Any]]) -> None:
         """Tell the observer of these calls when they end."""
         if self.on_call is None:
             return
         tell, started_s = self.on_call, time.time()
+
+        def told(rank: int) -> Callable[[Future[Any]], object]:
+            return lambda _: tell(self.name, rank, method, started_s, time.time())
+
         for rank, future in futures.items():
-            future.add_done_callback(lambda _, rank=rank: tell(self.name, rank, method, started_s, time.time()))
+            future.add_done_callback(told(rank))
 
     # --- the processes --------------------------------------------------------------------------------------------
 
@@ -224,7 +233,7 @@ class Group(ABC):
         """Of each rank's process: "starting", "running", "stopped" or "gone"."""
         return ["running" if is_alive else "gone" for is_alive in self.alive()]
 
-    def ping(self, rank: int) -> Future:
+    def ping(self, rank: int) -> Future[Any]:
         """Ask for `health`, without waiting for anything and without being observed."""
         raise NotImplementedError(f"{self.name}: has no processes of its own to ping")
 
@@ -237,7 +246,7 @@ class Group(ABC):
         """Each rank's process, as leases know it."""
 
     def pids(self) -> list[int]:
-        return [holder.pid for holder in self.holders()]
+        return [holder.pid for holder in self.holders() if holder.pid is not None]
 
     def known_pids(self) -> list[int | None]:
         """As `pids`, without waiting for what is starting, and only on this machine."""
@@ -257,10 +266,10 @@ class Group(ABC):
     # --- what a runtime provides ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _start(self, method: str, calls: Mapping[int, tuple[tuple, dict]], timeout_s: float, keep: bool) -> Pending: ...
+    def _start(self, method: str, calls: Calls, timeout_s: float, keep: bool) -> Pending: ...
 
     @abstractmethod
-    def _open(self, rank: int, method: str, future: Future) -> Any:
+    def _open(self, rank: int, method: str, future: Future[Any]) -> Any:
         """The result in a future that is done; raises WorkerError if it is not one."""
 
     @abstractmethod
@@ -306,8 +315,8 @@ class GroupSpec:
     """A class and its constructor arguments, not yet anywhere."""
 
     cls: type
-    args: tuple
-    kwargs: dict
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     def launch(self, cluster: Cluster, name: str | None = None, placement_strategy: Any = 1, **options: Any) -> Group:
         """`Cluster.launch`, with a strategy that has `processes`, or with the processes themselves."""

@@ -335,9 +335,9 @@ class Leases:
                     + f", {now - state.last_report_s:.1f} s later"
                 )
             elif not state.lease and device in lease.needs:
-                memory = self._measure(device)
+                found = self._measure(device)
                 reasons.append(
-                    f"device {device}: nobody holds it, but {memory.used if memory else '?'} bytes are in use and"
+                    f"device {device}: nobody holds it, but {found.used if found else '?'} bytes are in use and"
                     f" {lease.needs[device]} are needed"
                 )
         return "; ".join(reasons) or _devices(lease.devices)

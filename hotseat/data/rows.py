@@ -83,10 +83,11 @@ def load_rows(
     for part, entries in zip(parts, loaded, strict=True):
         if not entries:
             raise DataError(f"{part}: no rows in split {split!r}")
+    good = [[row for row in entries if not isinstance(row, _Bad)] for entries in loaded]  # all of them, by now
     if shares is None:
-        return [row for rows in loaded for row in rows][:max_samples]
-    draws = _interleave([len(rows) for rows in loaded], shares, seed, max_samples)
-    return [loaded[part][number] for part, number in draws]
+        return [row for rows in good for row in rows][:max_samples]
+    draws = _interleave([len(rows) for rows in good], shares, seed, max_samples)
+    return [good[part][number] for part, number in draws]
 
 
 def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] | None:

@@ -141,7 +141,7 @@ class CheckpointStore:
             if not (is_full or isinstance(error, OSError)):
                 raise
             writing = self._writing(step)
-            if not is_full:
+            if isinstance(error, OSError) and not is_full:
                 raise CheckpointError(
                     f"the checkpoint of step {step} could not be written to {writing}: {error.strerror or error};"
                     f" {_INTACT}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -83,8 +83,9 @@ class PolicyObjective:
 
     def terms(self, outputs: Outputs, batch: MicroBatch) -> PolicyTerms:
         log_probs, mask = outputs.log_probs, batch.mask
+        assert log_probs is not None
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
-        clip = {"eps_low": self.clip_low, "eps_high": self.clip_high, "dual_clip": self.dual_clip}
+        clip: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high, "dual_clip": self.dual_clip}
         if self.ratio == "gspo":
             surrogate = gspo_loss(log_probs, old, batch.fields[ADVANTAGES], batch.layout, **clip)
         else:

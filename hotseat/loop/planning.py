@@ -122,9 +122,9 @@ def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
 
 def not_described(config: Config) -> list[str]:
     """Models at hand whose memory cannot be told from their shape."""
-    sections = {"actor": config.actor, "critic": config.critic, "reference": config.reference, "reward": config.reward}
     found = []
-    for name, section in sections.items():
+    for name in ("actor", "critic", "reference", "reward"):
+        section = getattr(config, name)
         local = None if section.model is None else _local_config(section.model)
         if local is None or getattr(section, "shape", None) is not None:
             continue

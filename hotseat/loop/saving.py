@@ -316,7 +316,8 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
 def compare(saved: str, config: Config) -> list[str]:
     """What has changed since a checkpoint was written, a line each. What cannot change is an error."""
     then, now = _flat(loads(saved).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    notes, refused = [], []
+    notes: list[str] = []
+    refused: list[str] = []
     for key in now:
         if then.get(key) == now[key]:
             continue

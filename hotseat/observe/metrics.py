@@ -71,16 +71,16 @@ class TensorBoard:
     def __init__(self, path: Path, last_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(path), purge_step=None if last_step is None else last_step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(path), purge_step=None if last_step is None else last_step + 1)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         for name, value in values.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def drop_cut_line(path: Path) -> None:

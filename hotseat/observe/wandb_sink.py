@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotseat.observe._wandb_process import KEY, end_with_children
+from hotseat.observe._wandb_process import KEY as KEY
+from hotseat.observe._wandb_process import end_with_children
 from hotseat.observe.hiding import without_secrets
 from hotseat.observe.metrics import Value
 

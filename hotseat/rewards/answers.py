@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeGuard
 
 from hotseat.types import Failed
 
@@ -44,7 +44,7 @@ def read_answer(answer: Any, num_samples: int) -> list[Score | Failed]:
         elif not _is_finite(score):
             samples.append(Failed(f"the score is {_name(score)}"))
         else:
-            extra = {name: values[number] for name, values in logs.items() if values[number] is not None}
+            extra = {name: value for name, values in logs.items() if (value := values[number]) is not None}
             samples.append(Score(reward, score, extra))
     return samples
 
@@ -96,7 +96,7 @@ def _as_float(value: float) -> float:
         return math.inf
 
 
-def _is_finite(value: float | None) -> bool:
+def _is_finite(value: float | None) -> TypeGuard[float]:
     """As a number of 32 bits, in which advantages are computed."""
     return value is not None and abs(value) <= _MAX
 

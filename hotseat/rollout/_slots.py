@@ -428,13 +428,13 @@ def _prefixes(keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequenc
 # --- any other model --------------------------------------------------------------------------------------------------
 
 
-class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _SlotLayer(CacheLayerMixin):
     """One layer of a `SlotCache` as transformers models want to see it."""
 
     is_sliding = False
 
     def __init__(self, cache: SlotCache, index: int):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._cache, self._index = cache, index
         self.at, self.num_keys = torch.empty(0), 0
 

@@ -192,7 +192,7 @@ def _gathered(
     outputs = []
     for tokens, num_segments, length in blocks.rows:
         rows = [gather(tensor, tokens).unflatten(0, (num_segments, length)).transpose(1, 2) for tensor in flat]
-        outputs.append(_rows(*rows, scale, window).flatten(0, 1))
+        outputs.append(_rows(rows[0], rows[1], rows[2], scale, window).flatten(0, 1))
     return torch.cat(outputs).index_select(0, blocks.places).unsqueeze(0)
 
 

@@ -1,5 +1,5 @@
-"""DeepSpeed's compiler of whole models (DeepCompile), on CUDA devices: that weights are gathered and gradients summed
-over ranks become operations of the compiled graph.
+"""DeepSpeed's compiler of whole models (DeepCompile), on CUDA devices: gathering weights and summing gradients over
+ranks become operations of the compiled graph.
 
 It leaves four things to whoever calls it:
 
@@ -7,25 +7,29 @@ It leaves four things to whoever calls it:
 - Each graph counts for itself which gradients it has added to, so that two graphs in one update would overwrite each
   other's. Here every micro-batch is a whole of its own, and `zero_stages` adds them up.
 - It takes a second graph of the same code for the first. Scoring is therefore compiled from code of its own; and sizes
-  are symbols from the first call, so that there is one graph for all of them. Where weights are sharded it makes
-  constants of them again, which is undone here.
-- Compiled, the gradients of an embedding are added up in any order, and two runs differ in the last bits: here they are
-  not compiled.
+  are symbols from the first call, so that there is one graph for all of them, except for sizes of 0 and 1, which do not
+  come here. Where weights are sharded it makes constants of sizes again, which is undone.
+- Compiled, the gradients of an embedding may be added up in any order, and two runs differ in the last bits: a plain
+  embedding of tokens is not compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch.utils import cpp_extension
 
 from hotseat.errors import NotBuiltError, RunError, UserError
 from hotseat.train.backend import TrainOptions, ZeroOptions
 from hotseat.train.models import mark_sizes
-from hotseat.train.packing import LayoutKind
+from hotseat.train.packing import join
+from hotseat.train.trainer import company
+from hotseat.types import MicroBatch
 
 KEY = "train.deepspeed.deepcompile"
 # Its passes: gather and release weights; after so many updates also gather them ahead of time. The one that keeps
@@ -40,6 +44,11 @@ def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
         "adapters": (options.lora is not None, "set train.lora.rank to 0"),
         "an optimizer in host memory": (zero.adam_offload, "set train.deepspeed.adam_offload to false"),
         "second copies of weights": (zero.zpg > 1, "set train.deepspeed.zpg to 1"),
+        "hooks that sum gradients": (zero.overlap_comm, "set train.deepspeed.overlap_comm to false"),
+        "a type to sum gradients in": (
+            zero.grad_accum_dtype is not None,
+            "leave train.deepspeed.grad_accum_dtype unset",
+        ),
         "ranks that share layers": (zero.tensor_parallel_size > 1, "set train.deepspeed.tensor_parallel_size to 1"),
         "ranks that share sequences": (options.sequence_parallel_size > 1, "set train.sequence_parallel_size to 1"),
         "Liger's kernels": (options.liger_kernel, "set train.liger_kernel to false"),
@@ -47,7 +56,7 @@ def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
         "layers that are compiled one by one": (options.compile is True, "leave train.compile unset"),
         "recomputed activations": (options.gradient_checkpointing, "set train.gradient_checkpointing to false"),
         "packed sequences in fp32": (
-            options.precision == "fp32" and options.layout in ("packed", "shared"),
+            options.precision == "fp32" and options.layout != "padded",
             "set train.packing to false, or the precision to bf16",
         ),
     }
@@ -57,8 +66,15 @@ def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
 
 
 def check_device(is_cuda: bool) -> None:
+    """That of this machine, and what operations are built with."""
     if not is_cuda:
         raise UserError(f"{KEY} is true, and DeepSpeed compiles only for CUDA devices: set it to false")
+    if cpp_extension.CUDA_HOME is None or not cpp_extension.is_ninja_available():
+        missing = "nvcc" if cpp_extension.CUDA_HOME is None else "ninja"
+        raise UserError(
+            f"{KEY} is true, and DeepSpeed builds operations for it with {missing}, which is not here: install it, or"
+            f" set {KEY} to false"
+        )
 
 
 def build_operations() -> None:
@@ -70,16 +86,15 @@ def build_operations() -> None:
     except Exception as error:
         raise RunError(
             f"{KEY} is true, and DeepSpeed could not build the operations for it ({type(error).__name__}: {error}). It"
-            " needs nvcc of torch's CUDA version, ninja, and in TORCH_CUDA_ARCH_LIST, if set, plain numbers such as"
+            " needs nvcc of torch's CUDA version and, in TORCH_CUDA_ARCH_LIST if that is set, plain numbers such as"
             f" 9.0; or set {KEY} to false"
         ) from error
 
 
-def one_layout(layout: LayoutKind, has_flash: bool) -> LayoutKind:
-    """Instead of the cheapest for each micro-batch, which would be several graphs."""
-    if layout != "auto":
-        return layout
-    return "packed" if has_flash else "padded"
+def filled(batch: MicroBatch) -> MicroBatch:
+    """With company, where segments or wanted tokens may be one or none."""
+    is_small = batch.num_segments < 2 or int(batch.mask.sum()) < batch.num_segments + 2
+    return join([replace(batch, fields={}), company()]) if is_small else batch
 
 
 def compile_model(engine: Any, module: nn.Module, num_ranks: int) -> list[Tensor]:
@@ -108,15 +123,13 @@ def compile_model(engine: Any, module: nn.Module, num_ranks: int) -> list[Tensor
         makers.is_learning = is_learning
         try:
             return (learn if is_learning else score)(*args, **kwargs)
-        except TorchDynamoException as error:
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, RunError):
-                raise inner from None
-            reason = str(error).strip().splitlines()[0]
+        except Unsupported as error:
             raise NotBuiltError(
-                f"{KEY} is true, and {type(module.model).__name__} cannot be compiled as one graph ({reason}): set it"
-                " to false"
+                f"{KEY} is true, and {type(module.model).__name__} cannot be compiled as one graph"
+                f" ({str(error).partition(chr(10))[0]}): set it to false"
             ) from error
+        except BackendCompilerFailed as error:
+            raise error.inner_exception from error
 
     module._compiled_call_impl = call
     return _kept_gradients(engine.optimizer) if engine.zero_optimization_stage() == 2 else []
@@ -144,11 +157,15 @@ def keep_sizes() -> None:
 
 
 def forget_model() -> None:
-    """What DeepSpeed keeps of a compiled model in globals, where the next one would find it."""
+    """What DeepSpeed keeps of a compiled model in globals, weights too, where the next one would find it."""
+    import deepspeed.compile.backend as graphs
     import deepspeed.compile.util as shared
 
     shared.pre_backward_hooks.clear()
     shared.post_backward_hooks.clear()
+    for found in (graphs.param_manager, graphs.profiling_results, graphs.graph_order_with_frame_id):
+        found.clear()
+    graphs.frames_partitioned.clear()
 
 
 def _kept_gradients(optimizer: Any) -> list[Tensor]:
@@ -175,6 +192,7 @@ class Backends:
 
     def __init__(self, make: Callable[..., Any], num_ranks: int):
         self._make = make
+        self._backend: Callable[..., Any] | None = None
         self._num_ranks = num_ranks
         self._passes: Any = None
         self._compiled: set[bool] = set()
@@ -197,6 +215,7 @@ class Backends:
                 f" {KEY} to false"
             )
         self._compiled.add(self.is_learning)
+        assert self._backend is not None
         return self._backend(graph, inputs)
 
 

@@ -174,8 +174,9 @@ def _differentiate_chunks(
     grad_bias = torch.zeros_like(bias, dtype=log_normalizer.dtype) if needs_bias and bias is not None else None
     for start in range(0, num_rows, rows):
         part = slice(start, start + rows)
-        has_entropy = grad_entropy is not None and entropy.shape[0] > 0
-        more = (entropy[part], grad_entropy[part]) if has_entropy else None
+        more = None
+        if grad_entropy is not None and entropy.shape[0] > 0:
+            more = entropy[part], grad_entropy[part]
         if compiler is not None:
             logits = torch.nn.functional.linear(hidden[part], weight, bias) if kept is None else kept
             given_rows = _any_rows(logits, targets[part], log_normalizer[part], grad_log_probs[part])
@@ -267,7 +268,14 @@ def _any_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-# --- as operations of a larger graph ----------------------------------------------------------------------------------
+# --- as operations of a larger graph, which keep no logits ------------------------------------------------------------
+
+
+def _inner_compiler(is_compiled: bool) -> Compiler | None:
+    """While the graph is compiled somebody may run its operations to measure them: what is compiled then would get in
+    the way."""
+    is_measured = torch._guards.TracingContext.try_get() is not None
+    return "inductor" if is_compiled and not is_measured else None
 
 
 @torch.library.custom_op("hotseat::log_probs", mutates_args=())
@@ -281,7 +289,7 @@ def _operation(
     rows: int,
     is_compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    compiler = "inductor" if is_compiled else None
+    compiler = _inner_compiler(is_compiled)
     return _score_chunks(hidden, weight, bias, targets, temperature, with_entropy, rows, compiler)[:3]
 
 
@@ -324,7 +332,7 @@ def _operation_gradient(
         (True, True, bias is not None),
         temperature,
         rows,
-        "inductor" if is_compiled else None,
+        _inner_compiler(is_compiled),
     )
     grad_hidden, grad_weight, grad_bias = found
     assert grad_hidden is not None

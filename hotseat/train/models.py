@@ -341,8 +341,9 @@ def _packs(wrapped: Policy | ValueModel) -> bool:
         {},
         ("a", "b"),
     )
+    probes: tuple[tuple[MicroBatch, LayoutKind], ...] = ((apart, "packed"), (alike, "shared"))
     with torch.no_grad():
-        for probe, kind in ((apart, "packed"), (alike, "shared")):
+        for probe, kind in probes:
             [padded] = wrapped(model_input(probe, "padded", device=device), 1.0).values()
             [packed] = wrapped(model_input(probe, kind, device=device), 1.0).values()
             if not _is_close(packed, padded, dtype):

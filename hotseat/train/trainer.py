@@ -110,6 +110,10 @@ class Trainer(ABC):
     def _module(self) -> nn.Module:
         """What is called for a forward."""
 
+    def _given(self, batch: MicroBatch) -> MicroBatch:
+        """What the model gets for a micro-batch, whose tokens come first in it."""
+        return batch
+
     @abstractmethod
     def _before_forward(self, is_last: bool) -> None:
         """Of a micro-batch to learn from; `is_last` of this update."""
@@ -221,7 +225,7 @@ class Trainer(ABC):
         try:
             with torch.no_grad():
                 for batch in self._in_step(micro_batches):
-                    scores = getattr(self._forward(batch or _company(), temperature), what)
+                    scores = getattr(self._forward(batch or company(), temperature), what)
                     if batch is not None:
                         found.append((scores, batch))
         finally:
@@ -294,7 +298,7 @@ class Trainer(ABC):
             is_last = index == len(work) - 1
             self._before_forward(is_last)
             if batch is None:
-                outputs = self._forward(_company(), temperature, needs_entropy(loss), coefficient > 0)
+                outputs = self._forward(company(), temperature, needs_entropy(loss), coefficient > 0)
                 self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
                 continue
             there = batch.to(self._device)  # before the forward, so that nothing waits for the forward's end
@@ -337,8 +341,9 @@ class Trainer(ABC):
     def _forward(
         self, batch: MicroBatch, temperature: float, with_entropy: bool = False, with_routing: bool = False
     ) -> Outputs:
+        given = self._given(batch)
         inputs = model_input(
-            batch,
+            given,
             self._layout,
             device=self._device,
             has_flash=self._has_flash,
@@ -350,8 +355,8 @@ class Trainer(ABC):
         aux_loss = None if routing is None else balancing_loss(self._sequence.add_up(routing))
 
         def flat(values: Tensor) -> Tensor:
-            mine = values.new_zeros(batch.num_tokens).index_copy(0, inputs.tokens, values)
-            return self._sequence.add_up(mine)
+            mine = values.new_zeros(given.num_tokens).index_copy(0, inputs.tokens, values)
+            return self._sequence.add_up(mine)[: batch.num_tokens]
 
         return Outputs(**{name: flat(values) for name, values in found.items()}, aux_loss=aux_loss)
 
@@ -614,7 +619,7 @@ class Trainer(ABC):
         self._ranks.close()
 
 
-def _company() -> MicroBatch:
+def company() -> MicroBatch:
     """What a rank without work runs, so that the others are not alone in a collective.
 
     Of all that is counted, nothing is one and no two are equal: a compiler would take either for a rule.

@@ -32,8 +32,8 @@ from hotseat.train.deepcompile import (
     check_deepcompile,
     check_device,
     compile_model,
+    filled,
     forget_model,
-    one_layout,
 )
 from hotseat.train.fragments import Fragment
 from hotseat.train.logprobs import Compiler
@@ -44,6 +44,7 @@ from hotseat.train.sequence import check_ranks
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, Cut, TensorGroup, cut_layers
 from hotseat.train.trainer import Trainer, convert
 from hotseat.train.zero_stages import Flattened, Scattered, Stage, Unsharded
+from hotseat.types import MicroBatch
 
 HINT = "install it with `pip install hotseat[deepspeed]`, or set train.backend to fsdp"
 
@@ -102,11 +103,11 @@ class ZeroBackend(Trainer):
         loaded = load_model(model, options, dtype, trust_remote_code)
         has_compiler = compiles(options.compile, device) and zero.tensor_parallel_size == 1
         is_compiled = has_compiler and not options.liger_kernel and not self._is_whole
-        layout = one_layout(options.layout, has_flash(device, compute)) if self._is_whole else options.layout
         self._wrapped, layout = prepare_model(
             loaded,
             head=options.head,
-            layout=layout,
+            # Whole, it is to be one graph, not the cheapest for each micro-batch.
+            layout="packed" if self._is_whole and options.layout == "auto" else options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
             compiler=_compiler if has_compiler else None,
             lora=options.lora,
@@ -134,8 +135,13 @@ class ZeroBackend(Trainer):
             self._deepspeed.utils.set_z3_leaf_modules(self._wrapped, list({type(layer) for layer in layers(loaded)}))
         self._engine: Any = None  # DeepSpeed's; None: a model that is only scored and is not sharded
         self._optimizer: torch.optim.AdamW | None = None
-        self._stage = self._shard(zero, persistent_size, is_compiled)
-        self._pieces = self._stage.pieces(self._weights)
+        try:
+            self._stage = self._shard(zero, persistent_size, is_compiled)
+            self._pieces = self._stage.pieces(self._weights)
+        except BaseException:
+            if self._is_whole:
+                forget_model()
+            raise
         for name, shard in self._shards().items() if self._has_masters else ():
             # DeepSpeed made it of a weight that had been rounded.
             start = self._pieces[name].start
@@ -184,10 +190,7 @@ class ZeroBackend(Trainer):
             return Unsharded([], [])
         num_elements = sum(map(Tensor.numel, trained))
         num_across = self._ranks.size // zero.tensor_parallel_size
-        config = _config(options, zero, num_across, num_elements, persistent_size, is_compiled or self._is_whole)
-        if self._is_whole:
-            config["compile"] = {"deepcompile": True}
-            config["gradient_allreduce_op"] = "mean"  # whatever it is told
+        config = _config(options, zero, num_across, num_elements, persistent_size, is_compiled, self._is_whole)
         if zero.stage == 3:
             # One weight after the other; below, DeepSpeed would first take all of them to the device.
             self._deepspeed.zero.Init(module=self._wrapped, config_dict_or_path=config, dtype=self._compute)
@@ -215,6 +218,9 @@ class ZeroBackend(Trainer):
 
     def _after_scoring(self) -> None:
         self._stage.release()
+
+    def _given(self, batch: MicroBatch) -> MicroBatch:
+        return filled(batch) if self._is_whole else batch
 
     def _before_forward(self, is_last: bool) -> None:
         # Numbers of micro-batches differ from update to update, so DeepSpeed is not to count.
@@ -423,9 +429,11 @@ class ZeroBackend(Trainer):
         self._deepspeed.utils.groups.mpu = tensor
 
     def _drop(self) -> None:
-        self._stage.destroy()
-        if self._is_whole:
-            forget_model()
+        try:
+            self._stage.destroy()
+        finally:
+            if self._is_whole:
+                forget_model()
         self._set_groups(None)
         if self._tensor is not None:
             self._tensor.close()
@@ -495,6 +503,7 @@ def _config(
     num_elements: int,
     persistent_size: int,
     is_compiled: bool,
+    is_whole: bool,
 ) -> dict[str, Any]:
     """DeepSpeed's. Batch sizes are a formality: it is told which micro-batch is the last."""
     sharding: dict[str, Any] = {
@@ -507,7 +516,7 @@ def _config(
             "stage3_param_persistence_threshold": persistent_size,
             "zero_hpz_partition_size": zero.zpg,
             # Its own linear layers look up the number of each weight: compiled code would be made anew for every layer.
-            "memory_efficient_linear": not is_compiled,
+            "memory_efficient_linear": not (is_compiled or is_whole),
         }
     if zero.adam_offload:
         sharding["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -517,13 +526,14 @@ def _config(
         "train_batch_size": num_ranks,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_allreduce_op": "mean" if zero.stage == 3 else "sum",
+        "gradient_allreduce_op": "mean" if zero.stage == 3 or is_whole else "sum",  # where it can sum
         "gradient_clipping": 0.0,
         "zero_optimization": sharding,
         "zero_allow_untested_optimizer": True,
         # torch's fused AdamW steps host memory too, and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
         "timers": {"throughput": {"enabled": False}},
+        "compile": {"deepcompile": is_whole},
     }
     if zero.stage == 0:
         return config

@@ -177,6 +177,8 @@ class _Sharded(Stage):
             return
         # Each graph overwrites what another one left.
         before = [gradient.clone() for gradient in self.gradients()]
+        if before:
+            torch._foreach_zero_(self.gradients())
         self._engine.backward(loss, scale_wrt_gas=False)
         if before:
             torch._foreach_add_(self.gradients(), before)
@@ -231,7 +233,8 @@ class Flattened(_Sharded):
     def forget_gradients(self) -> None:
         # As DeepSpeed does after an overflow; there is no other way to leave out a step.
         zero = self._zero
-        zero._release_preflattened_grad_buffers()
+        if self._engine.is_deepcompile_active():
+            zero._release_preflattened_grad_buffers()
         zero.zero_grad(set_to_none=True)
         zero.micro_step_id = -1
         zero._epilogue_ran_this_backward = False
@@ -255,7 +258,7 @@ class Scattered(_Sharded):
     """Stage 3: every rank has a stretch of each weight, and gathers weights when a layer needs them."""
 
     def __init__(self, engine: Any, is_offloaded: bool, rank: int, num_ranks: int):
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank = rank
         self._engine = engine
         self._zero = engine.optimizer
         self._is_trained = hasattr(self._zero, "fp32_partitioned_groups_flat")

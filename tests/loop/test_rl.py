@@ -208,6 +208,14 @@ def test_kernels_that_cannot_run_are_refused_before_a_model_loads(task, monkeypa
     assert "its kernels need a CUDA device" in refused(UserError, task, "train.liger_kernel=true")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_a_compiler_for_cuda_is_refused_without(task):
+    settings = ("train.backend=deepspeed", "train.deepspeed.deepcompile=true")
+    assert "it does not go together with packed sequences in fp32" in refused(NotBuiltError, task, *settings)
+    said = refused(UserError, task, *settings, "train.packing=false")
+    assert "train.deepspeed.deepcompile is true, and DeepSpeed compiles only for CUDA devices" in said
+
+
 def test_batches_that_do_not_divide_are_refused(task):
     assert "train.batch_size 5 does not divide the 16 samples" in refused(BatchError, task, "train.batch_size=5")
 

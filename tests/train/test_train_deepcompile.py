@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import cpp_extension
 from transformers import PreTrainedModel
 
 from hotseat.errors import NotBuiltError, RunError, UserError
-from hotseat.train import LoraOptions, TrainOptions, ZeroBackend, ZeroOptions
-from hotseat.train.deepcompile import Backends, keep_order, keep_sizes, one_layout
+from hotseat.train import LoraOptions, TrainOptions, ZeroBackend, ZeroOptions, zero_stages
+from hotseat.train.deepcompile import Backends, check_device, filled, keep_order, keep_sizes
 from hotseat.train.logprobs import token_log_probs
 from hotseat.train.models import mark_sizes, prepare_model
 from hotseat.train.packing import LayoutKind, model_input
@@ -42,9 +44,13 @@ def test_a_whole_model_is_one_graph_for_all_sizes(head: Any, with_entropy: bool,
     wrapped, _ = prepare_model(model, head=head, layout=layout, gradient_checkpointing=False)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(wrapped._call_impl, backend=counter, fullgraph=True)
-    for num_segments in (5, 9, 3, 14):
-        batch = some_segments(num_segments, seed=num_segments)
-        inputs = model_input(batch, layout, device=torch.device("cpu"), has_flash=True)
+    batches = [some_segments(num_segments, seed=num_segments) for num_segments in (5, 9, 3, 14, 1)]
+    for num_wanted in (0, 1):
+        none = torch.zeros_like(batches[0].mask)
+        none[3 : 3 + num_wanted] = True
+        batches.append(replace(batches[0], mask=none))
+    for batch in batches:
+        inputs = model_input(filled(batch), layout, device=torch.device("cpu"), has_flash=True)
         mark_sizes(inputs)
         found = [_outputs_and_gradients(model, call(inputs, 0.8, with_entropy)) for call in (compiled, wrapped)]
         for name, ours in found[0].items():
@@ -66,7 +72,7 @@ def test_sizes_stay_symbols_beside_sharded_weights(monkeypatch: pytest.MonkeyPat
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     patch_fake_tensor()
-    assert _num_graphs() == 3
+    assert _num_graphs() == 3  # once it is 1, `keep_sizes` can go
     keep_sizes()
     assert _num_graphs() == 1
 
@@ -177,7 +183,9 @@ def _values_and_gradient(call: Any, embedding: torch.nn.Embedding, token_ids: Te
         ({"aux_loss_coefficient": 0.1}, "a balancing loss of experts: set algorithm.aux_loss_coef to 0"),
         ({"compile": True}, "layers that are compiled one by one: leave train.compile unset"),
         ({"gradient_checkpointing": True}, "recomputed activations: set train.gradient_checkpointing to false"),
-        ({"layout": "packed"}, "packed sequences in fp32: set train.packing to false"),
+        ({"zero": replace(DEEP, overlap_comm=True)}, "hooks that sum gradients: set .*overlap_comm to false"),
+        ({"zero": replace(DEEP, grad_accum_dtype="fp32")}, "a type to sum gradients in: leave .* unset"),
+        ({}, "packed sequences in fp32: set train.packing to false"),
     ],
 )
 def test_what_it_does_not_go_together_with_is_refused(options: dict[str, Any], message: str) -> None:
@@ -187,10 +195,42 @@ def test_what_it_does_not_go_together_with_is_refused(options: dict[str, Any], m
 
 def test_it_needs_a_cuda_device() -> None:
     with pytest.raises(UserError, match="DeepSpeed compiles only for CUDA devices: set it to false"):
-        ZeroBackend("no/model", replace(OPTIONS, zero=DEEP))
+        ZeroBackend("no/model", replace(OPTIONS, layout="padded", zero=DEEP))
 
 
-def test_micro_batches_have_one_layout() -> None:
-    assert one_layout("auto", has_flash=True) == "packed"
-    assert one_layout("auto", has_flash=False) == "padded"
-    assert one_layout("padded", has_flash=True) == "padded"
+@pytest.mark.parametrize("missing", ["nvcc", "ninja"])
+def test_what_operations_are_built_with_is_asked_for(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None if missing == "nvcc" else "/cuda")
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: missing != "ninja")
+    with pytest.raises(UserError, match=f"builds operations for it with {missing}, which is not here: install it"):
+        check_device(is_cuda=True)
+
+
+# --- micro-batches that add up ----------------------------------------------------------------------------------------
+
+
+class Engine:
+    """As DeepSpeed's, compiled: the gradient of the last backward is all that is left, averaged over ranks."""
+
+    def __init__(self) -> None:
+        self.optimizer = SimpleNamespace(
+            single_partition_of_fp32_groups=[],
+            optimizer=None,
+            averaged_gradients={},
+            loss_scaler=SimpleNamespace(dynamic=True, cur_scale=8.0),
+        )
+
+    def is_deepcompile_active(self) -> bool:
+        return True
+
+    def backward(self, loss: Tensor, scale_wrt_gas: bool) -> None:
+        self.optimizer.averaged_gradients = {0: [loss.detach().clone(), 10 * loss.detach()]}
+
+
+def test_gradients_of_micro_batches_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_stages, "start_state", lambda *args: None)
+    stage = zero_stages.Flattened(Engine(), False, num_averaged=2, kept_gradients=[])
+    for loss in (1.0, 2.0, 4.0):
+        stage.backward(torch.tensor([loss]), is_last=loss == 4.0)
+    assert [gradient.item() for gradient in stage.gradients()] == [7.0, 70.0]
+    assert stage.gradient_unit() == 2 / 8.0
