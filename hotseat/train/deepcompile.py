@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
-from torch.utils import cpp_extension
 
 from hotseat.errors import NotBuiltError, RunError, UserError
 from hotseat.train.backend import TrainOptions, ZeroOptions
@@ -69,6 +68,8 @@ def check_device(is_cuda: bool) -> None:
     """That of this machine, and what operations are built with."""
     if not is_cuda:
         raise UserError(f"{KEY} is true, and DeepSpeed compiles only for CUDA devices: set it to false")
+    from torch.utils import cpp_extension
+
     if cpp_extension.CUDA_HOME is None or not cpp_extension.is_ninja_available():
         missing = "nvcc" if cpp_extension.CUDA_HOME is None else "ninja"
         raise UserError(
@@ -136,6 +137,7 @@ def compile_model(engine: Any, module: nn.Module, num_ranks: int) -> list[Tensor
 
 
 def keep_order(embedding: nn.Module) -> None:
+    """Its gradients are added up outside of compiled code."""
     if type(embedding) is nn.Embedding:
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
         embedding.forward = lambda token_ids: torch.ops.hotseat.embed(embedding.weight, token_ids, padding)
