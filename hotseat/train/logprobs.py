@@ -301,8 +301,7 @@ def _(
     targets: Tensor,
     temperature: float,
     with_entropy: bool,
-    rows: int,
-    is_compiled: bool,
+    *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     each = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     return each, torch.empty_like(each), torch.empty_like(each) if with_entropy else each.new_empty(0)
@@ -342,17 +341,7 @@ def _operation_gradient(
 
 @_operation_gradient.register_fake
 def _(
-    grad_log_probs: Tensor,
-    grad_entropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    temperature: float,
-    rows: int,
-    is_compiled: bool,
+    grad_log_probs: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_bias = hidden.new_empty(0) if bias is None else torch.empty_like(bias)
     return torch.empty_like(hidden), torch.empty_like(weight), grad_bias
