@@ -299,6 +299,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         moment_bytes=4 if train.fp32_master or compute == 4 else compute,
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
+        is_whole=is_deepspeed and train.deepspeed.deepcompile,
         is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,
         sends_weights=config.task == "rl" and role == "actor",

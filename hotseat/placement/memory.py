@@ -79,6 +79,7 @@ class TrainMemory:
     weight_offload: bool = False  # weights live on the host and stream through
     gradient_checkpointing: bool = True
     is_compiled: bool = True
+    is_whole: bool = False  # compiled by DeepSpeed, all of it: micro-batches are added up in a copy of the gradients
     packing: bool = True
     chunked_logprobs: bool = True
     sends_weights: bool = False  # to engines: the blocks for it are kept from push to push
@@ -308,6 +309,8 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
     back = [*gathered, *_reduce(role, memory, model, shards, tp), *_activations(role, memory, model, tp)]
+    if memory.is_whole:
+        back.append(replace(gradients, name="gradients so far", part=None))
     tokens = _tokens(memory, memory.micro_batch)
     back += _logits(role, model, tokens, memory.chunked_logprobs, memory.compute_bytes, 2)
     step: list[Term] = []
@@ -376,7 +379,7 @@ def _merging(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> list
 
 def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
     """Gradients on their way to the ranks that keep them."""
-    if shards == 1:
+    if shards == 1 and not memory.is_whole:
         return []
     if memory.adapter_rank:
         count = min(memory.num_trained(model), DEEPSPEED_BUCKET_ELEMENTS)
@@ -389,6 +392,8 @@ def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: 
     else:
         count = min(int(_held(model, tp)[0]), DEEPSPEED_BUCKET_ELEMENTS)
         how = f"bucket of {_n(count)}"
+        if memory.is_whole:  # one is filled while the other is sent, by one rank too
+            count, how = 2 * count, f"2 x {how}"
     return [_bytes(role, "gradient reduction", count * memory.gradient_bytes, f"{how} x {memory.gradient_bytes} B")]
 
 

@@ -137,6 +137,13 @@ def test_deepspeed_buckets():
     assert terms["gradient reduction"] == 5e8 * 4
 
 
+def test_a_model_that_deepspeed_compiles_has_gradients_and_buckets_twice():
+    settings = {"num_procs": 1, "backend": "deepspeed", "zero_stage": 2, "gradient_bytes": 2, "max_tokens": 4096}
+    plain, whole = (working(train(**settings, is_whole=is_whole), "train") for is_whole in (False, True))
+    more = {"gradients so far": 340 * 2, "gradient reduction": 2 * 340 * 2}
+    assert whole == plain | more
+
+
 def test_adapters_counted_by_hand():
     # Rank 3 beside 7 layers: q 4 + 4, k and v 4 + 2, output 4 + 4, gate, up and down 4 + 6: 58, twice, times 3.
     assert SMALL.num_adapter_parameters(3) == 348
