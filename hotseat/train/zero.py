@@ -479,6 +479,9 @@ def _import_deepspeed(device: torch.device) -> Any:
             f"DeepSpeed in this process is set to {found} and cannot train on {device.type}: start training in a"
             " process of its own"
         )
+    if device.type == "cpu":
+        # It asks whether there are kernels for it that are fast; torch has others everywhere.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.utils.logger.setLevel(logging.WARNING)
     # On CPUs it would first compile collectives of its own, for minutes; gloo has them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
