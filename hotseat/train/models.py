@@ -220,13 +220,11 @@ def prepare_model(
     compiler: Compiler | None = None,
     lora: LoraOptions | None = None,
     liger_on: torch.device | None = None,
-    compiles_layers: bool = True,
 ) -> tuple[Policy | ValueModel, LayoutKind]:
     """What gives log-probs or values around a loaded model, and the layout it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
-    run as they are. `liger_on`: layers get Liger's kernels for this device instead. Without `compiles_layers` they are
-    left as they are, for somebody else to compile.
+    run as they are. `liger_on`: layers get Liger's kernels for this device instead.
 
     Dropout and the noise of routers are switched off: the log-probs of the update must be of the same distribution as
     the engine's. The dropout of adapters is added afterwards; see `LoraOptions`.
@@ -261,7 +259,7 @@ def prepare_model(
     # After the probes, which are elsewhere or would be compiled for themselves; before sharding, which renames classes.
     if liger_on is not None:
         use_liger(model, liger_on)
-    elif compiler is not None and compiles_layers:
+    elif compiler is not None:
         compile_layers(model, compiler)
     wrapped.compiler = compiler
     return wrapped, layout

@@ -109,11 +109,12 @@ class ZeroBackend(Trainer):
             # Whole, it is to be one graph, not the cheapest for each micro-batch.
             layout="packed" if self._is_whole and options.layout == "auto" else options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
-            compiler=_compiler if has_compiler else None,
+            compiler=_compiler if has_compiler and not self._is_whole else None,
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,
-            compiles_layers=is_compiled,
         )
+        if self._is_whole and has_compiler:
+            self._wrapped.compiler = _compiler  # for logits, which are no part of the graph
         self._saved_names = set(loaded.state_dict())
         if not dist.is_initialized():
             self._forget_groups()
@@ -529,7 +530,7 @@ def _config(
         "train_batch_size": num_ranks,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_allreduce_op": "mean" if zero.stage == 3 or is_whole else "sum",  # where it can sum
+        "gradient_allreduce_op": "mean" if zero.stage == 3 or is_whole else "sum",  # neither of the two can sum
         "gradient_clipping": 0.0,
         "zero_optimization": sharding,
         "zero_allow_untested_optimizer": True,
