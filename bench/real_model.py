@@ -152,7 +152,7 @@ def command(case: str, arguments: argparse.Namespace, size: Size, num_rollouts: 
 
 def run_hotseat(case: str, arguments: argparse.Namespace, size: Size) -> Outcome:
     """Run the command in a folder of its own, interrupt and resume it if asked, and read what it recorded."""
-    num_rollouts = 3 if case == "reward_model" else arguments.rollouts
+    num_rollouts = min(3, arguments.rollouts) if case == "reward_model" else arguments.rollouts
     if case == "reward_model":
         make_reward_model(arguments.model, arguments.directory / "reward_model")
     folder: Path = arguments.directory / f"{case}-{int(time.time())}"
