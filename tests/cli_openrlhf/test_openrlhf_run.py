@@ -241,6 +241,13 @@ def test_help_lists_every_flag(command):
     assert "--print_config" in text
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_flag(command):
+    effects = [line for line in render_help(command).splitlines() if line.startswith("      ")]
+    assert len(effects) == len(COMMANDS[command])
+    assert all(" " in line.strip() for line in effects)  # more than the name of a field
+
+
 # --- what is not built ------------------------------------------------------------------------------------------------
 
 
