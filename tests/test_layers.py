@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 
 # From the top. Folders in one row are siblings.
 LAYERS = (
+    ("__main__",),
     ("cli",),
     ("loop",),
     ("rollout", "train", "weights", "cluster"),

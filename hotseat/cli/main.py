@@ -105,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     options = _command(commands, "options", _options, "list every config key with its default and meaning")
     options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
+    options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
     return parser
 
 
@@ -148,7 +149,10 @@ def _resume(arguments: argparse.Namespace) -> int:
     here = [f"run_dir={path.parent}", f"name={path.name}", "checkpoint.resume=true"]
     config = load(path / "config.yaml", [*arguments.overrides, *here])
     if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
-        raise UserError(f"{path} has no checkpoints: it was run without checkpoint.every, and has to start anew")
+        raise UserError(
+            f"{path} has no checkpoints: it was run without checkpoint.every, or failed before its first. Start it"
+            " again with `hotseat run`, under another name if it made a step"
+        )
     from hotseat.loop.run import start
 
     start(config)
@@ -229,11 +233,13 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
+    import shutil
 
-    from hotseat.cli.options_view import render
+    from hotseat.cli.options_view import render, render_json
 
-    return render(Console(), arguments.section)
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(render_json(arguments.section) if arguments.json else render(arguments.section, width))
+    return OK
 
 
 if __name__ == "__main__":

@@ -1,44 +1,86 @@
-"""`hotseat options`: the config tree as a list."""
+"""`hotseat options`: the config tree as a list.
+
+A key takes two lines or more: what it takes and its default, then its meaning. Meanings are wrapped to the terminal;
+keys, values and meanings are never cut, so that the list can be searched.
+"""
 
 from __future__ import annotations
 
+import json
+import textwrap
 import types
 import typing
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from hotseat.config.built import UNBUILT
 from hotseat.config.load import fields_of
 from hotseat.config.schema import Config
 from hotseat.errors import UserError
 
+INDENT = " " * 4
 
-def render(console: Console, section: str) -> int:
-    """Print every key at or below a section, its type, default and meaning."""
-    rows = [
-        (key, info) for key, info in fields_of(Config) if not section or key == section or key.startswith(section + ".")
-    ]
+
+def render(section: str, width: int) -> str:
+    """List every key at or below a section for people, meanings wrapped to `width` columns."""
+    lines = []
+    for option in options(section):
+        default = "" if option["default"] is None else f" = {_as_yaml(option['default'])}"
+        lines.append(f"{option['key']}: {option['takes']}{default}")
+        meaning = option["meaning"]
+        if option["not_built"]:
+            meaning += f" Not part of this version: {option['not_built']}."
+        lines += textwrap.wrap(
+            meaning,
+            max(width, 20),
+            initial_indent=INDENT,
+            subsequent_indent=INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def render_json(section: str) -> str:
+    """List the same for programs: an object per key."""
+    return json.dumps(options(section), indent=2)
+
+
+def options(section: str) -> list[dict[str, Any]]:
+    """Every key at or below a section: what it takes, its default (None: unset), its meaning, and what is not built."""
+    fields = list(fields_of(Config))
+    rows = [(key, info) for key, info in fields if not section or key == section or key.startswith(section + ".")]
     if not rows:
-        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key, _ in fields_of(Config)))
+        sections = ", ".join(dict.fromkeys(key.split(".")[0] for key, _ in fields))
         raise UserError(f"no option {section!r}; the sections are {sections}")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("key", no_wrap=True)
-    table.add_column("takes")
-    table.add_column("default")
-    table.add_column("meaning")
-    for key, info in rows:
-        table.add_row(key, describe_type(info), "" if info.default is None else str(info.default), info.description)
-    console.print(table)
-    return 0
+    return [
+        {
+            "key": key,
+            "takes": _words(info.annotation),
+            "default": list(info.default) if isinstance(info.default, tuple) else info.default,
+            "meaning": info.description,
+            "not_built": _not_built(key),
+        }
+        for key, info in rows
+    ]
 
 
-def describe_type(info: Any) -> str:
-    """What a field takes, in words."""
-    return _words(info.annotation)
+def _not_built(key: str) -> str | None:
+    """The feature that this version lacks and without which the key, or some of its values, cannot be used."""
+    for unbuilt in UNBUILT:
+        if unbuilt.owns(key):
+            return unbuilt.what
+        if key == unbuilt.key and unbuilt.values:
+            return f"{unbuilt.what} ({', '.join(map(str, unbuilt.values))})"
+    return None
+
+
+def _as_yaml(value: Any) -> str:
+    """A default as YAML takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _words(annotation: Any) -> str:
+    """What a field takes, in words."""
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(str(member) for member in members)

@@ -431,23 +431,25 @@ class RayRuntime:
         if on_network is not None:
             constants.ENABLE_RAY_CLUSTER = False  # in case Ray was imported before we could say so
         try:
-            ray.init(
-                address="local",
-                num_gpus=num_devices,
-                num_cpus=num_cpus,
-                object_store_memory=object_store_bytes,
-                include_dashboard=False,
-                log_to_driver=log_to_driver,
-                logging_level="error",
-                _temp_dir=os.path.join(self._directory, "ray"),
-                _system_config={
-                    # Our workers have environments of their own: one that starts before it is asked for is never used.
-                    "enable_worker_prestart": False,
-                    "prestart_worker_first_driver": False,
-                    # Without its server Ray can do nothing but end this process. Not after a minute.
-                    "gcs_rpc_server_reconnect_timeout_s": 20,
-                },
-            )
+            with _daemons_in_own_groups():
+                ray.init(
+                    address="local",
+                    num_gpus=num_devices,
+                    num_cpus=num_cpus,
+                    object_store_memory=object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=log_to_driver,
+                    logging_level="error",
+                    _temp_dir=os.path.join(self._directory, "ray"),
+                    _system_config={
+                        # Our workers have environments of their own: one that starts before it is asked for is never
+                        # used.
+                        "enable_worker_prestart": False,
+                        "prestart_worker_first_driver": False,
+                        # Without its server Ray can do nothing but end this process. Not after a minute.
+                        "gcs_rpc_server_reconnect_timeout_s": 20,
+                    },
+                )
         except BaseException:
             with contextlib.suppress(Exception):
                 ray.shutdown()
@@ -830,6 +832,28 @@ def _signals_kept() -> Iterator[None]:
     yield
     if before is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _daemons_in_own_groups() -> Iterator[None]:
+    """Start Ray's daemons, and so all workers, outside of this process's group.
+
+    `timeout` and batch schedulers send SIGTERM to the whole group. It is meant for the driver, which then saves: with
+    its cluster dead it could not.
+    """
+    from ray._private import services
+
+    usual = services.ConsolePopen
+
+    class OwnGroup(usual):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, process_group=0, **options)
+
+    services.ConsolePopen = OwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = usual
 
 
 def _python_path() -> str:

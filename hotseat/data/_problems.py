@@ -9,26 +9,30 @@ from typing import Any
 from hotseat.errors import DataError
 
 _SHOWN = 5
+_ROWS_SHOWN = 3  # of those with one problem
 
 
 class Problems:
-    """Collects what is wrong, so that one attempt shows it all."""
+    """Collects what is wrong, so that one attempt shows it all: once for all rows that have the same problem."""
 
     def __init__(self) -> None:
-        self._first: list[str] = []
-        self._num = 0
+        self._rows: dict[str, list[str]] = {}  # where each message applies
 
     def add(self, where: str, message: str) -> None:
-        self._num += 1
-        if self._num <= _SHOWN:
-            self._first.append(f"{where}: {message}")
+        self._rows.setdefault(message, []).append(where)
 
     def raise_if_any(self) -> None:
-        if not self._num:
+        if not self._rows:
             return
-        count = "1 problem" if self._num == 1 else f"{self._num} problems"
-        more = f"\n  and {self._num - _SHOWN} more" if self._num > _SHOWN else ""
-        raise DataError(f"{count} in the data:\n" + "\n".join(f"  {line}" for line in self._first) + more)
+        lines = []
+        for message, rows in list(self._rows.items())[:_SHOWN]:
+            others = len(rows) - _ROWS_SHOWN
+            lines.append(f"  {', '.join(rows[:_ROWS_SHOWN])}{f' and {others} more' if others > 0 else ''}: {message}")
+        num_more = len(self._rows) - len(lines)
+        if num_more:
+            lines.append(f"  and {num_more} more")
+        count = "1 problem" if len(self._rows) == 1 else f"{len(self._rows)} problems"
+        raise DataError(f"{count} in the data:\n" + "\n".join(lines))
 
 
 class BadValue(Exception):

@@ -7,16 +7,17 @@ from pathlib import Path
 
 from hotseat.config import Config, to_yaml
 from hotseat.errors import UserError
-from hotseat.observe import RECORDS
+from hotseat.observe import METRICS, RECORDS, read_lines
 from hotseat.placement import Plan
 
+CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
 LOGS = "logs"  # of vLLM, a file per engine
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 
 def make_run_dir(config: Config) -> Path:
-    """Make `run_dir/name`. One that holds a run already is refused, unless that run is to go on."""
+    """Make `run_dir/name`. One that holds a run already is refused, unless that run is to go on or made no step."""
     path = _named(config) if config.name is not None else _numbered(config)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -28,7 +29,7 @@ def make_run_dir(config: Config) -> Path:
 def write_config(path: Path, config: Config) -> None:
     """The config as it was checked. Whether a run goes on is no part of it."""
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": False})})
-    (path / "config.yaml").write_text(to_yaml(kept))
+    (path / CONFIG).write_text(to_yaml(kept))
 
 
 def _named(config: Config) -> Path:
@@ -37,12 +38,23 @@ def _named(config: Config) -> Path:
     if name.is_absolute() or ".." in name.parts or len(name.parts) != 1:
         raise UserError(f"name {config.name!r}: give one plain word, it becomes a directory under run_dir")
     path = Path(config.run_dir) / name
-    if path.exists() and any(path.iterdir()) and not config.checkpoint.resume:
-        raise UserError(
-            f"{path} holds a run already: go on with it (`hotseat resume {path}`), choose another name (name=...), or"
-            " remove it"
-        )
+    if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
+        resume = f"go on with it (`hotseat resume {path}`), " if _has_checkpoint(path, config) else ""
+        raise UserError(f"{path} holds a run already: {resume}choose another name (name=...), or remove it")
     return path
+
+
+def _made_no_step(path: Path) -> bool:
+    """Whether a run began here and failed before its first step: it left nothing that its successor would lose."""
+    if not (path / CONFIG).exists() or any((path / name).exists() for name in ("model", "checkpoints")):
+        return False
+    metrics = path / METRICS
+    return not metrics.exists() or all(record.get("step", 0) == 0 for record in read_lines(metrics))
+
+
+def _has_checkpoint(path: Path, config: Config) -> bool:
+    folder = Path(config.checkpoint.path) if config.checkpoint.path is not None else path / "checkpoints"
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def _numbered(config: Config) -> Path:

@@ -1,11 +1,12 @@
 """What people see of a run: files on disk, a live view, TensorBoard."""
 
-from hotseat.observe.journal import RECORDS, Journal, Silence
+from hotseat.observe.journal import METRICS, RECORDS, Journal, Silence
 from hotseat.observe.live import LiveView
 from hotseat.observe.metrics import JsonLines, TensorBoard, read_lines
 from hotseat.observe.timeline import Timeline, read_timeline
 
 __all__ = [
+    "METRICS",
     "RECORDS",
     "Journal",
     "JsonLines",

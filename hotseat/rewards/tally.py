@@ -1,7 +1,8 @@
-"""How many rewards failed, and whether that is too many."""
+"""How many rewards failed, by cause, and whether that is too many."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -18,11 +19,12 @@ class RewardTally:
     def __init__(self, max_failed_fraction: float):
         self.max_failed_fraction = max_failed_fraction
         self.num_samples = 0
-        self._reasons: Counter[str] = Counter()
+        self._causes: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}  # the first reason of each cause
 
     @property
     def num_failed(self) -> int:
-        return self._reasons.total()
+        return self._causes.total()
 
     @property
     def failed_fraction(self) -> float:
@@ -33,23 +35,31 @@ class RewardTally:
         for sample in samples:
             self.num_samples += 1
             if isinstance(sample, Failed):
-                self._reasons[sample.reason] += 1
+                cause = _cause(sample.reason)
+                self._causes[cause] += 1
+                self._examples.setdefault(cause, sample.reason)
 
     def check(self) -> None:
         """Raises `RewardError` if too many failed."""
         if self.failed_fraction <= self.max_failed_fraction:
             return
-        shown = self._reasons.most_common(_SHOWN)
-        lines = [f"  {count}x {reason}" for reason, count in shown]
-        more = len(self._reasons) - len(shown)
+        shown = self._causes.most_common(_SHOWN)
+        lines = [f"  {count}x {'such as ' * (count > 1)}{self._examples[cause]}" for cause, count in shown]
+        more = len(self._causes) - len(shown)
         raise RewardError(
             f"{self.num_failed} of {self.num_samples} samples have no reward ({self.failed_fraction:.1%}), and"
             f" reward.max_failed_fraction is {self.max_failed_fraction:.1%}:\n"
             + "\n".join(lines)
-            + (f"\n  and {more} more reasons" if more else "")
+            + (f"\n  and {more} more cause{'s' * (more > 1)}" if more else "")
         )
 
     def clear(self) -> None:
         """Start to count anew."""
         self.num_samples = 0
-        self._reasons.clear()
+        self._causes.clear()
+        self._examples.clear()
+
+
+def _cause(reason: str) -> str:
+    """A reason without what differs from sample to sample: names such as 0/17/3, and numbers."""
+    return re.sub(r"\d+", "#", reason)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.cli.main import main, make_parser
+from hotseat.cli.options_view import options
 
 PLANS = Path(__file__).parent.parent.parent / "examples" / "plans"
 
@@ -125,6 +126,38 @@ def test_options_lists_keys_with_meaning(capsys):
     assert "algorithm.gamma" not in out
 
 
+def test_options_are_never_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main(["options"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for option in options(""):
+        assert option["meaning"] in words
+        assert f"{option['key']}: {option['takes']}" in words
+
+
+def test_options_as_json_have_values_as_they_are(capsys):
+    assert main(["options", "rollout", "--json"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["rollout.top_p"]["default"] == 1.0
+    assert rows["rollout.enforce_eager"] == {
+        "key": "rollout.enforce_eager",
+        "takes": "true | false",
+        "default": False,
+        "meaning": "Run vLLM without CUDA graphs.",
+        "not_built": None,
+    }
+
+
+def test_options_that_need_what_is_not_built_say_so(capsys):
+    assert main(["options", "use_modelscope"]) == 0
+    assert "Not part of this version: ModelScope." in capsys.readouterr().out
+
+
 def test_options_of_nothing_names_the_sections(capsys):
     assert main(["options", "foo"]) == 2
     assert "no option 'foo'; the sections are task" in capsys.readouterr().err
+
+
+def test_the_package_is_the_command():
+    result = subprocess.run([sys.executable, "-m", "hotseat", "--version"], capture_output=True, text=True, timeout=60)
+    assert re.fullmatch(r"hotseat \d+\.\d+\.\d+\n", result.stdout)

@@ -79,6 +79,14 @@ def test_every_bad_row_is_named_with_line_and_key():
     assert message.endswith("and 1 more")
 
 
+def test_one_cause_in_many_rows_is_one_problem():
+    message = fails([{"input": "x", "answer": "1"}] * 300, label_key="label")
+    assert message.splitlines() == [
+        "1 problem in the data:",
+        "  data.jsonl:1, data.jsonl:2, data.jsonl:3 and 297 more: label: missing; the row has: input, answer",
+    ]
+
+
 def test_a_key_that_is_nearly_right_is_suggested():
     assert "did you mean 'prompt'?" in fails([{"prompt": "x"}], input_key="promt")
 

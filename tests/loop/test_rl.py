@@ -248,7 +248,7 @@ def test_a_model_that_is_not_there_is_named(task):
 
 def test_a_directory_that_holds_a_run_is_not_overwritten(task):
     run(task)
-    with pytest.raises(UserError, match=r"runs/run holds a run already: go on with it"):
+    with pytest.raises(UserError, match=r"runs/run holds a run already: choose another name"):
         run(task)
 
 

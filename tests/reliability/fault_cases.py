@@ -100,6 +100,7 @@ class Faulty:
             stderr=subprocess.PIPE,
             text=True,
             env={**env, MARK: self.mark, VARIABLE: str(self.faults)},
+            process_group=0,  # as a shell or a batch scheduler starts it: some tests signal all of the group
         )
 
     def finish(self, timeout_s: float = 600) -> tuple[int, str, str]:

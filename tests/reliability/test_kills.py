@@ -3,6 +3,7 @@
 Whatever happened, the weights are bit for bit those of a run that nobody disturbed, and so is the ledger.
 """
 
+import os
 import re
 import signal
 import time
@@ -275,17 +276,22 @@ def test_a_call_that_never_ends_is_diagnosed(task):
 
 
 @pytest.mark.long
-def test_sigterm_saves_the_step_under_way(task):
-    """Scenario 14: the step under way is finished and saved; nothing is left, on Ray either."""
+def test_sigterm_to_the_process_group_saves_the_step_under_way(task):
+    """Scenario 14: the step under way is finished and saved; nothing is left, on Ray either.
+
+    `timeout` and batch schedulers signal the whole process group; Ray and the workers are not in it.
+    """
     with Faulty(task, num_passes=3) as run:
         run.arm(Fault("update.before", "1", skip=2))
         run.start()
         while not list(run.faults.glob("*.happened")):
             assert run.process.poll() is None
             time.sleep(0.05)
-        run.process.send_signal(signal.SIGTERM)
-        code, out, _ = run.finish()
+        os.killpg(run.process.pid, signal.SIGTERM)
+        code, out, errors = run.finish()
         assert code == 130
         assert "saved" in out
+        assert "died" not in out
+        assert "GCS" not in errors
         assert (run.run_dir / "checkpoints" / "step-000003").is_dir()
         assert run.is_gone(within_s=10)

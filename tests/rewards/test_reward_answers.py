@@ -123,15 +123,23 @@ def test_a_tally_raises_above_the_limit_and_says_why():
     tally.check()
     tally.add([Score(1.0, 1.0)] * 3 + [Failed("a.py: reward_func: raised KeyError (sample 0/1/2)")])
     tally.check()
-    tally.add([Failed("b")] * 2 + [Failed(f"c{number}") for number in range(3)])
+    tally.add([Failed("b")] * 2 + [Failed(cause) for cause in ("x", "y", "z")])
     with pytest.raises(RewardError) as caught:
         tally.check()
     message = str(caught.value)
     assert message.startswith(
-        "6 of 9 samples have no reward (66.7%), and reward.max_failed_fraction is 25.0%:\n  2x b\n"
+        "6 of 9 samples have no reward (66.7%), and reward.max_failed_fraction is 25.0%:\n  2x such as b\n"
     )
     assert "1x a.py: reward_func: raised KeyError (sample 0/1/2)" in message
-    assert message.endswith("and 2 more reasons")
+    assert message.endswith("and 2 more causes")
     tally.clear()
     tally.check()
     assert (tally.num_samples, tally.num_failed) == (0, 0)
+
+
+def test_a_tally_counts_by_cause_with_one_example():
+    tally = RewardTally(max_failed_fraction=0.0)
+    tally.add([Failed(f"reward.py: raised KeyError after {number} ms (sample 0/{number}/3)") for number in range(62)])
+    with pytest.raises(RewardError) as caught:
+        tally.check()
+    assert str(caught.value).splitlines()[1:] == ["  62x such as reward.py: raised KeyError after 0 ms (sample 0/0/3)"]

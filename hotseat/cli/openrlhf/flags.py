@@ -2,7 +2,7 @@
 
 Names are those of OpenRLHF 0.8 and 0.9, where words are joined by underscores; `dotted` is the newer spelling. Where
 the two have different defaults, a command line with a dotted flag in it gets the newer ones. Nothing is imported here
-but the standard library: `--help` is read from this table.
+but the standard library.
 """
 
 from __future__ import annotations
