@@ -9,7 +9,7 @@ tamed in one of three ways, with bounds [low, high]:
     seq-mask-tis   clamp(ρ, low, high) where the episode's geometric mean of ρ is in [low, high], else 0 for all of it
 
 Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", truncate from above alone: the
-lower bound of tis is OpenRLHF's. OpenRLHF's seq-mask-tis leaves ρ of the kept tokens unbounded, against its own comment,
+lower bound of tis is OpenRLHF's, whose seq-mask-tis leaves ρ of the kept tokens unbounded, against its own comment,
 and so overflows; here it is clamped.
 
 The weights are constants: no gradient flows through them. They multiply the surrogate only, not the KL or entropy
