@@ -24,7 +24,7 @@ from hotseat.algorithms.advantages import (
 )
 from hotseat.algorithms.aggregation import Aggregation, StepTotals, loss_weights, step_totals, weighted_sum
 from hotseat.algorithms.corrections import Correction, CorrectionWeights, correction_weights
-from hotseat.algorithms.filtering import FilterReason, GroupFilter, filter_groups
+from hotseat.algorithms.filtering import reason_to_drop
 from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, estimate_kl
 from hotseat.algorithms.policy_loss import PolicyLoss, entropy_bonus, gspo_loss, ppo_loss
 from hotseat.algorithms.shaping import clip_rewards, normalise_rewards, overlong_penalty, penalise_truncation
@@ -47,9 +47,7 @@ __all__ = [
     "Correction",
     "CorrectionWeights",
     "Estimator",
-    "FilterReason",
     "FixedKl",
-    "GroupFilter",
     "KlEstimator",
     "Moments",
     "PairwiseKind",
@@ -65,7 +63,6 @@ __all__ = [
     "entropy_bonus",
     "episode_log_probs",
     "estimate_kl",
-    "filter_groups",
     "gae",
     "group_mean_centred",
     "group_normalised",
@@ -82,6 +79,7 @@ __all__ = [
     "penalise_truncation",
     "place_rewards",
     "ppo_loss",
+    "reason_to_drop",
     "sft_loss",
     "step_totals",
     "turn_ends",

@@ -4,16 +4,17 @@ The engine reports log π_rollout of each token it sampled; the trainer, with ot
 log π_old. The surrogate's expectation is over π_rollout, so each token's loss is weighted by ρ = π_old / π_rollout,
 tamed in one of three ways, with bounds [low, high]:
 
-    tis            clamp(ρ, low, high)                               Yao et al., "Off-policy RL training", 2025
+    tis            clamp(ρ, low, high)                               Yao et al., 2025, with low = 0
     icepop         ρ where low ≤ ρ ≤ high, else 0                    Ling team, "IcePop", 2025
     seq-mask-tis   clamp(ρ, low, high) where the episode's geometric mean of ρ is in [low, high], else 0 for all of it
 
-OpenRLHF's seq-mask-tis leaves ρ of the kept tokens unbounded, against its own comment, and so overflows; here it is
-clamped.
+Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", truncate from above alone: the
+lower bound of tis is OpenRLHF's, whose seq-mask-tis leaves ρ of the kept tokens unbounded, against its own comment,
+and so overflows; here it is clamped.
 
 The weights are constants: no gradient flows through them. They multiply the surrogate only, not the KL or entropy
-terms. Compute them once for the whole batch: the episode's mean needs all of its segments. A log-prob of a sampled
-token that is not a number stays one, and the update's own check meets it: it is never taken for 0.
+terms. They may be computed per micro-batch, if each has all segments of its episodes: an episode's mean needs them. A
+log-prob of a sampled token that is not a number stays one, and the update's own check meets it; it never becomes 0.
 """
 
 from __future__ import annotations

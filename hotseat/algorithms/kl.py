@@ -7,7 +7,8 @@ With d = log π(token) − log π_ref(token), for tokens sampled from π (Schulm
     k3 = e^(−d) − 1 + d    unbiased, never negative
 
 Each estimate is clamped to [−10, 10], as in OpenRLHF: one wild token cannot own the step. Beyond the clamp the gradient
-is zero. As a loss use k2 or k3: the gradient of k1 has mean zero whatever the reference.
+is zero. As a loss the mean gradient of k1 is zero whatever the reference, that of k2 is the gradient of KL(π || π_ref)
+and that of k3 the gradient of KL(π_ref || π): docs/algorithms.md.
 """
 
 from __future__ import annotations

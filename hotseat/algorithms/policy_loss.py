@@ -61,15 +61,24 @@ def gspo_loss(
     eps_low: float,
     eps_high: float,
     dual_clip: float | None = None,
+    ratio_base_log_probs: Tensor | None = None,
 ) -> PolicyLoss:
     """The same surrogate with one ratio per episode: exp(mean over its sampled tokens of log π − log π_old).
+
+    With `ratio_base_log_probs`, the engine's, the ratio is to them instead: π/π_rollout corrects for the gap between
+    engine and trainer and for the update in one number per sequence, which the clip bounds (`rollout-ratio`). Zheng
+    et al. divide by the policy that sampled, and propose the engine's likelihoods for it, because a sequence's tolerate
+    the gap; weights per token beside the ratio would bring back the noise that they argue against.
 
     The ratio runs over all segments of an episode, so they must be in the same micro-batch. GSPO's own aggregation is
     `sequence_mean`, and its clips are much narrower than PPO's (the paper has 3e-4 and 4e-4): the ratio is a mean.
     """
     mask = layout.mask
     log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
-    episode_log_ratio = sampled_only(mean_per_episode(log_ratio, layout)[layout.token_episode], mask)
+    based = log_ratio
+    if ratio_base_log_probs is not None:
+        based = sampled_only(log_probs, mask) - sampled_only(ratio_base_log_probs, mask).detach()
+    episode_log_ratio = sampled_only(mean_per_episode(based, layout)[layout.token_episode], mask)
     return _surrogate(episode_log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
 
 

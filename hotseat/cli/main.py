@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from hotseat import __version__
 from hotseat.errors import HotseatError, UserError
+from hotseat.openmp import wait_passively
 
 # Exit codes: done; failed while running; refused before anything ran; stopped by Ctrl-C or SIGTERM.
 OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
@@ -16,6 +17,7 @@ OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 
 def entry() -> None:
     """Console entry point."""
+    wait_passively()
     if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"]):
         # They only print: `| head` ends them as it ends any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

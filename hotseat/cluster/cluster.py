@@ -31,6 +31,7 @@ from hotseat.cluster.devices import device_memory
 from hotseat.cluster.group import CallObserver, Group, Process, ProcessLike, Ref
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.errors import PlacementError, RunError
+from hotseat.openmp import wait_policy
 
 __all__ = ["Cluster", "Node"]
 
@@ -370,4 +371,4 @@ def _make_directory() -> str:
 
 def _thread_env(num_threads: int) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return dict.fromkeys(names, str(num_threads))
+    return {**dict.fromkeys(names, str(num_threads)), **wait_policy()}

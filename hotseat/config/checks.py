@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from hotseat.config.maths import max_sampled_tokens, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model, placed_roles
 from hotseat.config.schema import Config, Optimizer
 
@@ -100,7 +101,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("reference",), lambda c: c.task not in ("sft", "rm"), lambda c: f"task {c.task} has no reference model"),
     Rule(
-        ("algorithm.kl.target", "algorithm.kl.horizon", "algorithm.kl.estimator", "algorithm.kl.as_loss"),
+        (
+            "algorithm.kl.target",
+            "algorithm.kl.horizon",
+            "algorithm.kl.estimator",
+            "algorithm.kl.as_loss",
+            "algorithm.kl.allow_k1_loss",
+        ),
         _rl_but(lambda c: c.algorithm.kl.coef > 0),
         _says("algorithm.kl.coef is 0"),
     ),
@@ -108,6 +115,11 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.kl.horizon",),
         _rl_but(lambda c: c.algorithm.kl.target is not None),
         _says("algorithm.kl.target is not set, so the coefficient does not adapt"),
+    ),
+    Rule(
+        ("algorithm.kl.allow_k1_loss",),
+        _rl_but(uses_k1_loss),
+        _says("algorithm.kl.estimator is not k1, or algorithm.kl.as_loss is false"),
     ),
     Rule(
         ("reward.normalize", "reward.retokenize", "reward.enable_offload", "reward.shape", "reward.value_head_prefix"),
@@ -143,6 +155,11 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.correction.low", "algorithm.correction.high"),
         _rl_but(lambda c: c.algorithm.correction.kind != "none"),
         _says("algorithm.correction.kind is none"),
+    ),
+    Rule(
+        ("algorithm.correction.low", "algorithm.correction.high"),
+        _rl_but(lambda c: c.algorithm.correction.kind != "rollout-ratio"),
+        _says("algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound"),
     ),
     Rule(
         ("algorithm.filtering.low", "algorithm.filtering.high"),
@@ -291,10 +308,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         found.append(
             ("train.fp32_master", "false: weights in fp16 alone would not move by a small step; set it to true")
         )
-    if algorithm.correction.low > algorithm.correction.high:
-        found.append(
-            ("algorithm.correction.low", f"{algorithm.correction.low} is above high, {algorithm.correction.high}")
-        )
+    found += _maths_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         found.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
@@ -362,6 +376,66 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
             (
                 "rollout.max_new_tokens",
                 f"{rollout.max_new_tokens} leaves no room for a prompt within data.max_length {data.max_length}",
+            )
+        )
+    return found
+
+
+def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Values of an RL run's maths that would fail, or do nothing, after the first rollout."""
+    if config.task != "rl":
+        return []
+    found: list[tuple[str, str]] = []
+    algorithm, buffer = config.algorithm, config.reward.overlong.buffer_length
+    correction, kl = algorithm.correction, algorithm.kl
+    if correction.low >= correction.high:
+        found.append(
+            (
+                "algorithm.correction.low",
+                f"{correction.low} is not below high, {correction.high}: a ratio of probabilities is kept between them,"
+                " usually 0.5 and 5",
+            )
+        )
+    if algorithm.policy_loss == "gspo" and correction.kind not in ("none", "rollout-ratio"):
+        found.append(
+            (
+                "algorithm.correction.kind",
+                f"{correction.kind} weighs tokens, and algorithm.policy_loss gspo has one ratio per sequence: set"
+                " rollout-ratio, which takes that ratio to the engine's probabilities, or policy_loss ppo",
+            )
+        )
+    if algorithm.policy_loss == "ppo" and correction.kind == "rollout-ratio":
+        found.append(
+            (
+                "algorithm.correction.kind",
+                "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or"
+                " seq-mask-tis",
+            )
+        )
+    if uses_k1_loss(config) and not kl.allow_k1_loss:
+        found.append(
+            (
+                "algorithm.kl.estimator",
+                "k1 as a loss regularises nothing: its gradient is zero on average, whatever the reference; set k2 or"
+                " k3, or algorithm.kl.as_loss to false, or algorithm.kl.allow_k1_loss to true if that is wanted",
+            )
+        )
+    if kl.coef > 0 and kl.target is not None and kl.horizon <= shortest_kl_horizon(config):
+        samples = config.rollout.batch_size * config.rollout.samples_per_prompt
+        found.append(
+            (
+                "algorithm.kl.horizon",
+                f"{kl.horizon} is too short for steps of {samples} samples: one of them could turn the coefficient"
+                f" negative; set it above {shortest_kl_horizon(config):g}",
+            )
+        )
+    limit = max_sampled_tokens(config)
+    if buffer > limit:
+        found.append(
+            (
+                "reward.overlong.buffer_length",
+                f"{buffer} is above the {limit} tokens that an episode may sample: set it to {limit} or less, or raise"
+                " rollout.max_new_tokens",
             )
         )
     return found

@@ -186,7 +186,7 @@ class Env(Section):
 
 class Overlong(Section):
     buffer_length: NotNegative = 0
-    """Sampled tokens before the limit over which the penalty grows; 0 is off."""
+    """Sampled tokens before the limit of all turns together over which the penalty grows; 0 is off."""
     penalty_factor: Amount = 1.0
     """Penalty of an answer that reaches the limit."""
 
@@ -324,19 +324,21 @@ class Data(Section):
 class Kl(Section):
     coef: Amount = 0.0
     """Weight of the KL to the reference; 0 runs without a reference."""
-    target: Amount | None = None
+    target: Annotated[float, Field(gt=0)] | None = None
     """Adapt the weight towards this KL; unset keeps it fixed."""
     horizon: Positive = 10000
-    """Samples over which the weight adapts."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL from one sample."""
+    """Samples over which the weight adapts; above a fifth of the samples of a step."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the KL from one sample; unset is `k1` in the reward and `k2` as a loss."""
     as_loss: bool = False
     """Put the KL into the loss instead of the reward."""
+    allow_k1_loss: bool = False
+    """Allow `k1` as a loss, whose gradient is zero on average: for comparisons with OpenRLHF."""
 
 
 class Correction(Section):
-    kind: Literal["none", "tis", "icepop", "seq-mask-tis"] = "none"
-    """What to do about the gap between engine and trainer log-probs."""
+    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] = "none"
+    """What to do about the gap between engine and trainer log-probs; gspo has `rollout-ratio`, ppo the others."""
     low: Amount = 0.5
     """Lower bound of the ratio."""
     high: Amount = 5.0
@@ -383,14 +385,14 @@ class Algorithm(Section):
     """Divide advantages by their deviation, where the estimator does."""
     policy_loss: Literal["ppo", "gspo"] = "ppo"
     """Ratio per token (ppo) or per sequence (gspo)."""
-    clip_low: Amount = 0.2
+    clip_low: Share = 0.2
     """The ratio is clipped at 1 minus this."""
-    clip_high: Amount = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
     """The ratio is clipped at 1 plus this."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound on the loss of negative advantages; unset is none."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses become one number: over all tokens of an optimizer step, per episode, or by a constant."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """Mean of token losses: over a step's tokens, per episode, or by a constant; unset as in the loss's own paper."""
     entropy_coef: Amount | None = None
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hotseat.algorithms import reason_to_drop
 from hotseat.cluster.group import Group as WorkerGroup
 from hotseat.data import PromptOrder
 from hotseat.errors import RunError
@@ -29,14 +30,8 @@ class Keep:
     max_failed_fraction: float
 
     def reason_to_drop(self, facts: GroupFacts) -> str | None:
-        if len(facts.rewards) < self.min_samples:
-            return f"fewer than {self.min_samples} samples have a reward"
-        if self.low is None or self.high is None:
-            return None
-        mean = statistics.fmean(facts.scores)
-        if mean <= self.low:
-            return "score too low"
-        return "score too high" if mean >= self.high else None
+        """Say why a group is dropped, or return None to keep it."""
+        return reason_to_drop(facts.scores, self.low, self.high, min_samples=self.min_samples)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ takes whole groups, because a baseline compares siblings.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,7 +45,7 @@ class AdvantageSettings:
     overlong_buffer: int  # 0: no penalty
     overlong_factor: float
     truncation_penalty: float | None  # None: no penalty
-    max_new_tokens: int
+    max_sampled: int  # tokens that an episode may sample, over all of its turns
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: Advanta
     if settings.overlong_buffer:
         lengths = batch.layout.sampled_per_episode
         rewards = rewards + overlong_penalty(
-            lengths, settings.max_new_tokens, settings.overlong_buffer, settings.overlong_factor
+            lengths, settings.max_sampled, settings.overlong_buffer, settings.overlong_factor
         )
     if settings.truncation_penalty is not None:
         truncated = torch.tensor([sample.episode.is_truncated for sample in samples])
@@ -162,16 +163,30 @@ def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: Advanta
 
 
 def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-    """(reward of each turn, flat position of its last sampled token) where every episode has them; None otherwise."""
-    samples = [sample for group in groups for sample in group.samples]
-    if not samples or not all(
-        sample.turn_rewards and len(sample.turn_rewards) == len(sample.episode.turn_lengths) for sample in samples
-    ):
+    """(reward of each turn, flat position of its last sampled token); (None, None) without any.
+
+    A group has them if each of its samples has one per turn: siblings are compared turn by turn. The others learn from
+    the rewards of whole episodes. A group is on one rank, so the number of ranks changes nothing.
+    """
+    rewards: list[float] = []
+    ends: list[int] = []  # how many tokens were sampled before the turn's end, over the whole batch
+    num_sampled = batch.layout.sampled_per_episode.tolist()
+    position = episode = 0
+    for group in groups:
+        is_used = all(
+            sample.turn_rewards and len(sample.turn_rewards) == len(sample.episode.turn_lengths)
+            for sample in group.samples
+        )
+        for sample in group.samples:
+            if is_used:
+                rewards += sample.turn_rewards
+                ends += [position + end for end in itertools.accumulate(sample.episode.turn_lengths)]
+            position += num_sampled[episode]
+            episode += 1
+    if not rewards:
         return None, None
     sampled = batch.mask.nonzero()[:, 0]
-    lengths = torch.tensor([length for sample in samples for length in sample.episode.turn_lengths])
-    rewards = torch.tensor([reward for sample in samples for reward in sample.turn_rewards], dtype=torch.float32)
-    return rewards, sampled[lengths.cumsum(0) - 1]
+    return torch.tensor(rewards, dtype=torch.float32), sampled[torch.tensor(ends) - 1]
 
 
 def with_advantages(

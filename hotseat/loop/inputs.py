@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hotseat.config import Config
+from hotseat.config.maths import prompt_max_length
 from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.data import PairReport, Row, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
-from hotseat.loop import settings
 from hotseat.loop.lessons import Imitation, Lesson, Preference
 from hotseat.loop.value_models import critic_model
 from hotseat.types import Prompt
@@ -188,7 +188,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=data.chat_template,
-        prompt_max_length=settings.prompt_max_length(config),
+        prompt_max_length=prompt_max_length(config),
     )
 
 

@@ -46,7 +46,10 @@ class PolicyTerms:
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token."""
+    """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token.
+
+    ratio_to: what GSPO's ratio divides by, the probabilities before the update (`old`) or the engine's (`rollout`).
+    """
 
     ratio: Literal["ppo", "gspo"]
     clip_low: float
@@ -58,6 +61,7 @@ class PolicyObjective:
     kl_estimator: KlEstimator
     kl_coefficient: float  # 0: the KL is not in the loss
     entropy_coefficient: float | None  # None: the entropy is not computed
+    ratio_to: Literal["old", "rollout"] = "old"
 
     @property
     def needs_entropy(self) -> bool:
@@ -86,8 +90,12 @@ class PolicyObjective:
         assert log_probs is not None
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
         clip: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high, "dual_clip": self.dual_clip}
+        rollout = batch.fields[ROLLOUT_LOG_PROBS]
         if self.ratio == "gspo":
-            surrogate = gspo_loss(log_probs, old, batch.fields[ADVANTAGES], batch.layout, **clip)
+            base = rollout if self.ratio_to == "rollout" else None
+            surrogate = gspo_loss(
+                log_probs, old, batch.fields[ADVANTAGES], batch.layout, ratio_base_log_probs=base, **clip
+            )
         else:
             surrogate = ppo_loss(log_probs, old, batch.fields[ADVANTAGES], mask, **clip)
         loss = surrogate.loss
@@ -95,7 +103,6 @@ class PolicyObjective:
             "clipped": surrogate.clipped.sum(),
             "policy_kl": -surrogate.log_ratio.sum(),
         }
-        rollout = batch.fields[ROLLOUT_LOG_PROBS]
         gap = torch.where(mask, old - rollout, 0.0)
         metrics["engine_gap"] = gap.abs().sum()
         metrics["engine_gap_max"] = gap.abs().max() if len(gap) else 0.0

@@ -18,6 +18,7 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
+from hotseat.config.maths import maths_notes
 from hotseat.config.roles import has_critic
 from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
@@ -127,7 +128,7 @@ def _start_rl(config: Config) -> dict[str, float]:
         save_plan(run_dir, plan)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
         journal.say(f"{plan.label}: {', '.join(f'{role.name} on {role.on}' for role in plan.roles)}")
-        for note in plan_notes(config, cluster):
+        for note in [*maths_notes(config), *plan_notes(config, cluster)]:
             journal.say(note)
         eos = eos_token_ids(config, tokenizer)
         ledger, logs = Ledger(run_dir), run_dir / LOGS

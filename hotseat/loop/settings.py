@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.batches import tokens_per_micro_batch, warmup_steps
+from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.roles import has_inference
 from hotseat.config.schema import Optimizer
 from hotseat.loop.engines import EngineSettings, VllmSettings
@@ -21,21 +22,6 @@ from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, Z
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import Lanes, choose_lanes
-
-
-def max_new_tokens(config: Config) -> int:
-    """Tokens that one episode may sample at most."""
-    if config.rollout.max_new_tokens is not None:
-        return config.rollout.max_new_tokens
-    return config.data.max_length - prompt_max_length(config)
-
-
-def prompt_max_length(config: Config) -> int:
-    if config.data.prompt_max_length is not None:
-        return config.data.prompt_max_length
-    if config.rollout.max_new_tokens is not None and config.task == "rl":
-        return config.data.max_length - config.rollout.max_new_tokens
-    return config.data.max_length // 2
 
 
 def sampling(config: Config) -> Sampling:
@@ -173,7 +159,7 @@ def episodes_per_engine(config: Config) -> int:
 
 
 def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
-    algorithm, reward = config.algorithm, config.reward
+    algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
     is_filtered = config.rollout.top_p < 1 or config.rollout.top_k > 0
     return PolicySettings(
@@ -182,12 +168,13 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
-            correction=None if algorithm.correction.kind == "none" else algorithm.correction.kind,
-            correction_low=algorithm.correction.low,
-            correction_high=algorithm.correction.high,
-            kl_estimator=algorithm.kl.estimator,
+            correction=None if correction.kind == "none" or correction.kind == "rollout-ratio" else correction.kind,
+            correction_low=correction.low,
+            correction_high=correction.high,
+            kl_estimator=kl_estimator(config),
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
+            ratio_to="rollout" if correction.kind == "rollout-ratio" else "old",
         ),
         advantages=AdvantageSettings(
             estimator=algorithm.estimator,
@@ -196,13 +183,13 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             divide_by_std=algorithm.std_norm,
             reward_clip=reward.clip,
             kl_in_reward=kl_in_reward,
-            kl_estimator=algorithm.kl.estimator,
+            kl_estimator=kl_estimator(config),
             overlong_buffer=reward.overlong.buffer_length,
             overlong_factor=reward.overlong.penalty_factor,
             truncation_penalty=reward.truncation_penalty,
-            max_new_tokens=max_new_tokens(config),
+            max_sampled=max_sampled_tokens(config),
         ),
-        aggregation=algorithm.aggregation,
+        aggregation=aggregation(config),
         max_epochs=config.train.max_epochs,
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
         needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered or has_inference(config),

@@ -279,7 +279,7 @@ class ActorWorker(ModelWorker):
             for batch, totals in zip(self._steps, self._totals, strict=True):
                 pieces = []
                 if batch is not None:
-                    whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_new_tokens)
+                    whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_sampled)
                     if not settings.learns_from_every_sample:
                         whole = _with_gradient(whole, settings.objective)
                     pieces = settings.train.cut(whole)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotseat.openmp import wait_policy
+
 _WORKER = Path(__file__).with_name("_worker.py")
 _MAX_ANSWER_BYTES = 1 << 30
 _LOOK_EVERY_S = 0.1  # for the death of the process and for `is_closed`, while nothing comes through the pipe
@@ -95,6 +97,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **wait_policy()},
                 pass_fds=(worker_inbox, worker_outbox),
                 start_new_session=True,  # Ctrl-C is for the driver, and the group of all that it starts can be ended
             )

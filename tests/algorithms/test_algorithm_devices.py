@@ -43,7 +43,6 @@ CALLS = {
     "pairwise_loss": lambda: al.pairwise_loss(EPISODES, EPISODES, kind="logexp"),
     "overlong_penalty": lambda: al.overlong_penalty(LAYOUT.sampled_per_episode, 4, 2, 1.0),
     "penalise_truncation": lambda: al.penalise_truncation(EPISODES, GROUPS, -1.0),
-    "filter_groups": lambda: al.filter_groups(EPISODES, GROUPS, 0.0, 1.0).keep_episode,
 }
 
 

@@ -55,6 +55,29 @@ def test_gradients_of_the_estimates(estimator, expected):
     assert_close(log_probs.grad, expected, 1e-7)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mean_gradient_of_each_estimate_over_all_tokens(seed):
+    """Over every token of a vocabulary of six, weighted by the policy: what a loss of many samples follows."""
+    logits = numbers(seed, 6, grad=True)
+    reference = numbers(seed + 1, 6).log_softmax(0)
+    every = torch.ones(6, dtype=torch.bool)
+
+    def gradient(loss):
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        return found
+
+    def mean_gradient(estimator):
+        log_probs = logits.log_softmax(0)
+        return gradient((log_probs.exp().detach() * estimate_kl(log_probs, reference, every, estimator)).sum())
+
+    log_probs = logits.log_softmax(0)
+    kl = (log_probs.exp() * (log_probs - reference)).sum()
+    reversed_kl = (reference.exp() * (reference - log_probs)).sum()
+    assert_close(mean_gradient("k1"), torch.zeros(6, dtype=torch.float64))
+    assert_close(mean_gradient("k2"), gradient(kl))
+    assert_close(mean_gradient("k3"), gradient(reversed_kl))
+
+
 @quick
 @given(seeds, st.sampled_from(ESTIMATORS))
 def test_kl_of_unsampled_tokens_never_matters(seed, estimator):

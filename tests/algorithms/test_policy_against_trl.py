@@ -91,6 +91,15 @@ def test_gspo_equals_trl_sequence_level(trl, seed):
     _assert_same(our_loss, their_loss, ours, theirs)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_gspos_ratio_to_the_engine_equals_trl_with_the_engines_log_probs(trl, seed):
+    ours, theirs, old, advantages = _inputs(seed)
+    engine = old + numbers(seed + 300, LAYOUT.num_tokens, scale=0.2)
+    result = gspo_loss(ours, old, advantages, LAYOUT, **CLIP, ratio_base_log_probs=engine)
+    their_loss = trl.grpo_loss("grpo", LAYOUT, theirs, engine, advantages, **CLIP, level="sequence")
+    _assert_same(_step_loss(result.loss, "sequence_mean"), their_loss, ours, theirs)
+
+
 @pytest.mark.parametrize(("loss_type", "how"), AGGREGATIONS)
 def test_k3_as_a_loss_equals_trl(trl, loss_type, how):
     ours, theirs, old, advantages = _inputs(4)

@@ -122,6 +122,26 @@ def test_surrogates_equal_a_loop_in_loss_and_gradient(name, layout, seed, dual_c
     assert_close(fast.grad, torch.zeros_like(fast) if slow.grad is None else slow.grad)
 
 
+@few
+@given(layout=layouts(), seed=seeds)
+def test_gspos_ratio_to_the_engine_equals_a_loop_in_loss_and_gradient(layout, seed):
+    """The loop has the engine's log-probs in the place of the old ones, as OpenRLHF's GSPO has with its correction."""
+    old, advantages = numbers(seed, layout.num_tokens), numbers(seed + 1, layout.num_tokens)
+    engine = old + numbers(seed + 4, layout.num_tokens, scale=0.3)
+    fast = (old + numbers(seed + 2, layout.num_tokens, scale=0.5)).requires_grad_()
+    slow = fast.detach().clone().requires_grad_()
+    weights = numbers(seed + 3, layout.num_tokens)
+    with_engine = with_rubbish(engine, layout.mask)
+    result = _loss("gspo", fast, old, advantages, layout, ratio_base_log_probs=with_engine)
+    expected = _slow_loss("gspo", slow, engine, advantages, layout, None)
+    assert_close(result.loss, expected)
+    assert_close(result.log_ratio, torch.where(layout.mask, fast.detach() - old, 0.0))
+    (result.loss * weights).sum().backward()
+    if expected.requires_grad:
+        (expected * weights).sum().backward()
+    assert_close(fast.grad, torch.zeros_like(fast) if slow.grad is None else slow.grad)
+
+
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 @few
 @given(layout=layouts(), seed=seeds)

@@ -123,7 +123,8 @@ WITHOUT_A_FLAG = {
     "rollout.top_k",
     "rollout.num_slots",
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS
-    "algorithm.aggregation",
+    "algorithm.aggregation",  # set beside --advantage_estimator dr_grpo
+    "algorithm.kl.allow_k1_loss",  # set beside --use_kl_loss --kl_estimator k1
     "train.compile",
     "train.fp32_master",
     "train.max_skipped_steps",

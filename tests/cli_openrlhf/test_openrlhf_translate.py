@@ -4,6 +4,7 @@ import pytest
 
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
+from hotseat.config.maths import aggregation, kl_estimator, maths_notes
 from hotseat.errors import ConfigError
 
 
@@ -405,6 +406,46 @@ def test_correction(text, kind, low, high):
     assert (correction.kind, correction.low, correction.high) == (kind, low, high)
 
 
+def test_gspo_is_corrected_by_its_own_ratio_as_in_openrlhf():
+    found = split("--policy_loss_type gspo --enable_vllm_is_correction --vllm_is_correction_type icepop")
+    assert found.config.algorithm.correction.kind == "rollout-ratio"
+    because = "gspo takes its ratio to the engine's probabilities, as OpenRLHF does"
+    assert found.no_effect == [("--vllm_is_correction_type", because)]
+
+
+@pytest.mark.parametrize(
+    ("text", "used", "num_notes"),
+    [
+        ("--policy_loss_type gspo", "sequence_mean", 0),
+        ("--policy_loss_type gspo --advantage_estimator dr_grpo", "sequence_mean", 0),
+        ("--advantage_estimator dr_grpo", "token_mean", 1),  # OpenRLHF's; the paper's is constant
+        ("--advantage_estimator group_norm", "token_mean", 0),
+    ],
+)
+def test_losses_are_aggregated_as_in_openrlhf(text, used, num_notes):
+    config = split(text).config
+    assert aggregation(config) == used
+    assert len(maths_notes(config)) == num_notes
+
+
+@pytest.mark.parametrize(
+    ("text", "used", "is_allowed"),
+    [
+        ("", "k1", False),
+        ("--kl_estimator k3", "k3", False),
+        ("--use_kl_loss --kl_estimator k2", "k2", False),
+        ("--use_kl_loss", "k1", True),
+    ],
+)
+def test_the_kl_estimator_is_openrlhfs_and_k1_as_a_loss_is_warned_of_once(text, used, is_allowed):
+    config = split(text).config
+    assert kl_estimator(config) == used
+    assert config.algorithm.kl.allow_k1_loss is is_allowed
+    warnings = [note for note in maths_notes(config) if "k1 as a loss" in note]
+    assert len(warnings) == is_allowed
+    assert all(note.startswith("warning: ") and "--kl_estimator" in note for note in warnings)
+
+
 def test_a_correction_that_is_not_enabled_has_no_effect():
     found = split("--vllm_is_correction_type icepop --vllm_is_truncated_threshold 3")
     because = "--enable_vllm_is_correction is not given"
@@ -607,6 +648,25 @@ def test_an_engine_has_no_effect_on_supervised_training():
         (["--async_train", "--async_queue_size", "0"], "--async_queue_size: given 0, must be at least 1"),
         (["--reward_clip_range", "1", "-1"], "--reward_clip_range: [1.0, -1.0]: the first must be below the second"),
         (["--input_key", ""], "--input_key: given nothing, must be text"),
+        (["--eps_clip_low_high", "0", "0.2"], "--eps_clip_low_high: given 0.0, must be above 0.0"),
+        (["--eps_clip_low_high", "1.5", "0.2"], "--eps_clip_low_high: given 1.5, must be at most 1.0"),
+        (["--eps_clip_low_high", "0.2", "0"], "--eps_clip_low_high: given 0.0, must be above 0.0"),
+        (["--kl_target", "0"], "--kl_target: given 0.0, must be above 0.0"),
+        (
+            ["--enable_vllm_is_correction", "--vllm_is_truncated_threshold", "2", "2"],
+            "--vllm_is_truncated_threshold: 2.0 is not below high, 2.0: a ratio of probabilities is kept between them,"
+            " usually 0.5 and 5",
+        ),
+        (
+            ["--overlong_buffer_len", "21", "--generate_max_len", "20"],
+            "--overlong_buffer_len: 21 is above the 20 tokens that an episode may sample: set it to 20 or less, or"
+            " raise --generate_max_len",
+        ),
+        (
+            ["--kl_target", "1", "--kl_horizon", "6", "--rollout_batch_size", "4", "--n_samples_per_prompt", "8"],
+            "--kl_horizon: 6 is too short for steps of 32 samples: one of them could turn the coefficient negative;"
+            " set it above 6.4",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_by_flag(argv, message):

@@ -441,3 +441,11 @@ def _listening() -> list[dict]:
                 loopback = address.startswith(("127.", "::ffff:127.")) or address == "::1"
                 found.append({"inode": fields[9], "address": address, "loopback": loopback})
     return found
+
+
+def test_openmp_threads_of_workers_wait_asleep_unless_the_user_says_otherwise(ray_cluster, monkeypatch):
+    name = "OMP_WAIT_POLICY"
+    monkeypatch.delenv(name, raising=False)
+    assert ray_cluster.launch("asleep", Plain).call("environment", name) == [{name: "PASSIVE"}]
+    monkeypatch.setenv(name, "ACTIVE")
+    assert ray_cluster.launch("as_said", Plain).call("environment", name) == [{name: "ACTIVE"}]

@@ -13,6 +13,7 @@ WITHOUT_EFFECT = {
     "checkpoint.export_critic": ("checkpoint: {export_critic: true}", "no critic"),
     "reference.model": ("reference: {model: m}", "algorithm.kl.coef is 0"),
     "algorithm.kl.estimator": ("algorithm: {kl: {estimator: k3}}", "algorithm.kl.coef is 0"),
+    "algorithm.kl.allow_k1_loss": ("algorithm: {kl: {coef: 0.1, allow_k1_loss: true}}", "is not k1, or"),
     "algorithm.kl.horizon": ("algorithm: {kl: {coef: 0.1, horizon: 5}}", "does not adapt"),
     "reward.normalize": ("reward: {function: r.py, normalize: true}", "do not come from a model"),
     "reward.retries": ("reward: {model: m, retries: 1}", "neither from reward.function"),
@@ -20,6 +21,10 @@ WITHOUT_EFFECT = {
     "algorithm.gae_lambda": ("algorithm: {gae_lambda: 0.9}", "not gae"),
     "algorithm.std_norm": ("algorithm: {estimator: rloo, std_norm: false}", "does not divide"),
     "algorithm.correction.low": ("algorithm: {correction: {low: 0.1}}", "kind is none"),
+    "algorithm.correction.high": (
+        "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio, high: 2}}",
+        "clip_low and clip_high bound",
+    ),
     "algorithm.filtering.high": ("algorithm: {filtering: {high: 0.9}}", "enabled is false"),
     "reward.overlong.penalty_factor": ("reward: {overlong: {penalty_factor: 2}}", "buffer_length is 0"),
     "train.deepspeed.zpg": ("train: {deepspeed: {zpg: 8}}", "train.backend is fsdp"),
@@ -96,7 +101,41 @@ def test_every_rule_speaks_of_keys_that_exist():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("algorithm: {correction: {kind: tis, low: 3, high: 2}}", "3.0 is above high, 2.0"),
+        (
+            "algorithm: {correction: {kind: tis, low: 3, high: 2}}",
+            "3.0 is not below high, 2.0: a ratio of probabilities is kept between them, usually 0.5 and 5",
+        ),
+        ("algorithm: {correction: {kind: icepop, low: 2, high: 2}}", "2.0 is not below high, 2.0"),
+        (
+            "algorithm: {policy_loss: gspo, correction: {kind: tis}}",
+            "tis weighs tokens, and algorithm.policy_loss gspo has one ratio per sequence: set rollout-ratio",
+        ),
+        (
+            "algorithm: {correction: {kind: rollout-ratio}}",
+            "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or",
+        ),
+        (
+            "algorithm: {kl: {coef: 0.1, as_loss: true, estimator: k1}}",
+            "k1 as a loss regularises nothing: its gradient is zero on average, whatever the reference; set k2 or k3",
+        ),
+        # 4 x 8 samples a step: 0.2 of them are 6.4, and a horizon of 6 turns 1 - 0.2 x 32 / 6 negative.
+        (
+            "algorithm: {kl: {coef: 0.1, target: 1, horizon: 6}}\nrollout: {batch_size: 4, samples_per_prompt: 8}",
+            "6 is too short for steps of 32 samples: one of them could turn the coefficient negative; set it above 6.4",
+        ),
+        # Exactly 0.2 of the samples: the coefficient could become 0, and stay there.
+        (
+            "algorithm: {kl: {coef: 0.1, target: 1, horizon: 8}}\nrollout: {batch_size: 4, samples_per_prompt: 10}",
+            "set it above 8",
+        ),
+        (
+            "reward: {overlong: {buffer_length: 21}}\nrollout: {max_new_tokens: 20}",
+            "21 is above the 20 tokens that an episode may sample: set it to 20 or less, or raise rollout.max_new",
+        ),
+        (
+            "reward: {overlong: {buffer_length: 81}}\nrollout: {max_new_tokens: 20}\nagent: {path: a.py, max_steps: 4}",
+            "81 is above the 80 tokens",
+        ),
         ("algorithm: {filtering: {enabled: true, low: 1, high: 1}}", "1.0 is not below high, 1.0"),
         ("train: {dtype: fp16}", "fp16 needs a scaled loss, which train.backend deepspeed has"),
         ("train: {backend: deepspeed, dtype: fp16, fp32_master: false}", "weights in fp16 alone would not move"),
@@ -129,6 +168,38 @@ def test_values_that_contradict_each_other_are_an_error(text, message):
     with pytest.raises(ConfigError) as caught:
         loads(text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("algorithm: {clip_low: 0}", "algorithm.clip_low: given 0, must be above 0"),
+        ("algorithm: {clip_low: 1.5}", "algorithm.clip_low: given 1.5, must be at most 1"),
+        ("algorithm: {clip_high: 0}", "algorithm.clip_high: given 0, must be above 0"),
+        ("algorithm: {kl: {coef: 0.1, target: 0}}", "algorithm.kl.target: given 0, must be above 0"),
+    ],
+)
+def test_a_value_that_the_maths_cannot_take_is_an_error(text, message):
+    with pytest.raises(ConfigError) as caught:
+        loads(text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "algorithm: {clip_low: 1, clip_high: 3e-4}",
+        "algorithm: {correction: {kind: tis, low: 0, high: 2}}",
+        "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio}}",
+        "algorithm: {kl: {coef: 0.1, as_loss: true, estimator: k1, allow_k1_loss: true}}",
+        "algorithm: {kl: {coef: 0.1, target: 1, horizon: 7}}\nrollout: {batch_size: 4, samples_per_prompt: 8}",
+        "reward: {overlong: {buffer_length: 20}}\nrollout: {max_new_tokens: 20}",
+        "reward: {overlong: {buffer_length: 80}}\nrollout: {max_new_tokens: 20}\nagent: {path: a.py, max_steps: 4}",
+        "task: dpo\nrollout: {}",
+    ],
+)
+def test_values_at_the_edge_of_what_fits_are_taken(text):
+    loads(text)
 
 
 def test_a_run_names_what_it_cannot_start_without():

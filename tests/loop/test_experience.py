@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop_cases import make_group, make_segment
 
+from hotseat.config import loads
 from hotseat.loop.experience import (
     AdvantageSettings,
     Share,
@@ -22,6 +23,7 @@ from hotseat.loop.experience import (
     with_fields,
 )
 from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
+from hotseat.loop.settings import policy_settings
 
 
 def settings(**changes) -> AdvantageSettings:
@@ -36,7 +38,7 @@ def settings(**changes) -> AdvantageSettings:
         "overlong_buffer": 0,
         "overlong_factor": 1.0,
         "truncation_penalty": None,
-        "max_new_tokens": 4,
+        "max_sampled": 4,
     }
     return AdvantageSettings(**(values | changes))
 
@@ -147,6 +149,67 @@ def test_rewards_of_turns_land_on_their_own_tokens():
     batch = with_advantages(groups, flatten(groups), settings(), alone)
     # Turn 1: 2 and 0, mean 1. Turn 2: 1 and 1, mean 1. So +1 and -1 before the first turn ends, 0 afterwards.
     assert batch.fields[ADVANTAGES][batch.mask].tolist() == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0]
+
+
+def with_turns(group, lengths, *rewards):
+    """The group's samples with these turns and, where there are any, rewards of turns."""
+    samples = tuple(
+        replace(sample, episode=replace(sample.episode, turn_lengths=lengths), turn_rewards=turn_rewards)
+        for sample, turn_rewards in zip(group.samples, rewards, strict=True)
+    )
+    return replace(group, samples=samples)
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "group_norm", "rloo", "reinforce", "reinforce_baseline"])
+def test_rewards_of_turns_count_alike_on_any_number_of_ranks(estimator):
+    """The first group has rewards of turns, of the second only one sample has, of the third none."""
+    groups = [
+        with_turns(make_group(0, [3.0, 1.0], sampled=3), (1, 2), (2.0, 1.0), (0.0, 1.0)),
+        with_turns(make_group(1, [3.0, 1.0], sampled=3), (1, 2), (2.0, 1.0), ()),
+        make_group(2, [1.0, 0.0], sampled=2),
+    ]
+    used = settings(estimator=estimator)
+    everyone = None
+
+    def advantages(part, add_up):
+        batch = with_advantages(part, flatten(part), used, add_up)
+        return batch.fields[ADVANTAGES][batch.mask].tolist()
+
+    def remember(moments):
+        nonlocal everyone
+        everyone = moments if everyone is None else everyone + moments
+        return moments
+
+    for part in (groups[:1], groups[1:]):
+        advantages(part, remember)
+    one_rank = advantages(groups, alone)
+    two_ranks = advantages(groups[:1], lambda _: everyone) + advantages(groups[1:], lambda _: everyone)
+    assert two_ranks == pytest.approx(one_rank)
+    if estimator == "dr_grpo":
+        # The first group turn by turn; the others by episodes: 3 and 1 around 2, 1 and 0 around 0.5.
+        assert one_rank == [1.0, 0.0, 0.0, -1.0, 0.0, 0.0] + [1.0] * 3 + [-1.0] * 3 + [0.5, 0.5, -0.5, -0.5]
+
+
+def test_four_turns_within_the_limit_of_the_episode_are_not_overlong():
+    """Four turns of 20 tokens: 80 sampled, of the 100 that five such turns may sample."""
+    text = "rollout: {max_new_tokens: 20}\nagent: {path: a.py, max_steps: 5}\nreward: {overlong: {buffer_length: 20}}"
+    used = policy_settings(loads(text), 1, 0.0).advantages
+    groups = [with_turns(make_group(0, [1.0], sampled=80), (20,) * 4, ())]
+    assert shaped_rewards(groups, flatten(groups), used).tolist() == [1.0]
+    # Five turns reach the limit, four and a half are in the middle of the buffer.
+    for sampled, reward in ((100, 0.0), (90, 0.5)):
+        groups = [make_group(0, [1.0], sampled=sampled)]
+        assert shaped_rewards(groups, flatten(groups), used).tolist() == [reward]
+
+
+def test_the_constant_of_the_aggregation_is_the_limit_of_the_episode():
+    text = "rollout: {max_new_tokens: 20}\nagent: {path: a.py, max_steps: 5}\nalgorithm: {estimator: dr_grpo}"
+    used = policy_settings(loads(text), 1, 0.0)
+    assert used.aggregation == "constant"
+    batch = flatten([make_group(0, [1.0, 0.0], sampled=3)])
+    [total] = totals_of([batch])
+    weights = weighted(batch, used.aggregation, total, used.advantages.max_sampled).weights
+    assert weights[batch.mask].tolist() == pytest.approx([1 / (2 * 100)] * 6)
 
 
 def test_long_and_truncated_answers_are_charged():

@@ -1,5 +1,7 @@
 """The objective of an update: its terms, put together."""
 
+import math
+
 import pytest
 import torch
 
@@ -72,6 +74,26 @@ def test_the_gap_to_the_engine_is_counted_and_corrected():
     assert loss.item() == pytest.approx((-1.0 * 2 + 2.0) / 2)
     assert metrics["engine_gap"].item() == pytest.approx(1.3863, abs=1e-4)
     assert metrics["corrected"] == 1
+
+
+def test_gspo_is_corrected_by_one_ratio_to_the_engine():
+    """Log π − log π_rollout is 0.3 and −0.1 on the two tokens: the ratio is e^0.1 for both, and no weight besides."""
+    given, corrected = outputs(0.0, -0.7, -1.1), objective(ratio="gspo", ratio_to="rollout")
+    loss, metrics = corrected(given, batch(**{OLD_LOG_PROBS: [0.0, -0.6, -1.4]}))
+    ratio = math.exp(0.1)
+    assert loss.item() == pytest.approx((-ratio * 1.0 + ratio * 2.0) / 2)
+    loss.backward()
+    # The derivative of exp(mean) is ratio / 2 at each of the two tokens, of the sum of both tokens' losses.
+    assert given.log_probs.grad.tolist() == pytest.approx([0.0, ratio / 4, ratio / 4])
+    assert metrics["policy_kl"].item() == pytest.approx(0.1 - 0.3)  # of the update alone: old to new
+    assert "corrected" not in metrics
+
+
+def test_gspos_ratio_to_the_engine_is_clipped():
+    # A gap of 0.5 on both tokens: held at 1.2 where the advantage is positive.
+    loss, metrics = objective(ratio="gspo", ratio_to="rollout")(outputs(0.0, -0.5, -0.5), batch())
+    assert loss.item() == pytest.approx((-1.2 + math.exp(0.5) * 2) / 2)
+    assert metrics["clipped"] == 1
 
 
 def test_the_kl_to_the_reference_is_measured_and_charged_if_asked():

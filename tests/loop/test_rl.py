@@ -115,6 +115,16 @@ def test_the_kl_coefficient_adapts_towards_its_target(task):
     assert records[-1]["kl_coefficient"] != 0.1
 
 
+def test_a_run_notes_maths_that_is_not_what_its_name_stands_for(task, capsys):
+    loss = "{policy_loss: gspo, aggregation: token_mean, correction: {kind: rollout-ratio}, kl: KL}"
+    kl = "{coef: 0.1, as_loss: true, estimator: k1, allow_k1_loss: true}"
+    records = run(task, "train.batch_size=8", algorithm=loss.replace("KL", kl))
+    assert "corrected" not in records[1]  # by the ratio itself, not by weights
+    said = capsys.readouterr().out
+    assert said.count("algorithm.aggregation is token_mean; gspo has sequence_mean of its own") == 1
+    assert said.count("warning: algorithm.kl.estimator is k1 as a loss") == 1
+
+
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "dr_grpo", "reinforce"])
 def test_every_estimator_without_a_critic_runs(task, estimator):
     assert len(run(task, f"algorithm.estimator={estimator}", "algorithm.entropy_coef=0.01")) == 3

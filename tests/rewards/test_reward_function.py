@@ -388,3 +388,13 @@ def test_chance_belongs_to_the_samples_and_not_to_the_process(tmp_path):
     assert first == second[::-1]
     assert first[0] != first[1]
     assert scores(["x"], seed=2) != [first[0]]
+
+
+@pytest.mark.parametrize("value", [None, "ACTIVE"])
+def test_its_openmp_threads_wait_as_the_user_says_or_asleep(make, monkeypatch, value):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", value)
+    source = "import os\n" + body("return [float(os.environ['OMP_WAIT_POLICY'] == labels[0])] * len(queries)")
+    found = score(make(source), label=value or "PASSIVE")
+    assert [each.reward for each in found] == [1.0, 1.0]

@@ -344,13 +344,39 @@ def _clip(draft: Draft) -> None:
     draft.fields["algorithm.clip_high"] = line["--clip_eps_high"] if line.has("--clip_eps_high") else high
 
 
+def _estimator(draft: Draft) -> None:
+    """OpenRLHF's dr_grpo keeps the mean over tokens, where the paper divides by a constant."""
+    estimator, fields = draft.line["--advantage_estimator"], draft.fields
+    fields["algorithm.estimator"] = estimator
+    if estimator == "dr_grpo" and draft.line["--policy_loss_type"] == "ppo":
+        fields["algorithm.aggregation"] = "token_mean"
+
+
+def _kl(draft: Draft) -> None:
+    """OpenRLHF lets k1, its default, be a loss, and so do we for its commands; the run warns of it."""
+    line, fields = draft.line, draft.fields
+    estimator = line["--kl_estimator"]
+    is_k1 = estimator == "k1"
+    fields["algorithm.kl.estimator"] = None if is_k1 and not line["--use_kl_loss"] else estimator
+    if is_k1 and line["--use_kl_loss"]:
+        fields["algorithm.kl.allow_k1_loss"] = True
+
+
 def _correction(draft: Draft) -> None:
-    """One threshold is OpenRLHF 0.8's cap, which has no lower bound; with a choice of type there are two."""
+    """One threshold is OpenRLHF 0.8's cap, which has no lower bound; with a choice of type there are two.
+
+    GSPO's ratio is taken to the engine's probabilities instead, whatever the type and the thresholds.
+    """
     line, fields = draft.line, draft.fields
     threshold = line["--vllm_is_truncated_threshold"]
     if not line["--enable_vllm_is_correction"]:
         for name in ("--vllm_is_correction_type", "--vllm_is_truncated_threshold"):
             draft.ignore(name, f"{draft.named('--enable_vllm_is_correction')} is not given")
+        return
+    if line["--policy_loss_type"] == "gspo":
+        fields["algorithm.correction.kind"] = "rollout-ratio"
+        for name in ("--vllm_is_correction_type", "--vllm_is_truncated_threshold"):
+            draft.ignore(name, "gspo takes its ratio to the engine's probabilities, as OpenRLHF does")
         return
     if threshold is None:
         threshold = [0.5, 5.0] if line.is_newer or line.has("--vllm_is_correction_type") else [2.0]
@@ -422,6 +448,8 @@ DERIVED: Mapping[str, Callable[[Draft], None]] = {
     "generate_batch": _generate_batch,
     "lengths": _lengths,
     "clip": _clip,
+    "estimator": _estimator,
+    "kl": _kl,
     "correction": _correction,
     "filtering": _filtering,
     "schedule": _schedule,

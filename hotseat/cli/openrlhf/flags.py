@@ -389,7 +389,7 @@ _RL: tuple[Flag, ...] = (
     _switch("--enable_ema", "--train.enable_ema", "train.ema.enabled"),
     _float("--ema_beta", "--train.ema_beta", 0.992, "train.ema.beta"),
     # maths
-    _text("--advantage_estimator", "--algo.advantage.estimator", "gae", "algorithm.estimator"),
+    _text("--advantage_estimator", "--algo.advantage.estimator", "gae", "algorithm.estimator", by="estimator"),
     _float("--gamma", "--algo.advantage.gamma", 1.0, "algorithm.gamma"),
     _float("--lambd", "--algo.advantage.lambd", 1.0, "algorithm.gae_lambda"),
     _switch("--no_advantage_std_norm", "--algo.advantage.no_std_norm", "algorithm.std_norm", convert=negated),
@@ -411,7 +411,7 @@ _RL: tuple[Flag, ...] = (
     _float("--init_kl_coef", "--algo.kl.init_coef", 0.01, "algorithm.kl.coef"),
     _float("--kl_target", "--algo.kl.target", None, "algorithm.kl.target"),
     _int("--kl_horizon", "--algo.kl.horizon", 10000, "algorithm.kl.horizon"),
-    _text("--kl_estimator", "--algo.kl.estimator", "k1", "algorithm.kl.estimator"),
+    _text("--kl_estimator", "--algo.kl.estimator", "k1", "algorithm.kl.estimator", by="kl"),
     _switch("--use_kl_loss", "--algo.kl.use_loss", "algorithm.kl.as_loss"),
     _switch(
         "--enable_vllm_is_correction",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hotseat.cli.openrlhf.argv import hide_secrets
 from hotseat.cli.openrlhf.flags import COMMANDS, MANY, TASKS, Flag
 from hotseat.errors import HotseatError, NotBuiltError, UserError
+from hotseat.openmp import wait_passively
 
 if TYPE_CHECKING:
     from hotseat.cli.openrlhf.translate import Translation
@@ -21,6 +22,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 def entry(command: str) -> None:
     """Run a command with this process's arguments, which forget the secrets among them: other code may log them."""
+    wait_passively()
     argv = sys.argv[1:]
     sys.argv[1:] = hide_secrets(command, argv)
     sys.exit(main(command, argv))

@@ -1,0 +1,101 @@
+"""What the maths of an RL run is where options are left unset, and what a run notes about the choices made.
+
+docs/algorithms.md has the sources.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hotseat.config.schema import Config
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
+
+
+def own_aggregation(config: Config) -> Aggregation:
+    """Return the aggregation that the policy loss and the estimator have in their papers."""
+    if config.algorithm.policy_loss == "gspo":
+        return "sequence_mean"
+    return "constant" if config.algorithm.estimator == "dr_grpo" else "token_mean"
+
+
+def aggregation(config: Config) -> Aggregation:
+    """Return the aggregation of a run: the one that is set, or the loss's own."""
+    return config.algorithm.aggregation or own_aggregation(config)
+
+
+def kl_estimator(config: Config) -> KlEstimator:
+    """Return the KL estimator of a run: the one that is set, or k1 in the reward and k2 as a loss."""
+    kl = config.algorithm.kl
+    return kl.estimator or ("k2" if kl.as_loss else "k1")
+
+
+def uses_k1_loss(config: Config) -> bool:
+    """Tell whether the KL is a loss whose gradient has mean zero."""
+    kl = config.algorithm.kl
+    return kl.coef > 0 and kl.as_loss and kl.estimator == "k1"
+
+
+def prompt_max_length(config: Config) -> int:
+    """Return the tokens of the longest prompt that is used."""
+    if config.data.prompt_max_length is not None:
+        return config.data.prompt_max_length
+    if config.rollout.max_new_tokens is not None and config.task == "rl":
+        return config.data.max_length - config.rollout.max_new_tokens
+    return config.data.max_length // 2
+
+
+def max_new_tokens(config: Config) -> int:
+    """Return the tokens that one turn may sample at most."""
+    if config.rollout.max_new_tokens is not None:
+        return config.rollout.max_new_tokens
+    return config.data.max_length - prompt_max_length(config)
+
+
+def max_sampled_tokens(config: Config) -> int:
+    """Return the tokens that one episode may sample at most, over all of its turns.
+
+    In one turn that is `max_new_tokens`. With an agent it is `agent.max_steps` times as many, or what `data.max_length`
+    leaves beside the longest prompt if that is less. Where no longest prompt is set, beside a prompt of one token.
+    """
+    per_turn, data = max_new_tokens(config), config.data
+    if config.agent.path is None:
+        return per_turn
+    is_limited = data.prompt_max_length is not None or config.rollout.max_new_tokens is None
+    room = data.max_length - (prompt_max_length(config) if is_limited else 1)
+    return room if config.agent.max_steps is None else min(config.agent.max_steps * per_turn, room)
+
+
+def shortest_kl_horizon(config: Config) -> float:
+    """Return the horizon that an adaptive KL coefficient must be above, or one update could turn it negative.
+
+    An update multiplies the coefficient by 1 + clip(KL / target - 1, ±0.2) · samples / horizon, which is above 0 for
+    any KL if and only if the horizon is above 0.2 · samples.
+    """
+    return MAX_KL_ERROR * config.rollout.batch_size * config.rollout.samples_per_prompt
+
+
+def maths_notes(config: Config) -> list[str]:
+    """Return what a run says at its start about maths that is not what its name stands for."""
+    if config.task != "rl":
+        return []
+    algorithm, notes = config.algorithm, []
+    used, own = aggregation(config), own_aggregation(config)
+    if used != own:
+        whose = algorithm.estimator if own == "constant" else algorithm.policy_loss
+        notes.append(f"algorithm.aggregation is {used}; {whose} has {own} of its own, which is used if it is unset")
+    if uses_k1_loss(config):
+        notes.append(
+            "warning: algorithm.kl.estimator is k1 as a loss, whose gradient is zero on average whatever the reference:"
+            " it adds noise and keeps the policy near nothing; set k2 or k3 (--kl_estimator), or put it into the reward"
+        )
+    is_limit_used = config.reward.overlong.buffer_length > 0 or used == "constant"
+    if config.agent.path is not None and is_limit_used:
+        notes.append(
+            f"an episode may sample {max_sampled_tokens(config)} tokens over all of its turns: the limit of the"
+            " overlong penalty and of the aggregation constant"
+        )
+    return notes

@@ -1,0 +1,108 @@
+"""What the maths of a run is where options are left unset, and what the run notes about it."""
+
+import pytest
+
+from hotseat.algorithms import AdaptiveKl
+from hotseat.config import loads
+from hotseat.config.maths import (
+    aggregation,
+    kl_estimator,
+    maths_notes,
+    max_sampled_tokens,
+    shortest_kl_horizon,
+)
+from hotseat.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "used"),
+    [
+        ("{}", "token_mean"),
+        ("{policy_loss: gspo}", "sequence_mean"),
+        ("{estimator: dr_grpo}", "constant"),
+        ("{policy_loss: gspo, estimator: dr_grpo}", "sequence_mean"),
+        ("{policy_loss: gspo, aggregation: token_mean}", "token_mean"),
+        ("{aggregation: constant}", "constant"),
+    ],
+)
+def test_an_unset_aggregation_is_that_of_the_losss_paper(algorithm, used):
+    assert aggregation(loads(f"algorithm: {algorithm}")) == used
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "note"),
+    [
+        ("{policy_loss: gspo, aggregation: token_mean}", "token_mean; gspo has sequence_mean of its own"),
+        ("{estimator: dr_grpo, aggregation: token_mean}", "token_mean; dr_grpo has constant of its own"),
+        ("{estimator: dr_grpo, policy_loss: gspo, aggregation: constant}", "constant; gspo has sequence_mean of its"),
+        ("{aggregation: sequence_mean}", "sequence_mean; ppo has token_mean of its own"),
+    ],
+)
+def test_another_aggregation_than_the_losss_own_is_noted(algorithm, note):
+    [found] = maths_notes(loads(f"algorithm: {algorithm}"))
+    assert note in found
+
+
+def test_a_run_that_follows_the_papers_has_nothing_to_note():
+    for algorithm in ("{}", "{policy_loss: gspo}", "{estimator: dr_grpo}", "{policy_loss: gspo, aggregation: null}"):
+        assert maths_notes(loads(f"algorithm: {algorithm}")) == []
+    assert maths_notes(loads("task: sft")) == []
+
+
+@pytest.mark.parametrize(
+    ("kl", "used"),
+    [
+        ("{coef: 0.1}", "k1"),
+        ("{coef: 0.1, as_loss: true}", "k2"),
+        ("{coef: 0.1, as_loss: true, estimator: k3}", "k3"),
+        ("{coef: 0.1, estimator: k3}", "k3"),
+    ],
+)
+def test_an_unset_kl_estimator_is_one_that_regularises(kl, used):
+    config = loads(f"algorithm: {{kl: {kl}}}")
+    assert kl_estimator(config) == used
+    assert maths_notes(config) == []
+
+
+def test_k1_as_a_loss_is_warned_of():
+    config = loads("algorithm: {kl: {coef: 0.1, as_loss: true, estimator: k1, allow_k1_loss: true}}")
+    [note] = maths_notes(config)
+    assert note.startswith("warning: algorithm.kl.estimator is k1 as a loss, whose gradient is zero on average")
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("rollout: {max_new_tokens: 20}", 20),
+        ("data: {max_length: 100}", 50),  # half is left beside the longest prompt
+        ("rollout: {max_new_tokens: 20}\nagent: {path: a.py, max_steps: 4}\ndata: {max_length: 200}", 80),
+        ("rollout: {max_new_tokens: 20}\nagent: {path: a.py, max_steps: 4}\ndata: {max_length: 60}", 59),
+        (
+            "rollout: {max_new_tokens: 20}\nagent: {path: a.py, max_steps: 4}\n"
+            "data: {max_length: 100, prompt_max_length: 40}",
+            60,
+        ),
+        ("rollout: {max_new_tokens: 20}\nagent: {path: a.py}\ndata: {max_length: 200, prompt_max_length: 50}", 150),
+        ("agent: {path: a.py, max_steps: 4}\ndata: {max_length: 200}", 100),
+    ],
+)
+def test_the_limit_of_an_episode_is_that_of_all_its_turns(text, limit):
+    assert max_sampled_tokens(loads(text)) == limit
+
+
+def test_the_shortest_kl_horizon_is_where_the_controller_begins_to_work():
+    config = loads("rollout: {batch_size: 4, samples_per_prompt: 8}")
+    shortest = shortest_kl_horizon(config)
+    assert shortest == pytest.approx(0.2 * 32)
+    assert AdaptiveKl(0.1, target=1.0, horizon=shortest + 1e-3).updated(0.0, 32).coefficient > 0
+    with pytest.raises(UserError, match="too short for 32 samples"):
+        AdaptiveKl(0.1, target=1.0, horizon=shortest).updated(0.0, 32)
+
+
+def test_the_limit_of_an_agents_episode_is_noted_where_it_is_used():
+    agent = "agent: {path: a.py, max_steps: 4}\nrollout: {max_new_tokens: 20}\n"
+    assert maths_notes(loads(agent)) == []
+    [note] = maths_notes(loads(agent + "reward: {overlong: {buffer_length: 8}}"))
+    assert note.startswith("an episode may sample 80 tokens over all of its turns")
+    [note] = maths_notes(loads(agent + "algorithm: {estimator: dr_grpo}"))
+    assert note.startswith("an episode may sample 80 tokens")
