@@ -217,4 +217,4 @@ def _micro_row(
     budget = token_budget(section)
     if budget is None:
         return what, "varies", "as many tokens as fit on the device, chosen when the run starts"
-    return what, "varies", f"at most {budget:,} tokens each on a device" + ", chosen" * is_auto(section)
+    return what, "varies", f"at most {budget:,} tokens each" + " on a device, chosen" * is_auto(section)
