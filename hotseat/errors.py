@@ -14,6 +14,8 @@
         ├── RewardError      too many rewards failed
         ├── WeightError      an engine does not serve the weights that were pushed
         ├── NonFiniteError   too many updates in a row were not finite
+        ├── DeviceMemoryError   a micro-batch did not fit into the memory of its device
+        │   └── BudgetError  the same, and with a smaller token budget the run can be resumed
         └── CheckpointError  a checkpoint cannot be written, or what was written is damaged
 
 A message says what was given, what would fit, and what to change.
@@ -97,6 +99,32 @@ class WeightError(RunError):
 
 class NonFiniteError(RunError):
     """Too many updates in a row were not finite."""
+
+
+class DeviceMemoryError(RunError):
+    """A micro-batch did not fit into the memory of its device.
+
+    index: the micro-batch at which it was noticed. is_undone: the rank is as it was before the call that failed.
+    """
+
+    def __init__(self, message: str, index: int = 0, is_undone: bool = False):
+        super().__init__(message, index, is_undone)
+        self.message, self.index, self.is_undone = message, index, is_undone
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class BudgetError(DeviceMemoryError):
+    """A micro-batch did not fit, and the run can be resumed with a smaller token budget.
+
+    use: the config section of the budget, train or rollout. tokens: the smaller budget of one device.
+    """
+
+    def __init__(self, message: str, use: str, tokens: int):
+        super().__init__(message)
+        self.args = message, use, tokens  # what it travels with
+        self.use, self.tokens = use, tokens
 
 
 class CheckpointError(RunError):

@@ -29,6 +29,10 @@ POINTS = {
     "prepare.before": "driver: before experience is prepared",
     "update.before": "driver: before an update",
     "update.micro-batch": "actor: between two micro-batches",
+    "update.forward": "a model that learns: before the forward of a micro-batch",
+    "update.backward": "a model that learns: before the backward of a micro-batch",
+    "score.forward": "a model that scores: before the forward of a micro-batch",
+    "trial.forward": "a model: before the forward of a micro-batch that is tried out",
     "update.middle": "actor: gradients are there, the optimizer has not stepped",
     "push.before": "driver: before a push",
     "push.during": "driver: the engines have the first bucket",
@@ -51,7 +55,7 @@ class Fault:
     """What happens where. `by`: only a process of this name takes it (`actor:0`), or any. `to`: whom it happens to."""
 
     point: str
-    do: str  # kill, stop, raise, or a number of seconds to sleep
+    do: str  # kill, stop, raise, out-of-memory, or a number of seconds to sleep
     to: str = "self"
     by: str = ""
     skip: int = 0  # so many times nothing happens
@@ -73,6 +77,12 @@ def register(name: str, pid: int | None = None) -> None:
     writing = _directory / f".{name}.{pid}"
     writing.write_text(str(pid))
     writing.rename(_directory / f"{name}.pid")
+
+
+def is_armed(point: str) -> bool:
+    """Whether a fault waits at a point."""
+    paths = [] if _directory is None else _directory.glob("*.fault")
+    return any(Fault(**json.loads(path.read_text())).point == point for path in paths)
 
 
 def reach(point: str) -> None:
@@ -106,6 +116,10 @@ def _pid_of(directory: Path, name: str) -> int:
 def _happen(directory: Path, fault: Fault) -> None:
     if fault.do == "raise":
         raise RunError(f"a fault at {fault.point}")
+    if fault.do == "out-of-memory":
+        import torch
+
+        raise torch.OutOfMemoryError(f"CUDA out of memory, as a fault at {fault.point} has it")
     if fault.do in ("kill", "stop"):
         pid = os.getpid() if fault.to == "self" else _pid_of(directory, fault.to)
         with contextlib.suppress(ProcessLookupError):

@@ -191,9 +191,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
-    from hotseat.loop.planning import make_plan
+    from hotseat.loop.planning import make_plan, with_budgets
 
-    made = make_plan(load(arguments.config, arguments.overrides), arguments.inventory)
+    chosen = with_budgets(load(arguments.config, arguments.overrides), arguments.inventory)
+    made = make_plan(chosen.config, arguments.inventory)
     if arguments.json:
         print(made.to_json())
     else:
@@ -201,18 +202,23 @@ def _plan(arguments: argparse.Namespace) -> int:
 
         from hotseat.cli.plan_view import render
 
-        render(made, Console(), explain=arguments.explain)
+        console = Console()
+        render(made, console, explain=arguments.explain)
+        for note in chosen.notes:
+            console.print()
+            console.print(note, markup=False, highlight=False)
     return REFUSED if made.verdict == "does_not_fit" else OK
 
 
 def _explain(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
-    from hotseat.loop.planning import make_plan, num_data_parallel
+    from hotseat.loop.planning import make_plan, num_data_parallel, with_budgets
 
     config = load(arguments.config, arguments.overrides)
     if arguments.num_rows is not None and arguments.num_rows < 1:
         raise UserError(f"--num-rows {arguments.num_rows}: must be at least 1")
+    config = with_budgets(config, arguments.inventory).config
     num_ranks = num_data_parallel(config, make_plan(config, arguments.inventory))
     algebra = batch_algebra(config, num_ranks, arguments.num_rows)
     rows = explain(algebra, config)

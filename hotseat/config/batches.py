@@ -5,7 +5,7 @@ E = train.max_epochs, W data-parallel ranks and N prompts in all passes together
 
     samples per step            P * n
     optimizer steps per step    E * P * n / B          B must divide P * n
-    micro-batches per rank      B / (W * m)            W * m must divide B
+    micro-batches per rank      B / (W * m)            W * m must divide B; with a token budget, W must
     steps                       N // P                 the tail of a pass joins the next; of the last it is dropped
     schedule length             steps * optimizer steps per step
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hotseat.config.schema import Config
+from hotseat.config.schema import Config, Rollout, Train
 from hotseat.errors import BatchError
 
 
@@ -61,6 +61,16 @@ def nearest_divisors(number: int, of: int) -> str:
     return " or ".join(str(found) for found in [*below[-1:], *above[:1]])
 
 
+def is_auto(section: Train | Rollout) -> bool:
+    """Whether the run chooses the size of micro-batches itself."""
+    return section.micro_batch_size == "auto" and section.max_tokens_per_device is None
+
+
+def token_budget(section: Train | Rollout) -> int | None:
+    """Tokens of a micro-batch on one device, as set or as chosen; `None`: sequences count, or nothing is chosen yet."""
+    return section.chosen_tokens_per_device if is_auto(section) else section.max_tokens_per_device
+
+
 def tokens_per_micro_batch(config: Config, max_tokens_per_device: int | None) -> int | None:
     """What a token budget lets a micro-batch have: its sequences lie on `train.sequence_parallel_size` devices."""
     return None if max_tokens_per_device is None else max_tokens_per_device * config.train.sequence_parallel_size
@@ -85,7 +95,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
         )
     train_micro_batches = _micro_batches(config, num_ranks, problems)
     score_micro_batches = None
-    if is_rl and rollout.max_tokens_per_device is None:
+    if is_rl and rollout.max_tokens_per_device is None and rollout.micro_batch_size != "auto":
         # Scoring takes what comes: samples may be dropped, so it need not divide.
         score_micro_batches = math.ceil(samples / (num_ranks * rollout.micro_batch_size))
     if problems:
@@ -124,7 +134,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
 def _micro_batches(config: Config, num_ranks: int, problems: list[str]) -> int | None:
     """Micro-batches per rank and optimizer step; `None` if a token budget decides."""
     batch, micro = config.train.batch_size, config.train.micro_batch_size
-    if config.train.max_tokens_per_device is not None:
+    if config.train.max_tokens_per_device is not None or micro == "auto":
         if batch % num_ranks:
             problems.append(
                 f"train.batch_size {batch} does not divide over {num_ranks} ranks:"
@@ -162,25 +172,10 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
             )
         )
     rows.append(("samples an optimizer step sees", f"{algebra.samples_per_optimizer_step:,}", "train.batch_size"))
-    rows.append(
-        _micro_row(
-            "micro-batches per rank", algebra.train_micro_batches, train.batch_size, train.micro_batch_size, algebra
-        )
-        if train.max_tokens_per_device is None
-        else ("micro-batches per rank", "varies", f"at most {train.max_tokens_per_device:,} tokens each")
-    )
+    rows.append(_micro_row("micro-batches per rank", algebra.train_micro_batches, train.batch_size, train, algebra))
     if is_rl:
-        rows.append(
-            _micro_row(
-                "log-prob micro-batches per rank",
-                algebra.score_micro_batches,
-                algebra.samples_per_step,
-                rollout.micro_batch_size,
-                algebra,
-            )
-            if rollout.max_tokens_per_device is None
-            else ("log-prob micro-batches per rank", "varies", f"at most {rollout.max_tokens_per_device:,} tokens each")
-        )
+        count, whole = algebra.score_micro_batches, algebra.samples_per_step
+        rows.append(_micro_row("log-prob micro-batches per rank", count, whole, rollout, algebra))
     sequences = "sequences" if config.task in ("rl", "sft") else "pairs"
     each = f"{data.max_length:,}" if sequences == "sequences" else f"2 x {data.max_length:,}"
     rows.append(
@@ -214,5 +209,12 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
     return rows
 
 
-def _micro_row(what: str, count: int | None, whole: int, micro: int, algebra: BatchAlgebra) -> tuple[str, str, str]:
-    return what, f"{count:,}", f"{whole:,} / ({algebra.num_ranks} ranks x {micro})"
+def _micro_row(
+    what: str, count: int | None, whole: int, section: Train | Rollout, algebra: BatchAlgebra
+) -> tuple[str, str, str]:
+    if count is not None:
+        return what, f"{count:,}", f"{whole:,} / ({algebra.num_ranks} ranks x {section.micro_batch_size})"
+    budget = token_budget(section)
+    if budget is None:
+        return what, "varies", "as many tokens as fit on the device, chosen when the run starts"
+    return what, "varies", f"at most {budget:,} tokens each" + " on a device, chosen" * is_auto(section)

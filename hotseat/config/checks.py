@@ -185,14 +185,24 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("train.ema.beta",), lambda c: c.train.ema.enabled, _says("train.ema.enabled is false")),
     Rule(
-        ("train.micro_batch_size",),
+        ("train.micro_batch_size", "train.chosen_tokens_per_device"),
         lambda c: c.train.max_tokens_per_device is None,
         _says("train.max_tokens_per_device sets the size of micro-batches"),
     ),
     Rule(
-        ("rollout.micro_batch_size",),
+        ("rollout.micro_batch_size", "rollout.chosen_tokens_per_device"),
         _rl_but(lambda c: c.rollout.max_tokens_per_device is None),
         _says("rollout.max_tokens_per_device sets the size of micro-batches"),
+    ),
+    Rule(
+        ("train.chosen_tokens_per_device",),
+        lambda c: c.train.micro_batch_size == "auto",
+        _says("train.micro_batch_size sets the size of micro-batches"),
+    ),
+    Rule(
+        ("rollout.chosen_tokens_per_device",),
+        _rl_but(lambda c: c.rollout.micro_batch_size == "auto"),
+        _says("rollout.micro_batch_size sets the size of micro-batches"),
     ),
     Rule(
         ("train.fp32_master",),

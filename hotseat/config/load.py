@@ -163,6 +163,8 @@ def _apply_override(document: Document, override: str) -> None:
         node = child
     node[str(path[-1])] = value
     document.origins[path] = origin
+    if path[-1] in ("micro_batch_size", "max_tokens_per_device"):
+        node.pop("chosen_tokens_per_device", None)  # that the run in the file chose, and is not to use any more
 
 
 def _path_of(key: str, paths: Iterable[KeyPath]) -> KeyPath:
@@ -239,7 +241,8 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
     if kind in ("too_long", "too_short"):
         return f"{shown}, must have {context.get('max_length', context.get('min_length'))} values"
     expected = _EXPECTED.get(kind.split("_")[0])
-    return f"{shown}, must be {expected}" if expected else f"{shown}: {detail['msg']}"
+    words = [f" or {word}" for word in _literals_at(path)]
+    return f"{shown}, must be {expected}{''.join(words)}" if expected else f"{shown}: {detail['msg']}"
 
 
 def _shown(given: Any) -> str:

@@ -233,10 +233,12 @@ class Rollout(Section):
     """Answers sampled for each prompt: the group."""
     generate_batch_size: Positive | None = None
     """Prompts kept in flight, to have enough after filtering; unset is `batch_size`."""
-    micro_batch_size: Positive = 16
-    """Samples per rank in one forward when log-probs are computed."""
+    micro_batch_size: Positive | Literal["auto"] = "auto"
+    """Samples per rank in one forward when log-probs are computed; `auto`: as many tokens as fit on the device."""
     max_tokens_per_device: Positive | None = None
     """Token budget of that forward instead of `micro_batch_size`."""
+    chosen_tokens_per_device: Positive | None = None
+    """As `train.chosen_tokens_per_device`, for that forward."""
     temperature: Amount = 1.0
     """Sampling temperature; every log-prob of the run is taken at it."""
     top_p: Share = 1.0
@@ -452,10 +454,12 @@ class Train(Section):
     """Which backend trains."""
     batch_size: Positive = 128
     """Samples an optimizer step sees."""
-    micro_batch_size: Positive = 4
-    """Samples per rank in one forward and backward."""
+    micro_batch_size: Positive | Literal["auto"] = "auto"
+    """Samples per rank in one forward and backward; `auto`: as many tokens as fit on the device."""
     max_tokens_per_device: Positive | None = None
     """Tokens of a micro-batch on one device, at most, instead of `micro_batch_size`; balanced over ranks."""
+    chosen_tokens_per_device: Positive | None = None
+    """Token budget that `micro_batch_size: auto` chose. A run writes it into its own config, and resuming uses it."""
     num_episodes: Positive = 1
     """Passes over the prompts (rl)."""
     max_epochs: Positive = 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+from hotseat.config import Config
 from hotseat.errors import HotseatError, RunError
 from hotseat.loop.saving import Parts, Saver
 from hotseat.observe import Journal
@@ -30,12 +31,12 @@ class Ensemble:
 
     def __init__(self, worker: Worker, rank: int):
         self._worker = worker
-        self._is_first = rank == 0
+        self.is_first = rank == 0
         self._has_failed_together = False
 
     def led(self, do: Callable[[], Result]) -> Result:
         """What the first rank's `do` returns, on every rank; the others do not run theirs."""
-        if not self._is_first:
+        if not self.is_first:
             return self._follow()
         try:
             result = do()
@@ -102,6 +103,11 @@ class LedSaver:
 
     def metrics(self) -> dict[str, float]:
         return self._saver.metrics()
+
+    def keep(self, config: Config) -> None:
+        """As `Saver.keep`; only the first rank writes."""
+        if self._ensemble.is_first:
+            self._saver.keep(config)
 
     def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
         """Together. As `Saver.after_step`; a rank that is asked to stop stops all of them."""

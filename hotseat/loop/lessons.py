@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hotseat.algorithms import PairwiseKind, StepTotals, loss_weights, pairwise_loss, step_totals
 from hotseat.data import Example, Pair
+from hotseat.loop.cutting import BatchSettings
 from hotseat.loop.losses import SupervisedObjective
-from hotseat.loop.workers import BatchSettings
 from hotseat.train.backend import Backend, Head, Loss, Outputs, UpdateReport
 from hotseat.train.packing import with_ends
 from hotseat.types import MicroBatch
@@ -164,8 +164,9 @@ class Preference:
         names = [f"{index}: {pair.chosen.where}" for index, pair in enumerate(items) for _ in range(2)]
         margins = torch.tensor([pair.margin if self.use_margin else 0.0 for pair in items]).repeat_interleave(2)
         whole = replace(batch_of(sequences, names), fields={MARGINS: margins})
-        pairs = replace(cut, micro_batch_size=2 * cut.micro_batch_size)
-        return [_ended(batch, 1 / len(step)) for batch in pairs.cut(whole)]
+        if cut.micro_batch_size is not None:
+            cut = replace(cut, micro_batch_size=2 * cut.micro_batch_size)  # which counts pairs
+        return [_ended(batch, 1 / len(step)) for batch in cut.cut(whole)]
 
     def metrics(self, report: UpdateReport) -> dict[str, float]:
         names = ("accuracy", "chosen_reward", "rejected_reward")

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.config import Config, roles_of
-from hotseat.config.batches import tokens_per_micro_batch
+from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.schema import Rollout, Train
 from hotseat.errors import PlacementError, TooFewDevicesError
+from hotseat.loop.budgets import Chosen, choose, choose_on_cpu, is_chosen
 from hotseat.loop.memory import has_gpu
 from hotseat.placement import (
     GIB,
@@ -36,6 +38,7 @@ from hotseat.placement import (
     parse_node_ranks,
     parse_placement,
     plan,
+    token_activation_bytes,
 )
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
@@ -53,6 +56,38 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
 
     are_devices_logical: everything is on CPUs, and a device is only a place in the plan.
     """
+    made = with_budgets(config, inventory, are_devices_logical=are_devices_logical)
+    return _make_plan(made.config, inventory, are_devices_logical)
+
+
+def with_budgets(
+    config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False
+) -> Chosen:
+    """The config with a token budget for micro-batches wherever it leaves their size to the run.
+
+    One that it has chosen before, or that a run before has, stays.
+    """
+    if is_chosen(config):
+        return Chosen(config)
+    if are_devices_logical:
+        return choose_on_cpu(config, _activation_bytes(config))
+    num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
+    return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False))
+
+
+def _activation_bytes(config: Config) -> float | None:
+    """Of one token in an update, of the model that takes most; None if the shape of one is not known."""
+    found = []
+    for spec in role_specs(config):
+        if not isinstance(spec.memory, TrainMemory):
+            continue
+        if spec.model is None:
+            return None
+        found.append(token_activation_bytes(spec.memory, spec.model))
+    return max(found)
+
+
+def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Plan:
     roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in role_specs(config)]
     flow = make_flow(config, tuple(spec.name for spec in roles))
     given = inventory if inventory is not None else config.cluster.inventory
@@ -83,6 +118,11 @@ def _check_second_copies(config: Config, made: Plan) -> None:
 def plan_on(config: Config, cluster: Any) -> Plan:
     """The plan of a run on a running cluster."""
     return make_plan(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
+
+
+def budgets_on(config: Config, cluster: Any) -> Chosen:
+    """As `with_budgets`, on a running cluster."""
+    return with_budgets(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 
 
 def are_devices_logical(cluster: Any) -> bool:
@@ -309,22 +349,26 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
 
 
 def _train_batch(config: Config) -> tuple[int, int]:
-    """(tokens of a sequence, sequences) of a micro-batch. A token budget is one sequence of that length."""
-    budget = tokens_per_micro_batch(config, config.train.max_tokens_per_device)
-    if budget is not None:
-        return budget, 1
+    """(tokens of a sequence, sequences) of a micro-batch."""
     pair = 2 if config.task in ("rm", "dpo") else 1
-    return config.data.max_length, config.train.micro_batch_size * pair
+    return _batch(config, config.train, pair)
+
+
+def _batch(config: Config, section: Train | Rollout, pair: int) -> tuple[int, int]:
+    """The same for one of the two sections. A token budget is one sequence of that length, or padded ones."""
+    length = config.data.max_length
+    budget = tokens_per_micro_batch(config, token_budget(section))
+    if budget is not None:
+        return (budget, 1) if config.train.packing else (length, -(-budget // length))
+    # Where nothing is chosen yet, the least that can be.
+    return length, pair * (1 if section.micro_batch_size == "auto" else section.micro_batch_size)
 
 
 def _score_batch(config: Config) -> tuple[int, int]:
     """The same for log-probs; outside rl they are of the micro-batches that are trained on."""
     if config.task != "rl":
         return _train_batch(config)
-    budget = tokens_per_micro_batch(config, config.rollout.max_tokens_per_device)
-    if budget is not None:
-        return budget, 1
-    return config.data.max_length, config.rollout.micro_batch_size
+    return _batch(config, config.rollout, 1)
 
 
 def _master_bytes(config: Config, compute: int, has_master: bool) -> int:

@@ -21,11 +21,12 @@ from hotseat import faults
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.cluster import Cluster, Group, Ref
 from hotseat.config import Config
-from hotseat.config.batches import BatchAlgebra
+from hotseat.config.batches import BatchAlgebra, token_budget
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP
 from hotseat.data import PromptOrder, digest_of
 from hotseat.loop import settings
 from hotseat.loop.alarms import Alarms
+from hotseat.loop.budgets import Use, least_tokens, lowered_note, lowered_until, smallest, uses, with_budget
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
 from hotseat.loop.experience import assign
@@ -78,6 +79,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, found: Checkpoint | Non
         collected = run.prepare(collected, step)
         journal.phase("update")
         updates = run.update(step)
+        run.keep_budgets(saver.keep)
         journal.phase("sync")
         pushed = run.push()
         metrics = run.metrics(collected, updates, pushed, *started) | saver.metrics()
@@ -170,7 +172,7 @@ class RlRun:
         self._version = 0
         self._pushed: PushReport | None = None
         self._canary_gap: float | None = None  # the last that is known
-        is_cuda = self._actor.call("device_type")[0] == "cuda"
+        self.has_devices = is_cuda = self._actor.call("device_type")[0] == "cuda"
         self._lanes = settings.weight_lanes(config, plan, is_cuda)
         self._lanes_to_inference: Lanes | None = None
         if self._inference is not None:
@@ -195,6 +197,60 @@ class RlRun:
             on_spike=config.train.on_spike,
         )
         self._told: list[tuple[Chosen, SampleRecord]] = []  # of the step under way
+
+    # --- the size of micro-batches ------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Config:
+        """With the token budgets that are in use."""
+        return self._config
+
+    def try_budgets(self, keep: Callable[[Config], object]) -> None:
+        """Before the first step: see that micro-batches as large as the budgets fit beside what else is on the devices.
+
+        Those that do not are halved until they do. `keep` gets the config with what came out.
+        """
+        scored = ["reward", "reference", "critic", "actor" if self._inference is None else "inference"]
+        config, least = self._config, least_tokens(self._config)
+        with_entropy = config.algorithm.entropy_coef is not None
+        trials: dict[Use, list[tuple[str, str]]] = {
+            "rollout": [(role, "prepare") for role in scored if role in self._groups],
+            "train": [(role, "update") for role in self._trained],
+        }
+        for use in ("rollout", "train"):
+            for role, phase in trials[use] if use in uses(config) else ():
+
+                def fits(tokens: int, group: Group = self._groups[role], is_update: bool = use == "train") -> bool:
+                    num_tokens = tokens * config.train.sequence_parallel_size
+                    length = config.data.max_length
+                    return all(group.call("fits", num_tokens, length, is_update, with_entropy and is_update))
+
+                with self._turn(phase, role):
+                    tokens = lowered_until(fits, token_budget(getattr(self._config, use)) or least, least)
+                self._use_budget(use, tokens, f"{role}: tried out")
+        keep(self._config)
+
+    def keep_budgets(self, keep: Callable[[Config], object]) -> None:
+        """Use, from now on, budgets that were lowered since memory ran out, and have them kept."""
+        if not uses(self._config):
+            return
+        before = self._config
+        models = [name for name in self._groups if name != "rollout"]
+        for role, calls in [(name, self._groups[name].start("lowered")) for name in models]:
+            for use, tokens in smallest(calls.result()).items():
+                self._use_budget(use, tokens, f"{role} ran out of device memory, and did its work again")
+        if self._config is not before:
+            keep(self._config)
+
+    def _use_budget(self, use: Use, tokens: int, why: str) -> None:
+        before = token_budget(getattr(self._config, use))
+        if before is None or tokens >= before:
+            return
+        self._config = with_budget(self._config, use, tokens)
+        self._policy = self._policy_settings()
+        self._critic_settings = settings.critic_settings(self._config)
+        self._reward_settings = settings.reward_settings(self._config)
+        self._journal.say(lowered_note(why, use, tokens, before), kind="warning")
 
     # --- the phases, in order -----------------------------------------------------------------------------------------
 
@@ -267,7 +323,7 @@ class RlRun:
     def _hand_out(self, collected: Collected, num_ranks: int) -> Shares:
         """A share for each of so many ranks. Which optimizer step a sample is in does not depend on their number."""
         sizes = [len(facts.rewards) for facts in collected.groups]
-        has_budget = self._config.train.max_tokens_per_device is not None
+        has_budget = token_budget(self._config.train) is not None
         tokens = [sum(facts.num_tokens) for facts in collected.groups] if has_budget else None
         ranks, steps = assign(sizes, self._algebra.samples_per_optimizer_step, num_ranks, tokens)
         self._num_optimizer_steps = 1 + max(step for group in steps for step in group)

@@ -8,23 +8,35 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotseat.config import Config
-from hotseat.config.batches import BatchAlgebra, batch_algebra
+from hotseat import faults
+from hotseat.config import Config, loads
+from hotseat.config.batches import BatchAlgebra, batch_algebra, token_budget, tokens_per_micro_batch
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
 from hotseat.config.maths import maths_notes
 from hotseat.config.roles import has_critic
 from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
+from hotseat.loop.budgets import (
+    Use,
+    describe,
+    least_tokens,
+    lowered_note,
+    lowered_until,
+    smaller_budget_kept,
+    uses,
+    with_budget,
+    with_budgets_of,
+)
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.launched import Ensemble, LedSaver
-from hotseat.loop.planning import make_plan, num_data_parallel, plan_notes, plan_on
+from hotseat.loop.planning import budgets_on, make_plan, num_data_parallel, plan_notes, plan_on, with_budgets
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
 from hotseat.loop.value_models import check_readers
@@ -124,6 +136,7 @@ def _start_rl(config: Config) -> dict[str, float]:
         journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
         stack.callback(_report, run_dir, journal)  # when the devices are free again
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
+        config, is_new_budget = _with_budgets(config, cluster, found, journal)
         plan = plan_on(config, cluster)
         save_plan(run_dir, plan)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s, ("rollout",)))
@@ -133,7 +146,11 @@ def _start_rl(config: Config) -> dict[str, float]:
         eos = eos_token_ids(config, tokenizer)
         ledger, logs = Ledger(run_dir), run_dir / LOGS
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, ledger, journal, logs, stack)
-        with saver.settled(journal):
+        with saver.settled(journal), smaller_budget_kept(lambda: run.config, saver.keep):
+            if is_new_budget and _is_tried(run.has_devices):
+                journal.phase("update")
+                run.try_budgets(saver.keep)
+            saver.keep(run.config)
             final = train_rl(run, journal, saver, found)
         if config.checkpoint.export_critic:  # first: a run with its model is finished
             path = critic_folder(_model_folder(config, run_dir))
@@ -142,6 +159,23 @@ def _start_rl(config: Config) -> dict[str, float]:
             journal.say(f"critic: {path}")
         _export(config, run_dir, run.export, tokenizer, journal)
     return final
+
+
+def _with_budgets(config: Config, cluster: Any, found: Checkpoint | None, journal: Any) -> tuple[Config, bool]:
+    """The config with its token budgets, and whether they are new: a resumed run has those of its checkpoint."""
+    if found is not None:
+        config = with_budgets_of(config, loads(str(found.state["config"])))
+    chosen = budgets_on(config, cluster)
+    if uses(config) and chosen.config == config:
+        journal.say(f"micro-batches: {describe(config)} (as this run has chosen before)")
+    for note in chosen.notes:
+        journal.say(note)
+    return chosen.config, chosen.config != config
+
+
+def _is_tried(has_devices: bool) -> bool:
+    """Whether budgets are tried out: on a CPU there is no memory to measure, but a test may have it run out."""
+    return has_devices or faults.is_armed("trial.forward")
 
 
 def _check_transport(config: Config, dry: Plan) -> None:
@@ -181,6 +215,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
         stack.callback(_report, run_dir, journal)
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
+        config, is_new_budget = _with_budgets(config, cluster, found, journal)
         plan = plan_on(config, cluster)
         save_plan(run_dir, plan)
         for note in plan_notes(config, cluster):
@@ -214,12 +249,17 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
                 state=lambda: {**actor.call("state")[0], "evaluation": evaluation, "num_ranks": actor.size},
             )
 
-        with saver.settled(journal):
+        kept = _KeptBudget(config, journal, saver.keep)
+        with saver.settled(journal), smaller_budget_kept(lambda: kept.config, saver.keep):
+            if is_new_budget and _is_tried(actor.call("device_type")[0] == "cuda"):
+                kept.try_out(lambda *trial: all(actor.call("fits", *trial)))
+                actor.call("use_budget", kept.max_tokens)
+            saver.keep(kept.config)
             final = _train_supervised(
                 config,
                 algebra,
                 taught,
-                lambda: actor.call("step")[0],
+                lambda: kept.noted(*actor.call("step_and_budget")[0]),
                 lambda: actor.call("evaluate")[0],
                 journal,
                 saver,
@@ -228,6 +268,46 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
             )
         _export(config, run_dir, lambda path, *how: actor.call("export", str(path), *how), tokenizer, journal)
     return final
+
+
+class _KeptBudget:
+    """The token budget of supervised training: tried out before the first step, and lowered where memory runs out."""
+
+    def __init__(self, config: Config, journal: Any, keep: Callable[[Config], object]):
+        self.config = config
+        self._journal = journal
+        self._keep = keep
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a micro-batch."""
+        budget = tokens_per_micro_batch(self.config, token_budget(self.config.train))
+        assert budget is not None
+        return budget
+
+    def try_out(self, fits: Callable[[int, int, bool], bool]) -> None:
+        """Halve the budget until a micro-batch of that size fits; for `fits`, see `BackendWorker`."""
+        train, length = self.config.train, self.config.data.max_length
+
+        def fit(tokens: int) -> bool:
+            return fits(tokens * train.sequence_parallel_size, length, True)
+
+        least = least_tokens(self.config)
+        self._use(lowered_until(fit, token_budget(train) or least, least), "tried out")
+
+    def noted(self, report: Any, lowered: Mapping[Use, int]) -> Any:
+        """The report of a step, after which the budget may be smaller."""
+        for tokens in lowered.values():
+            self._use(tokens, "the device ran out of memory, and the step was made again")
+        return report
+
+    def _use(self, tokens: int, why: str) -> None:
+        before = token_budget(self.config.train)
+        if before is None or tokens >= before:
+            return
+        self.config = with_budget(self.config, "train", tokens)
+        self._journal.say(lowered_note(why, "train", tokens, before), kind="warning")
+        self._keep(self.config)
 
 
 def _supervised_columns(taught: Taught) -> dict[str, str]:
@@ -358,12 +438,56 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
             if found is not None and is_finished:
                 return dict(found.state["evaluation"])
             led = LedSaver(saver, ensemble)
-            final = _train_supervised(config, algebra, taught, worker.step, worker.evaluate, journal, led, parts, found)
+            kept = _launched_budget(config, num_ranks, worker, found, journal, led)
+            final = _train_supervised(
+                config,
+                algebra,
+                taught,
+                lambda: kept.noted(*worker.step_and_budget()),
+                worker.evaluate,
+                journal,
+                led,
+                parts,
+                found,
+            )
             written = tokenizer if rank == 0 else None
             _export(config, run_dir, lambda path, *how: worker.export(str(path), *how), written, journal)
         return final
     finally:
         worker.close()
+
+
+def _launched_budget(
+    config: Config, num_ranks: int, worker: Any, found: Checkpoint | None, journal: Any, saver: LedSaver
+) -> _KeptBudget:
+    """Together. The token budget of ranks that a launcher started, if their config leaves it to them, in use."""
+    import torch
+
+    from hotseat.placement import GIB, DeviceKind, Node
+
+    if found is not None:
+        config = with_budgets_of(config, loads(str(found.state["config"])))
+    has_devices = torch.cuda.is_available()
+    inventory = None
+    if has_devices:
+        memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+        inventory = Inventory((Node(0, num_devices=num_ranks, device_kind=DeviceKind("GPU", memory_gib)),))
+    placed = config.cluster.model_copy(update={"component_placement": {"actor": f"0-{num_ranks - 1}"}})
+    there = config.model_copy(update={"cluster": placed})
+    chosen = with_budgets(there, inventory, are_devices_logical=not has_devices)
+    kept = _KeptBudget(with_budgets_of(config, chosen.config), journal, saver.keep)
+    if not uses(config):
+        return kept
+    for note in chosen.notes:
+        journal.say(note)
+    # Their devices may differ.
+    tokens = min(worker.share(token_budget(kept.config.train), "agree on the size of micro-batches"))
+    kept.config = with_budget(kept.config, "train", tokens)
+    if chosen.config != there and _is_tried(has_devices):
+        kept.try_out(worker.fits)
+    worker.use_budget(kept.max_tokens)
+    saver.keep(kept.config)
+    return kept
 
 
 # --- what both share --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from hotseat.config import Config, loads, to_yaml
 from hotseat.errors import CheckpointError, DeadlineError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
 from hotseat.loop.memory import available_bytes
+from hotseat.loop.rundir import write_config
 from hotseat.observe import Journal
 
 BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint that hold what backends saved
@@ -52,8 +53,10 @@ FREE = (
     "rollout.num_slots",
     "rollout.micro_batch_size",
     "rollout.max_tokens_per_device",
+    "rollout.chosen_tokens_per_device",
     "train.micro_batch_size",
     "train.max_tokens_per_device",
+    "train.chosen_tokens_per_device",
     "train.sequence_parallel_size",
     "train.deepspeed.tensor_parallel_size",
 )
@@ -138,6 +141,7 @@ class Saver:
         """`tokenizer`: what is exported beside each model."""
         section = config.checkpoint
         self._config = config
+        self._run_dir = run_dir
         self._tokenizer = tokenizer
         self._timeout_s = config.cluster.call_timeout_s
         self._flight: _Flight | None = None
@@ -178,6 +182,11 @@ class Saver:
             say(note)
         say(f"going on from {found.path}, after step {found.step}")
         return found
+
+    def keep(self, config: Config) -> None:
+        """Take over a config in which the run has changed something: into its folder, and into later checkpoints."""
+        self._config = config
+        write_config(self._run_dir, config)
 
     def last_step(self) -> int | None:
         """Of the newest checkpoint that can be gone on from."""

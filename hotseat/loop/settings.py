@@ -6,17 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotseat.config import Config
-from hotseat.config.batches import tokens_per_micro_batch, warmup_steps
+from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.roles import has_inference
-from hotseat.config.schema import Optimizer
+from hotseat.config.schema import Optimizer, Rollout, Train
+from hotseat.loop.cutting import BatchSettings
 from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
 from hotseat.loop.losses import PolicyObjective, ValueObjective
 from hotseat.loop.planning import VLLM_SLOTS
 from hotseat.loop.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.value_workers import CriticSettings, RewardSettings
-from hotseat.loop.workers import BatchSettings, PolicySettings
+from hotseat.loop.workers import PolicySettings
 from hotseat.placement import Plan
 from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
@@ -212,16 +213,23 @@ def reward_settings(config: Config) -> RewardSettings:
 
 
 def score_batches(config: Config) -> BatchSettings:
-    return _batches(config, config.rollout.micro_batch_size, config.rollout.max_tokens_per_device)
+    return _batches(config, config.rollout)
 
 
 def train_batches(config: Config) -> BatchSettings:
-    return _batches(config, config.train.micro_batch_size, config.train.max_tokens_per_device)
+    return _batches(config, config.train)
 
 
-def _batches(config: Config, micro_batch_size: int, max_tokens_per_device: int | None) -> BatchSettings:
-    max_tokens = tokens_per_micro_batch(config, max_tokens_per_device)
-    return BatchSettings(micro_batch_size, max_tokens, is_padded=not config.train.packing)
+def _batches(config: Config, section: Train | Rollout) -> BatchSettings:
+    max_tokens = tokens_per_micro_batch(config, token_budget(section))
+    size = None if section.micro_batch_size == "auto" else section.micro_batch_size
+    return BatchSettings(
+        size,
+        max_tokens,
+        is_padded=not config.train.packing,
+        is_chosen=is_auto(section),
+        num_devices=config.train.sequence_parallel_size,
+    )
 
 
 def weight_lanes(config: Config, plan: Plan, is_cuda: bool, role: str = "rollout") -> Lanes:

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hotseat.data import PromptOrder, digest_of
+from hotseat.loop.budgets import Use
+from hotseat.loop.cutting import BatchSettings
 from hotseat.loop.lessons import Lesson
-from hotseat.loop.workers import BackendWorker, BatchSettings
+from hotseat.loop.workers import BackendWorker
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import spread
 from hotseat.types import MicroBatch
@@ -53,7 +56,21 @@ class SupervisedWorker(BackendWorker):
     def step(self) -> UpdateReport:
         """Together. One optimizer step on the next items."""
         chosen = [self._items[index] for _, index in self._order.next(self._batch_size)]
-        return self._backend.update(self._mine(chosen), self._lesson.loss, 1.0)
+        _, report = self._cutter.run(
+            "train",
+            self._cut,
+            lambda cut: self._mine(chosen, cut),
+            lambda pieces: self._backend.update(pieces, self._lesson.loss, 1.0),
+        )
+        return report
+
+    def step_and_budget(self) -> tuple[UpdateReport, dict[Use, int]]:
+        """Together. As `step`, and as `lowered`."""
+        return self.step(), self.lowered()
+
+    def use_budget(self, max_tokens: int) -> None:
+        """Cut micro-batches of at most so many tokens from now on, where their size was chosen."""
+        self._cut = replace(self._cut, max_tokens=max_tokens)
 
     def evaluate(self) -> dict[str, float]:
         """Together. Metrics of the held-out items, or of some that are learned from if none are held out."""
@@ -63,7 +80,12 @@ class SupervisedWorker(BackendWorker):
 
     def _measure(self) -> dict[str, float]:
         items = self._held_out or self._items[:: -(-len(self._items) // MAX_MEASURED)]
-        measured = self._lesson.measure(self._backend, self._mine(items))
+        _, measured = self._cutter.run(
+            "train",
+            self._cut,
+            lambda cut: self._mine(items, cut),
+            lambda pieces: self._lesson.measure(self._backend, pieces),
+        )
         everyone = self._backend.gather_facts(measured, "add up what was measured on held-out items")
         return self._lesson.evaluation(everyone)
 
@@ -87,11 +109,11 @@ class SupervisedWorker(BackendWorker):
         self._backend.load(directory)
         self._evaluation = None
 
-    def _mine(self, items: Sequence[Any]) -> list[MicroBatch]:
+    def _mine(self, items: Sequence[Any], cut: BatchSettings) -> list[MicroBatch]:
         """This rank's part of a step, contiguous or as many tokens as the others', cut into micro-batches."""
-        if self._cut.max_tokens is not None:
+        if cut.max_tokens is not None:
             chosen = spread([self._lesson.num_tokens(item) for item in items], self._num_ranks)[self._rank]
-            return self._lesson.batches([items[index] for index in sorted(chosen)], items, self._cut)
+            return self._lesson.batches([items[index] for index in sorted(chosen)], items, cut)
         first = len(items) * self._rank // self._num_ranks
         last = len(items) * (self._rank + 1) // self._num_ranks
-        return self._lesson.batches(items[first:last], items, self._cut)
+        return self._lesson.batches(items[first:last], items, cut)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hotseat.algorithms import normalise_rewards
+from hotseat.loop.cutting import BatchSettings
 from hotseat.loop.experience import Share, cut_into_steps, flatten, groups_of, steps_of, weighted, with_fields
 from hotseat.loop.losses import OLD_VALUES, RETURNS, ValueObjective
-from hotseat.loop.workers import BatchSettings, BySample, ModelWorker, by_sample, in_order
+from hotseat.loop.workers import BySample, ModelWorker, by_sample, in_order
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import with_ends
 from hotseat.types import MicroBatch
@@ -37,8 +38,8 @@ class CriticWorker(ModelWorker):
     def values(self, shares: Sequence[Share], settings: CriticSettings) -> dict[str, list[Tensor]]:
         """Together. A value for each token of each segment of each sample, by sample id."""
         batch = flatten(groups_of(shares))
-        pieces = settings.score.cut(batch)
-        found = by_sample(pieces, self._backend.values(pieces))
+        pieces, values = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
+        found = by_sample(pieces, values)
         self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [found])})
         self._sample_steps = steps_of(shares)
         return found
@@ -52,8 +53,8 @@ class CriticWorker(ModelWorker):
         reports = []
         for _ in range(settings.max_epochs):
             for part, totals in zip(steps, step_totals, strict=True):
-                pieces = [] if part is None else settings.train.cut(weighted(part, "token_mean", totals))
-                reports.append(self._backend.update(pieces, settings.objective, 1.0))
+                whole = None if part is None else weighted(part, "token_mean", totals)
+                reports.append(self._learn(whole, settings.train, settings.objective, 1.0)[1])
         return reports
 
 
@@ -70,9 +71,12 @@ class RewardWorker(ModelWorker):
 
     def rewards(self, batches: Sequence[MicroBatch], settings: RewardSettings) -> dict[str, float]:
         """Together. What each segment is worth at its last token, by sample id. One segment per sample."""
-        pieces = [with_ends(piece) for batch in batches for piece in _cut(batch, settings.score)]
+
+        def cut(score: BatchSettings) -> list[MicroBatch]:
+            return [with_ends(piece) for batch in batches for piece in _cut(batch, score)]
+
         found: dict[str, float] = {}
-        for piece, values in zip(pieces, self._backend.values(pieces), strict=True):
+        for piece, values in zip(*self._cutter.run("rollout", settings.score, cut, self._backend.values), strict=True):
             rewards = values[piece.offsets[1:] - 1]
             if settings.scale is not None:
                 rewards = normalise_rewards(rewards, *settings.scale)
@@ -82,7 +86,7 @@ class RewardWorker(ModelWorker):
 
 def _cut(batch: MicroBatch, settings: BatchSettings) -> list[MicroBatch]:
     """Text that was tokenised again may be longer than the budget for the actor's tokens: then it stands alone."""
-    if settings.max_tokens is not None and batch.num_segments:
+    if settings.max_tokens is not None and not settings.is_chosen and batch.num_segments:
         longest = int((batch.offsets[1:] - batch.offsets[:-1]).max())
         settings = replace(settings, max_tokens=max(longest, settings.max_tokens))
     return settings.cut(batch)

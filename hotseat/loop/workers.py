@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.errors import DeviceMemoryError
+from hotseat.loop.budgets import Use
+from hotseat.loop.cutting import BatchSettings, Cutter, too_large
 from hotseat.loop.engines import EngineSettings, device_of_process, make_engine
 from hotseat.loop.experience import (
     AdvantageSettings,
@@ -30,9 +33,9 @@ from hotseat.loop.experience import (
 from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.push import Canary, Proof
 from hotseat.loop.records import Recorder, TokenRecord
-from hotseat.train.backend import Backend, TrainOptions, UpdateReport
+from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
 from hotseat.train.make import make_backend
-from hotseat.train.packing import split_by_count, split_by_tokens, take
+from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import BUCKET_BYTES, Audience, Bucket, Lane, Receiver, Sender
 
@@ -64,22 +67,6 @@ def _release_cache() -> None:
 
 
 @dataclass(frozen=True)
-class BatchSettings:
-    """How a rank cuts its samples into micro-batches: so many sequences, or so many tokens."""
-
-    micro_batch_size: int
-    max_tokens: int | None
-    is_padded: bool = False  # what fills sequences up counts as tokens
-
-    def cut(self, batch: MicroBatch) -> list[MicroBatch]:
-        if batch.num_segments == 0:
-            return []
-        if self.max_tokens is not None:
-            return split_by_tokens(batch, self.max_tokens, padded=self.is_padded)
-        return split_by_count(batch, self.micro_batch_size)
-
-
-@dataclass(frozen=True)
 class PolicySettings:
     """What the actor does with a rollout."""
 
@@ -99,6 +86,24 @@ class BackendWorker:
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
         self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
+        self._cutter = Cutter(self._backend)
+        self._num_sharing_sequences = options.sequence_parallel_size
+
+    def device_type(self) -> str:
+        return device_of_process().type
+
+    def fits(self, num_tokens: int, max_length: int, is_update: bool, with_entropy: bool = False) -> bool:
+        """Together. Whether the devices have memory for micro-batches of so many tokens; see `Backend.fits`."""
+        try:
+            return self._backend.fits(num_tokens, max_length, is_update=is_update, with_entropy=with_entropy)
+        except DeviceMemoryError as error:
+            use: Use = "train" if is_update else "rollout"
+            what = "out of device memory in a trial"
+            raise too_large(use, what, num_tokens, self._num_sharing_sequences, error) from error
+
+    def lowered(self) -> dict[Use, int]:
+        """Token budgets of one device that are smaller than what they were given, because memory ran out."""
+        return self._cutter.lowered(self._num_sharing_sequences)
 
     def save(self, directory: str) -> None:
         """Together."""
@@ -127,8 +132,24 @@ class ModelWorker(BackendWorker):
         return self._score(flatten(groups_of(shares)), cut, temperature)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
-        pieces = cut.cut(batch)
-        return by_sample(pieces, self._backend.log_probs(pieces, temperature))
+        pieces, scores = self._cutter.run(
+            "rollout",
+            cut,
+            lambda settings: settings.cut(batch),
+            lambda pieces: self._backend.log_probs(pieces, temperature),
+        )
+        return by_sample(pieces, scores)
+
+    def _learn(
+        self, whole: MicroBatch | None, cut: BatchSettings, loss: Loss, temperature: float
+    ) -> tuple[list[MicroBatch], UpdateReport]:
+        """Together. One optimizer step from this rank's part of it, and the micro-batches that it was cut into."""
+        return self._cutter.run(
+            "train",
+            cut,
+            lambda settings: [] if whole is None else settings.cut(whole),
+            lambda pieces: self._backend.update(pieces, loss, temperature),
+        )
 
     def _add_totals(self, steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
         """Together. Of each optimizer step, over all ranks."""
@@ -158,9 +179,6 @@ class ModelWorker(BackendWorker):
         """Together."""
         with self._backend.averaged() if is_averaged else nullcontext():
             self._backend.export(Path(directory))
-
-    def device_type(self) -> str:
-        return device_of_process().type
 
     def held(self) -> Held:
         return _held()
@@ -277,13 +295,13 @@ class ActorWorker(ModelWorker):
         loss = settings.objective if self._recorder is None else self._recorder.watched(settings.objective)
         for _ in range(settings.max_epochs):
             for batch, totals in zip(self._steps, self._totals, strict=True):
-                pieces = []
+                whole = None
                 if batch is not None:
                     whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_sampled)
                     if not settings.learns_from_every_sample:
                         whole = _with_gradient(whole, settings.objective)
-                    pieces = settings.train.cut(whole)
-                reports.append(self._backend.update(pieces, loss, settings.temperature))
+                pieces, report = self._learn(whole, settings.train, loss, settings.temperature)
+                reports.append(report)
                 if self._recorder is not None and reports[-1].is_skipped:
                     self._recorder.take_back(pieces)
         self._steps, self._totals = [], []

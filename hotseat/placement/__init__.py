@@ -39,6 +39,7 @@ from hotseat.placement.memory import (
     Term,
     TrainMemory,
     estimate,
+    token_activation_bytes,
 )
 from hotseat.placement.plan import DeviceGroup, GroupStep, HostGroup, Plan, PlannedRole, RoleSpec, Route, plan
 from hotseat.placement.residency import HandOver, Holding, Move
@@ -122,4 +123,5 @@ __all__ = [
     "parse_placement",
     "parse_selection",
     "plan",
+    "token_activation_bytes",
 ]

@@ -409,6 +409,13 @@ def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -
     return norms + (2 * c * (model.q_size + model.kv_size) + 4 * c * model.mlp_width) / tp
 
 
+def token_activation_bytes(memory: TrainMemory, model: ModelShape) -> float:
+    """What all layers together keep of one token for the backward pass, without a compiler."""
+    if memory.gradient_checkpointing:
+        return float(model.num_layers * model.hidden_size * memory.compute_bytes)
+    return model.num_layers * layer_activation_bytes(model, memory.compute_bytes) * EAGER_ACTIVATIONS
+
+
 def _activations(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> list[Term]:
     tokens = _tokens(memory, memory.micro_batch)
     layer = layer_activation_bytes(model, memory.compute_bytes, tp)

@@ -213,6 +213,10 @@ class Backend(Protocol):
     def movable(self) -> frozenset[Part]:
         """The parts that `put_aside` really takes off the device. Empty where device and host memory are the same."""
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether what fills sequences up is computed like tokens: always, not where that is cheapest."""
+
     def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
         """Together. The small fact of every share of the work, in rank order; `what` for is said if a rank is missing.
 
@@ -238,6 +242,16 @@ class Backend(Protocol):
         or gradient norm is not finite changes nothing and is counted; `NonFiniteError` names the samples after too
         many in a row. All ranks decide alike. The balancing loss of a mixture of experts, if it has a coefficient, is
         added here, and is the metric `aux_loss`.
+
+        Running out of device memory, in this or in `log_probs` and `values`, is a `DeviceMemoryError`. A rank without
+        others has forgotten the whole call by then, gradients and random numbers included, and can be called again.
+        """
+
+    def fits(self, num_tokens: int, max_length: int, *, is_update: bool, with_entropy: bool = False) -> bool:
+        """Together. Whether every rank has memory for a micro-batch of so many tokens, and a margin.
+
+        Made-up sequences of `max_length` go forward, and backward if it is to be `is_update`. Weights, optimizer,
+        version and random numbers stay as they are, and no memory is kept.
         """
 
     def put_aside(self, parts: Collection[Part]) -> Moved:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,7 +149,11 @@ class FSDPBackend(Trainer):
         return False
 
     def _can_go_on(self) -> bool:
-        return not isinstance(self._wrapped, FSDPModule)
+        return self._ranks.size == 1
+
+    def _abandon(self) -> None:
+        if isinstance(self._wrapped, FSDPModule):
+            reset_sharding(self._wrapped)
 
     # --- residency ----------------------------------------------------------------------------------------------------
 
@@ -299,3 +304,54 @@ def _shard(
             # Summed, not averaged; and by a plain sum, because gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def reset_sharding(root: FSDPModule, *, by_hand: bool = False) -> None:
+    """Bring FSDP back to where a forward can begin, after one that failed, or its backward. On one rank alone.
+
+    by_hand: also where torch has a way of its own, from 2.13.
+    """
+    groups = [group for module in root.modules() if isinstance(module, FSDPModule) for group in _groups(module)]
+    if hasattr(root, "reset_iter_state") and not by_hand:
+        root.reset_iter_state()
+    else:
+        _reset_states(root)
+        for group in groups:
+            group._all_gather_result = None
+            group._post_reduce_event = None
+            group._all_reduce_state = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._to_sharded()
+    for group in groups:  # what earlier micro-batches of the update have summed
+        for weight in group.fsdp_params:
+            weight.unsharded_accumulated_grad = None
+            if hasattr(weight, "_unsharded_param"):
+                weight._unsharded_param.grad = None
+
+
+def _groups(module: Any) -> list[Any]:
+    """Of weights that are gathered together. torch 2.11 and 2.12 have at most one for each module."""
+    state = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (found if found is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def _reset_states(root: Any) -> None:
+    idle = type(root._get_fsdp_state()._training_state).IDLE
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        state._training_state = idle
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.post_forward_order.clear()
+        if hasattr(state._comm_ctx, "reduce_scatter_states"):
+            state._comm_ctx.reduce_scatter_states.clear()
+        else:
+            state._comm_ctx.reduce_scatter_state = None
+        for group in _groups(module):
+            group._training_state = idle

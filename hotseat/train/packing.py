@@ -60,11 +60,17 @@ def split_by_count(batch: MicroBatch, max_segments: int, units: Sequence[Hashabl
 
 
 def split_by_tokens(
-    batch: MicroBatch, max_tokens: int, *, padded: bool = False, units: Sequence[Hashable] | None = None
+    batch: MicroBatch,
+    max_tokens: int,
+    *,
+    padded: bool = False,
+    units: Sequence[Hashable] | None = None,
+    allow_longer: bool = False,
 ) -> list[MicroBatch]:
     """As few micro-batches of at most `max_tokens` as first-fit decreasing finds, then evened out if that still fits.
 
-    With `padded` the filling counts too: number of segments x longest.
+    With `padded` the filling counts too: number of segments x longest. With `allow_longer` what has more tokens than
+    that is a micro-batch by itself, otherwise it is an error.
     """
     members = _members(batch, units)
     lengths = _lengths(batch)
@@ -74,7 +80,7 @@ def split_by_tokens(
             return len(segments) * max((lengths[segment] for segment in segments), default=0)
         return sum(lengths[segment] for segment in segments)
 
-    for unit in members:
+    for unit in members if not allow_longer else ():
         if tokens(unit) > max_tokens:
             raise BatchError(
                 f"sample {batch.sample_ids[unit[0]]} has {tokens(unit)} tokens, a micro-batch at most {max_tokens}:"
@@ -83,7 +89,7 @@ def split_by_tokens(
     bins = _first_fit_decreasing(members, lengths, max_tokens, padded)
     even = spread([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
     evened = [[segment for unit in part for segment in members[unit]] for part in even]
-    if all(tokens(segments) <= max_tokens for segments in evened):
+    if all(tokens(segments) <= max_tokens or len(part) == 1 for part, segments in zip(even, evened, strict=True)):
         bins = evened
     return _take_all(batch, bins)
 

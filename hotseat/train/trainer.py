@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hotseat import faults
-from hotseat.errors import BatchError, NonFiniteError, NotBuiltError, RunError
+from hotseat.errors import BatchError, DeviceMemoryError, NonFiniteError, NotBuiltError, RunError
 from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import (
@@ -42,6 +42,7 @@ from hotseat.train.backend import (
 )
 from hotseat.train.experts import balancing_loss
 from hotseat.train.fragments import Fragment
+from hotseat.train.headroom import Meter, is_out_of_memory, release_memory, trial_batch
 from hotseat.train.lora import Adapter, dropouts, find_adapters, save_adapter
 from hotseat.train.models import exported_name
 from hotseat.train.packing import LayoutKind, model_input
@@ -49,6 +50,8 @@ from hotseat.train.ranks import Ranks
 from hotseat.train.residency import Shelf
 from hotseat.train.sequence import SequenceGroup
 from hotseat.types import MicroBatch, Moved
+
+Result = TypeVar("Result")
 
 # Rows of a weight as they leave, from its name, the live rows and the index of the first of them.
 Merge = Callable[[str, Tensor, int], Tensor]
@@ -96,6 +99,7 @@ class Trainer(ABC):
         if options.lora is not None and options.lora.dropout > 0:
             torch.manual_seed(options.lora.seed + ranks.rank)  # so that the same run drops the same
         self._is_halfway = False  # an update failed while it summed gradients
+        self._num_begun = 0  # micro-batches of the call under way
         self._writing: Future[None] | None = None  # of a snapshot
         self._is_closed = False
 
@@ -153,6 +157,10 @@ class Trainer(ABC):
         """Whether the rank can still be used after an update failed while it summed gradients."""
 
     @abstractmethod
+    def _abandon(self) -> None:
+        """Clear what a forward or backward that failed on a rank without others has left behind, but gradients."""
+
+    @abstractmethod
     def _tensors(self, part: Part) -> list[Tensor]:
         """What `put_aside` takes off the device."""
 
@@ -202,6 +210,10 @@ class Trainer(ABC):
     def movable(self) -> frozenset[Part]:
         return frozenset(PARTS) if self._device.type == "cuda" else frozenset()
 
+    @property
+    def is_padded(self) -> bool:
+        return self._layout == "padded"
+
     def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
         facts = self._ranks.gather(fact, what)
         return facts if of_every_rank else facts[:: self._options.num_sharing]
@@ -222,14 +234,21 @@ class Trainer(ABC):
     def _score(self, micro_batches: Sequence[MicroBatch], what: str, temperature: float) -> list[Tensor]:
         found: list[tuple[Tensor, MicroBatch]] = []
         self._drop_out(False)
-        try:
-            with torch.no_grad():
-                for batch in self._in_step(micro_batches):
+        work = self._in_step(micro_batches)
+
+        @torch.no_grad()
+        def score() -> None:
+            try:
+                for index, batch in enumerate(work):
+                    self._num_begun = index + 1
+                    faults.reach("score.forward")
                     scores = getattr(self._forward(batch or company(), temperature), what)
                     if batch is not None:
                         found.append((scores, batch))
-        finally:
-            self._after_scoring()
+            finally:
+                self._after_scoring()
+
+        self._within_memory(score, found.clear)
         # Only now: each copy waits until the device is done.
         each = iter([scores.to(batch.token_ids.device) for scores, batch in found])
         return [next(each) if batch.num_tokens > 0 else torch.zeros(0) for batch in micro_batches]
@@ -242,7 +261,7 @@ class Trainer(ABC):
         work = self._in_step(micro_batches)
         if not work:
             raise BatchError("update without a micro-batch on any rank: nothing to learn from")
-        losses, metrics = self._sum_gradients(work, loss, temperature)
+        losses, metrics = self._within_memory(lambda: self._sum_gradients(work, loss, temperature))
         grad_norm = self._grad_norm()
         mine: list[float] = torch.stack(losses).tolist() if losses else []
         facts = self.gather_facts(
@@ -296,7 +315,9 @@ class Trainer(ABC):
             if index:
                 faults.reach("update.micro-batch")
             is_last = index == len(work) - 1
+            self._num_begun = index + 1
             self._before_forward(is_last)
+            faults.reach("update.forward")
             if batch is None:
                 outputs = self._forward(company(), temperature, needs_entropy(loss), coefficient > 0)
                 self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
@@ -312,11 +333,98 @@ class Trainer(ABC):
             if outputs.aux_loss is not None:
                 aux_loss = outputs.aux_loss * (batch.num_tokens / num_tokens)
                 total, sums = total + coefficient * aux_loss, {**sums, "aux_loss": aux_loss.detach()}
+            faults.reach("update.backward")
             self._backward(total, is_last)
             losses.append(total.detach())
             metrics.append(sums)
         self._is_halfway = False
         return losses, metrics
+
+    def _within_memory(self, do: Callable[[], Result], forget: Callable[[], object] = lambda: None) -> Result:
+        """What `do` returns. If the device runs out of memory, undo it where that can be, and say so.
+
+        `forget`: lets go of what `do` has kept elsewhere.
+        """
+        random = self._random_states() if self._dropouts else {}
+        try:
+            return do()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        # Not while the error is being handled: its frames hold the activations of what failed.
+        forget()
+        is_undone = self._ranks.size == 1 and self._can_go_on()
+        if is_undone:
+            self._undo()
+            self._set_random_states(random)
+        release_memory(self._device)
+        raise DeviceMemoryError(reason, index=self._num_begun - 1, is_undone=is_undone)
+
+    def _undo(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # nothing is let go that a kernel still reads
+        self._abandon()
+        self._forget_gradients()
+        self._is_halfway = False
+
+    def _random_states(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def _set_random_states(self, states: Mapping[str, Tensor]) -> None:
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self._device)
+
+    def fits(self, num_tokens: int, max_length: int, *, is_update: bool, with_entropy: bool = False) -> bool:
+        parts: tuple[Part, ...] = ("weights", "gradients", "optimizer") if is_update else ("weights",)
+        self._need("a trial of micro-batches", *parts)
+        random = self._random_states()
+
+        def has_room(count: int, times: float) -> bool:
+            """Whether a micro-batch with `times` as many tokens as this one fits on every rank."""
+            batch = trial_batch(
+                count, max_length, self._model.config.get_text_config().vocab_size, is_padded=self.is_padded
+            )
+            release_memory(self._device)
+            meter = Meter(self._device)
+            try:
+                self._within_memory(lambda: self._try_out(batch, is_update, with_entropy))
+                is_enough = meter.peak().has_headroom(times)
+            except DeviceMemoryError as error:
+                if not error.is_undone:
+                    raise
+                is_enough = False
+            return not self._ranks.max(int(not is_enough), "agree on the size of micro-batches")
+
+        # A rank that runs out of memory alone leaves the others waiting: they find out with less what it would take.
+        is_small = self._ranks.size > 1 and num_tokens >= 2 * max_length
+        fit = (not is_small or has_room(num_tokens // 2, num_tokens / (num_tokens // 2))) and has_room(num_tokens, 1.0)
+        self._set_random_states(random)
+        release_memory(self._device)
+        return fit
+
+    def _try_out(self, batch: MicroBatch, is_update: bool, with_entropy: bool) -> None:
+        """A forward of made-up tokens, and a backward that adds nothing to any gradient."""
+        self._drop_out(is_update)
+        self._num_begun = 1
+        if not is_update:
+            faults.reach("trial.forward")
+            with torch.no_grad():
+                self._forward(batch, 1.0, with_entropy)
+            self._after_scoring()
+            return
+        self._is_halfway = True
+        self._before_forward(True)
+        faults.reach("trial.forward")
+        outputs = self._forward(batch, 1.0, with_entropy, self._options.aux_loss_coefficient > 0)
+        self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), True)
+        self._forget_gradients()
+        self._is_halfway = False
 
     def _grad_norm(self) -> float:
         """Of all gradients of all ranks together."""
@@ -413,8 +521,7 @@ class Trainer(ABC):
         if self._is_halfway and not self._can_go_on():
             raise RunError(f"{what} after an update that failed halfway: load the last checkpoint in a new process")
         if self._is_halfway:
-            self._forget_gradients()
-            self._is_halfway = False
+            self._undo()
         missing = [part for part in parts if part in self._aside]
         if missing:
             raise RunError(f"{what} needs {' and '.join(missing)} on the device: bring them back first")
@@ -494,10 +601,7 @@ class Trainer(ABC):
             self._base = self._base_digest()
         counters = {"version": self._version, "num_skipped": self._num_skipped}
         state = self._stored() | {f"counter.{name}": torch.tensor(value) for name, value in counters.items()}
-        state[f"random.cpu.{self._ranks.rank}"] = torch.get_rng_state()
-        if self._device.type == "cuda":
-            state[f"random.cuda.{self._ranks.rank}"] = torch.cuda.get_rng_state(self._device)
-        return state
+        return state | {f"random.{kind}.{self._ranks.rank}": value for kind, value in self._random_states().items()}
 
     def _write(self, directory: Path, state: dict[str, Tensor]) -> None:
         """Together, perhaps in a thread. Put what `_to_save` gave, or a copy of it, on disk."""
@@ -534,18 +638,13 @@ class Trainer(ABC):
         random: dict[str, Tensor] = {}
         # With another number of ranks nothing says which random state continues which: each rank goes on with its own.
         if kind["num_ranks"] == self._ranks.size:
-            random["cpu"] = torch.get_rng_state()
-            if self._device.type == "cuda":
-                random["cuda"] = torch.cuda.get_rng_state(self._device)
+            random = self._random_states()
             state |= {f"random.{kind}.{self._ranks.rank}": value for kind, value in random.items()}
         self._read(directory, state)
         self._after_loading()
         self._version, self._num_skipped = int(counters["version"]), int(counters["num_skipped"])
         self._skipped_samples = []
-        if "cpu" in random:
-            torch.set_rng_state(random["cpu"])
-        if "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"], self._device)
+        self._set_random_states(random)
 
     def _check_base(self, directory: Path, base: dict[str, Any] | None) -> None:
         """Together. A checkpoint of adapters is worth nothing on another model."""

@@ -265,6 +265,14 @@ class ZeroBackend(Trainer):
     def _can_go_on(self) -> bool:
         return self._ranks.size == 1 and not self._is_whole
 
+    def _abandon(self) -> None:
+        self._stage.abandon()
+
+    def fits(self, num_tokens: int, max_length: int, *, is_update: bool, with_entropy: bool = False) -> bool:
+        if self._is_whole:
+            return True  # what its compiler keeps of a trial could not be undone
+        return super().fits(num_tokens, max_length, is_update=is_update, with_entropy=with_entropy)
+
     # --- residency ----------------------------------------------------------------------------------------------------
 
     def _tensors(self, part: Part) -> list[Tensor]:

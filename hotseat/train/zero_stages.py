@@ -68,6 +68,9 @@ class Stage(ABC):
     @abstractmethod
     def forget_gradients(self) -> None: ...
 
+    def abandon(self) -> None:  # noqa: B027
+        """Clear what a forward or backward that failed has left behind, but gradients, on a rank without others."""
+
     @abstractmethod
     def refresh(self) -> None:
         """Make the weights that forwards use from the pieces."""
@@ -196,6 +199,15 @@ class _Sharded(Stage):
         groups = [(zero.bit16_groups[index][0], group) for index, group in zero.averaged_gradients.items() if group]
         return [id(first) in weights for first, group in groups for _ in group]
 
+    def abandon(self) -> None:
+        zero = self._zero
+        zero._backward_active_depth = 0
+        zero._remaining_grad_acc_hooks = 0
+        zero._epilogue_ran_this_backward = False
+        already = zero.params_already_reduced  # a list, or with stage 3 a dict
+        for key in already if isinstance(already, dict) else range(len(already)):
+            already[key] = False
+
     def step(self, factor: float) -> None:
         # DeepSpeed divides 32-bit gradients by the scale, which is a good time for any other factor too.
         self._zero.override_loss_scale(1 / factor)
@@ -244,6 +256,18 @@ class Flattened(_Sharded):
             zero._offload_accumulated_param_ids = set()
             zero.reset_cpu_buffers()
 
+    def abandon(self) -> None:
+        super().abandon()
+        zero = self._zero
+        for group in zero.bit16_groups:
+            for weight in group:
+                weight.grad_accum = None
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.extra_large_param_to_reduce.clear()
+        zero.previous_reduced_grads.clear()
+        zero._release_ipg_buffers()
+
     def refresh(self) -> None:
         self._zero.update_lp_params()
 
@@ -288,6 +312,21 @@ class Scattered(_Sharded):
         self._zero._offload_boundary_param_ids = set()
         if self._is_offloaded:
             self._zero.reset_cpu_buffers()
+
+    def abandon(self) -> None:
+        offload = self._zero.parameter_offload if self._is_trained else self._zero
+        coordinator = offload.get_param_coordinator()
+        coordinator.release_backward_leftovers()
+        self.release()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()  # it may have recorded half of one
+        if self._is_trained:
+            super().abandon()
+            for bucket in self._zero.ipg_buckets.values():
+                bucket.clear_params()
+            for group in self._zero.fp16_groups:
+                for weight in group:
+                    weight.grad = None  # on CPUs its own `zero_grad` fails where there is one
 
     def release(self) -> None:
         offload = self._zero.parameter_offload if self._is_trained else self._zero

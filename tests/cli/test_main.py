@@ -51,7 +51,8 @@ def test_plan_prints_the_table(capsys):
 
 
 def test_plan_that_does_not_fit_exits_with_2(capsys):
-    assert main(["plan", str(PLANS / "llama70b_hybrid_16.yaml"), "--inventory", "2x8xA100-80G"]) == 2
+    plan = ["plan", str(PLANS / "llama70b_hybrid_16.yaml"), "train.micro_batch_size=4", "--inventory", "2x8xA100-80G"]
+    assert main(plan) == 2
     out = capsys.readouterr().out
     assert "does not fit" in out
     assert "train.gradient_checkpointing" in out

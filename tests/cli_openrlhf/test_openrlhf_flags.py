@@ -97,6 +97,8 @@ NEWER_STYLE = """
 
 # What no flag of OpenRLHF's says. A new field is either named here or gets a flag.
 WITHOUT_A_FLAG = {
+    "train.chosen_tokens_per_device",
+    "rollout.chosen_tokens_per_device",
     "name",
     "run_dir",
     "trust_remote_code",

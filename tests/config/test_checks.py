@@ -31,6 +31,8 @@ WITHOUT_EFFECT = {
     "train.lora.alpha": ("train: {lora: {alpha: 8}}", "train.lora.rank is 0"),
     "train.ema.beta": ("train: {ema: {beta: 0.9}}", "enabled is false"),
     "train.micro_batch_size": ("train: {micro_batch_size: 2, max_tokens_per_device: 4096}", "sets the size"),
+    "train.chosen_tokens_per_device": ("train: {micro_batch_size: 2, chosen_tokens_per_device: 64}", "sets the size"),
+    "rollout.chosen_tokens_per_device": ("rollout: {micro_batch_size: 2, chosen_tokens_per_device: 64}", "sets the"),
     "rollout.micro_batch_size": ("rollout: {micro_batch_size: 2, max_tokens_per_device: 4096}", "sets the size"),
     "train.fp32_master": ("train: {dtype: fp32, fp32_master: true}", "their own masters"),
     "rollout.memory_share": ("rollout: {memory_share: 0.5}", "this is for vllm"),

@@ -36,7 +36,7 @@ from transformers import (
 
 from hotseat import faults
 from hotseat.algorithms import gspo_loss
-from hotseat.errors import BatchError, NonFiniteError, RunError, UserError
+from hotseat.errors import BatchError, DeviceMemoryError, NonFiniteError, RunError, UserError
 from hotseat.faults import Fault
 from hotseat.train import PARTS, AdamW, Backend, Outputs, Schedule, TrainOptions, split_by_count, split_by_tokens, take
 from hotseat.types import MicroBatch
@@ -629,6 +629,102 @@ def a_loss_that_fails_leaves_nothing_behind(make: Make, directory: Path) -> None
         backend.close()
 
 
+class Shortage:
+    """A model that runs out of memory once: in its second layer, in the given forward or in the backward of it."""
+
+    def __init__(self, model: PreTrainedModel, number: int, *, in_backward: bool = False):
+        self.left, self.in_backward = number, in_backward
+        model.model.layers[1].register_forward_pre_hook(self)
+
+    def __call__(self, layer: Any, inputs: Any) -> None:
+        self.left -= 1
+        if self.left == 0 and self.in_backward:
+            inputs[0].register_hook(self.fail)
+        elif self.left == 0:
+            self.fail()
+
+    def fail(self, *gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+
+SHORTAGES = [(1, False), (2, True), (3, True)]
+
+
+def an_update_without_memory_is_made_again_in_smaller_pieces(
+    make: Make, directory: Path, options: TrainOptions = OPTIONS
+) -> None:
+    """As if it had been cut that way from the first: gradients, counters and random numbers."""
+    batches = [some_segments(seed=seed) for seed in range(3)]
+    expected = make(tiny_model(), options)
+    wanted = [expected.update(split_by_count(batch, 2), ClippedLoss(), 1.0) for batch in batches]
+    weights, random = copy_weights(expected), torch.get_rng_state()
+    expected.close()
+    for number, in_backward in SHORTAGES:
+        model = tiny_model()
+        backend = make(model, options)
+        reports = [backend.update(split_by_count(batches[0], 2), ClippedLoss(), 1.0)]
+        shortage = Shortage(model, number, in_backward=in_backward)
+        with pytest.raises(DeviceMemoryError, match=r"^CUDA out of memory. Tried to allocate 2 GiB.$") as caught:
+            backend.update(split_by_count(batches[1], 4), ClippedLoss(), 1.0)
+        assert caught.value.is_undone
+        assert caught.value.index == number - 1
+        assert caught.value.__context__ is None  # its frames would hold the activations
+        assert shortage.left == 0
+        reports += [backend.update(split_by_count(batch, 2), ClippedLoss(), 1.0) for batch in batches[1:]]
+        assert reports == wanted
+        assert_identical(copy_weights(backend), weights)
+        assert torch.equal(torch.get_rng_state(), random)
+        backend.close()
+
+
+def sixteen_bit_updates_without_memory_are_made_again(make: Make, directory: Path) -> None:
+    options = replace(OPTIONS, precision="bf16_master", gradient_checkpointing=False)
+    an_update_without_memory_is_made_again_in_smaller_pieces(make, directory, options)
+
+
+def scores_without_memory_are_made_again(make: Make, directory: Path) -> None:
+    for options in (OPTIONS, replace(OPTIONS, precision="bf16_master")):
+        model = tiny_model()
+        backend = make(model, options)
+        expected = backend.log_probs(split_by_count(some_segments(), 2), 1.0)
+        Shortage(model, 2)
+        with pytest.raises(DeviceMemoryError) as caught:
+            backend.log_probs(split_by_count(some_segments(), 4), 1.0)
+        assert (caught.value.is_undone, caught.value.index) == (True, 1)
+        again = backend.log_probs(split_by_count(some_segments(), 2), 1.0)
+        assert all(torch.equal(one, other) for one, other in zip(expected, again, strict=True))
+        backend.update(split_by_count(some_segments(), 4), ClippedLoss(), 1.0)
+        backend.close()
+
+
+def a_trial_changes_nothing(make: Make, directory: Path) -> None:
+    """Whether it fits or not, of an update or of scoring."""
+    batch = split_by_count(some_segments(), 4)
+    expected = make(tiny_model(), OPTIONS)
+    wanted = [expected.update(batch, ClippedLoss(), 1.0) for _ in range(2)]
+    weights = copy_weights(expected)
+    expected.close()
+    model = tiny_model()
+    backend = make(model, OPTIONS)
+    random = torch.get_rng_state()
+    assert backend.fits(100, 30, is_update=True, with_entropy=True)
+    reports = [backend.update(batch, ClippedLoss(), 1.0)]
+    assert backend.fits(29, 30, is_update=False)
+    assert backend.version == 1
+    for number, is_update in enumerate((True, False)):
+        with armed(directory / f"faults {number}", Fault("trial.forward", "out-of-memory")):
+            assert not backend.fits(100, 30, is_update=is_update)
+    shortage = Shortage(model, 1, in_backward=True)
+    assert not backend.fits(100, 30, is_update=True)
+    assert shortage.left == 0
+    assert backend.fits(50, 30, is_update=True)
+    assert torch.equal(torch.get_rng_state(), random)
+    reports.append(backend.update(batch, ClippedLoss(), 1.0))
+    assert reports == wanted
+    assert_identical(copy_weights(backend), weights)
+    backend.close()
+
+
 def a_checkpoint_of_another_model_is_refused(make: Make, directory: Path) -> None:
     small = make(tiny_model(), OPTIONS)
     small.save(directory / "state")
@@ -680,6 +776,10 @@ ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     micro_batches_without_a_token_to_learn_are_harmless,
     an_empty_micro_batch_has_an_empty_result,
     a_loss_that_fails_leaves_nothing_behind,
+    an_update_without_memory_is_made_again_in_smaller_pieces,
+    sixteen_bit_updates_without_memory_are_made_again,
+    scores_without_memory_are_made_again,
+    a_trial_changes_nothing,
     a_checkpoint_of_another_model_is_refused,
 )
 

@@ -20,6 +20,7 @@ SWITCHES_OF_OURS = ("--print_config",)
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "int": (int, "a whole number"),
+    "int|auto": (lambda text: text if text == "auto" else int(text), "a whole number or auto"),
     "float": (float, "a number"),
     "str": (str, "text"),
 }

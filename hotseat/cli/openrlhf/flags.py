@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Kind = Literal["int", "float", "str", "switch"]
+Kind = Literal["int", "int|auto", "float", "str", "switch"]
 MANY = 1_000_000  # "no bound" as a number of values
 UNBOUNDED = 100_000_000  # what OpenRLHF's defaults say where they mean no limit
 NO_RING = "ranks that share sequences exchange all heads at once (Ulysses), not in a ring; the result is the same"
@@ -90,6 +90,11 @@ def _int(name: str, dotted: str | None, default: int | None, sets: str | Iterabl
     return _flag(name, dotted, sets, kind="int", default=default, **more)
 
 
+def _int_or_auto(name: str, dotted: str | None, default: int, sets: str, **more: Any) -> Flag:
+    """OpenRLHF's own takes a number; `auto` is ours."""
+    return _flag(name, dotted, sets, kind="int|auto", default=default, **more)
+
+
 def _float(name: str, dotted: str | None, default: Any, sets: str | Iterable[str] = (), **more: Any) -> Flag:
     return _flag(name, dotted, sets, kind="float", default=default, **more)
 
@@ -165,7 +170,7 @@ def _shared(model: str) -> tuple[Flag, ...]:
         ),
         # batches
         _int("--train_batch_size", "--train.batch_size", 128, "train.batch_size"),
-        _int("--micro_train_batch_size", "--train.micro_batch_size", 8, "train.micro_batch_size"),
+        _int_or_auto("--micro_train_batch_size", "--train.micro_batch_size", 8, "train.micro_batch_size"),
         _int("--max_epochs", "--train.max_epochs", 1, "train.max_epochs"),
         _int("--seed", "--train.seed", 42, "seed"),
         _switch("--full_determinism", "--train.full_determinism_enable", "train.full_determinism"),
@@ -315,7 +320,9 @@ _RL: tuple[Flag, ...] = (
     _int("--max_steps", None, None, "agent.max_steps"),
     # batches and lengths
     _int("--rollout_batch_size", "--rollout.batch_size", 1024, "rollout.batch_size"),
-    _int("--micro_rollout_batch_size", "--rollout.micro_batch_size", 8, "rollout.micro_batch_size", newer_default=1),
+    _int_or_auto(
+        "--micro_rollout_batch_size", "--rollout.micro_batch_size", 8, "rollout.micro_batch_size", newer_default=1
+    ),
     _int("--n_samples_per_prompt", "--rollout.n_samples_per_prompt", 1, "rollout.samples_per_prompt"),
     _int(
         "--vllm_generate_batch_size",

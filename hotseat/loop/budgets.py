@@ -1,0 +1,210 @@
+"""How large micro-batches are where `micro_batch_size` is `auto`: a token budget for updates, and one for scoring.
+
+Each is the largest with which the plan still fits beside what is on the device in that phase, up to a bound beyond
+which a larger micro-batch is not faster. Cutting a batch differently changes speed and rounding alone. Without
+accelerators it depends on the model alone, never on the machine or the placement, so that the same config gives the
+same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from hotseat.config import Config
+from hotseat.config.batches import is_auto, token_budget
+from hotseat.errors import BudgetError, PlacementError, RunError
+from hotseat.placement import GIB, Plan
+
+Use = Literal["train", "rollout"]  # the section of the config: updates, or scoring
+
+MAX_TOKENS = 65_536  # of a micro-batch on one device: more of them take as long each
+UNPRICED_TOKENS = 8_192  # where the plan does not know the memory of the model or of the device
+CPU_TOKENS = 8_192
+CPU_GIB = 2.0  # of activations, at most
+_UNIT = 256  # tokens by which budgets differ
+
+_ROUNDING = 1e-6  # GiB
+
+_NAMES: Mapping[Use, str] = {"train": "micro-batches of updates", "rollout": "micro-batches of log-probs"}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A config with its token budgets, and what there is to say about them, a line each."""
+
+    config: Config
+    notes: tuple[str, ...] = ()
+
+
+def with_budget(config: Config, use: Use, tokens: int) -> Config:
+    """The config with a token budget that was chosen for updates or for scoring."""
+    section = getattr(config, use).model_copy(update={"chosen_tokens_per_device": tokens})
+    return config.model_copy(update={use: section})
+
+
+def uses(config: Config) -> tuple[Use, ...]:
+    """Those whose budget the run chooses itself."""
+    names: tuple[Use, ...] = ("train", "rollout") if config.task == "rl" else ("train",)
+    return tuple(use for use in names if is_auto(getattr(config, use)))
+
+
+def is_chosen(config: Config) -> bool:
+    """Whether nothing is left to choose."""
+    return all(token_budget(getattr(config, use)) is not None for use in uses(config))
+
+
+def with_budgets_of(config: Config, other: Config) -> Config:
+    """The config with what another one chose, such as that of a checkpoint, where it has not chosen itself."""
+    for use in uses(config):
+        tokens = getattr(other, use).chosen_tokens_per_device
+        if tokens is not None and getattr(config, use).chosen_tokens_per_device is None:
+            config = with_budget(config, use, tokens)
+    return config
+
+
+def least_tokens(config: Config) -> int:
+    """On one device, of a micro-batch with one sequence, or one pair, as long as the config allows."""
+    pair = 2 if config.task in ("rm", "dpo") else 1
+    return -(-config.data.max_length * pair // config.train.sequence_parallel_size)
+
+
+def choose_on_cpu(config: Config, token_bytes: float | None) -> Chosen:
+    """Without accelerators. `token_bytes`: of the activations of one token in an update; None: not known."""
+    most = CPU_TOKENS if token_bytes is None else min(CPU_TOKENS, int(CPU_GIB * GIB / token_bytes))
+    made = config
+    for use in uses(config):
+        if getattr(config, use).chosen_tokens_per_device is None:
+            tokens = most if use == "train" else CPU_TOKENS
+            made = with_budget(made, use, max(least_tokens(config), tokens // _UNIT * _UNIT))
+    return Chosen(made, _notes(config, made, "which on CPUs depends on the model alone"))
+
+
+def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> Chosen:
+    """On the devices of `plan_with`, which plans a config in which nothing is left to choose.
+
+    `num_ranks` counts those that see different samples.
+    """
+    least = least_tokens(config)
+    open_uses = [use for use in uses(config) if getattr(config, use).chosen_tokens_per_device is None]
+    made = config
+    for use in open_uses:
+        made = with_budget(made, use, least)
+    lowest = plan_with(made)
+    if not _is_priced(lowest):
+        for use in open_uses:
+            made = with_budget(made, use, max(least, UNPRICED_TOKENS))
+        why = "a constant: the plan does not know the memory of every model or of the device"
+        return Chosen(made, _notes(config, made, why))
+    for use in open_uses:
+
+        def fits(tokens: int, before: Config = made, use: Use = use) -> bool:
+            try:
+                return _is_no_worse(plan_with(with_budget(before, use, tokens)), lowest)
+            except PlacementError:  # a part is in the way that may not leave
+                return False
+
+        made = with_budget(made, use, _largest(least, _most(config, use, num_ranks, least), fits))
+    return Chosen(made, _notes(config, made, "the largest that fits and is of use"))
+
+
+def _most(config: Config, use: Use, num_ranks: int, least: int) -> int:
+    """Tokens that a rank can have in an optimizer step, or in the scoring of a rollout; no more than is of use."""
+    is_rl = config.task == "rl"
+    group = config.rollout.samples_per_prompt if is_rl else 1
+    samples = config.rollout.batch_size * group if use == "rollout" else config.train.batch_size
+    share = samples if num_ranks == 1 else -(-samples // num_ranks) + group  # whole groups, so not quite even
+    return max(least, min(MAX_TOKENS, share * least))
+
+
+def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number of tokens that fits, in whole units; `least` if none does."""
+    if most <= least or fits(most):
+        return most
+    low, high = 0, (most - least) // _UNIT  # units beyond `least`: those that fit, and the first that do not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(least + middle * _UNIT):
+            low = middle
+        else:
+            high = middle - 1
+    return least + low * _UNIT
+
+
+def _is_priced(plan: Plan) -> bool:
+    steps = [step for group in plan.groups for step in group.steps]
+    return bool(steps) and all(step.verdict != "unknown" for step in steps)
+
+
+def _is_no_worse(plan: Plan, lowest: Plan) -> bool:
+    """Whether every step fits well, or takes no more than with the smallest budget, and nothing more is copied."""
+    for group, small in zip(plan.groups, lowest.groups, strict=True):
+        for step, least in zip(group.steps, small.steps, strict=True):
+            if step.verdict != "fits" and step.used_gib > least.used_gib + _ROUNDING:
+                return False
+    return _copied_gib(plan) <= _copied_gib(lowest) + _ROUNDING
+
+
+def _copied_gib(plan: Plan) -> float:
+    """GiB that leave a device for the host in a step of the run."""
+    moves = [move for group in plan.groups for passing in group.hand_overs for move in passing.leaves]
+    return sum(move.gib or 0.0 for move in moves if move.how == "copied")
+
+
+def _notes(config: Config, made: Config, why: str) -> tuple[str, ...]:
+    if made == config:
+        return ()
+    notes = [f"micro-batches: {describe(made)} ({why})"]
+    if config.algorithm.aux_loss_coef > 0 and "train" in uses(config):
+        notes.append(
+            "algorithm.aux_loss_coef: the balancing loss is a mean over micro-batches, so it depends on where a step is"
+            " cut; set train.micro_batch_size to a number for a cut that does not depend on the device"
+        )
+    return tuple(notes)
+
+
+def describe(config: Config) -> str:
+    """The budgets that were chosen, in words."""
+    words = {"train": "updates of at most {:,} tokens on a device", "rollout": "log-probs of at most {:,}"}
+    budgets = [(use, token_budget(getattr(config, use))) for use in uses(config)]
+    return ", ".join(words[use].format(tokens) for use, tokens in budgets if tokens is not None)
+
+
+# --- while it runs ----------------------------------------------------------------------------------------------------
+
+
+def lowered_until(fits: Callable[[int], bool], tokens: int, least: int) -> int:
+    """The budget, halved until it fits. At `least` it is left alone: such a micro-batch may never come."""
+    while tokens > least and not fits(tokens):
+        tokens = max(least, tokens // 2)
+    return tokens
+
+
+def lowered_note(why: str, use: Use, tokens: int, before: int) -> str:
+    """What is said of a budget that was lowered."""
+    return f"{why}: {_NAMES[use]} have at most {tokens:,} tokens on a device from now on, not {before:,}"
+
+
+def smallest(lowered: Iterable[Mapping[Use, int]]) -> dict[Use, int]:
+    """The smallest budget that any rank was left with."""
+    found: dict[Use, int] = {}
+    for budgets in lowered:
+        for use, tokens in budgets.items():
+            found[use] = min(tokens, found.get(use, tokens))
+    return found
+
+
+@contextmanager
+def smaller_budget_kept(config: Callable[[], Config], keep: Callable[[Config], object]) -> Iterator[None]:
+    """Around a run: if it ends because a micro-batch was too large, the smaller budget is kept for resuming."""
+    try:
+        yield
+    except RunError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, BudgetError):
+            cause = cause.__cause__
+        if isinstance(cause, BudgetError) and cause.use in uses(config()):
+            keep(with_budget(config(), "train" if cause.use == "train" else "rollout", cause.tokens))
+        raise
