@@ -98,6 +98,7 @@ class PolicyObjective:
         rollout = batch.fields[ROLLOUT_LOG_PROBS]
         gap = torch.where(mask, old - rollout, 0.0)
         metrics["engine_gap"] = gap.abs().sum()
+        metrics["engine_gap_mean"] = -gap.sum()
         metrics["engine_gap_max"] = gap.abs().max() if len(gap) else 0.0
         metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), mask)
         corrected = torch.zeros_like(mask)
