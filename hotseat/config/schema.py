@@ -224,6 +224,15 @@ class Reward(Section):
     """Share of a step's samples that may stay unscored before the run stops."""
 
 
+class Canary(Section):
+    num_tokens: Annotated[int, Field(ge=64)] = 1024
+    """Tokens of the policy's own answers whose log-probs engines and trainer compare after every push."""
+    rounding_factor: Annotated[float, Field(gt=1)] = 4.0
+    """How many times larger than rounding alone a gap between them must be to be an error."""
+    drift_factor: Annotated[float, Field(gt=1)] = 4.0
+    """How many times larger than after the first push, besides."""
+
+
 class Rollout(Section):
     engine: Literal["transformers", "vllm"] = "transformers"
     """Which engine samples."""
@@ -263,6 +272,8 @@ class Rollout(Section):
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None
     """Put engine weights and cache aside between turns: true always, false never, unset as needed."""
+    canary: Canary = Canary()
+    """Check that engines compute the policy that is trained, beyond the digests of their weights."""
 
 
 class Agent(Section):

@@ -1,4 +1,6 @@
-"""What a user should look at while a run goes on: steps that teach nothing, and updates far out of the ordinary."""
+"""What a user should look at while a run goes on: steps that teach nothing, updates far out of the ordinary, and
+engines whose log-probs of what they sampled are not the trainer's.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ class Alarms:
         self._norms: deque[float] = deque(maxlen=NUM_REMEMBERED)
         self._num_spikes = 0  # in a row
         self._was_alike = False
+        self._was_apart = False
 
     def look(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
         is_alike = self._has_groups and metrics["groups_alike"] == 1.0
@@ -42,7 +45,21 @@ class Alarms:
                 kind="warning",
             )
         self._was_alike = is_alike
+        self._look_at_gap(step, metrics)
         self._look_for_spike(step, metrics, collected)
+
+    def _look_at_gap(self, step: int, metrics: Mapping[str, float]) -> None:
+        is_apart = not metrics.get("engine_gap_use", 0.0) <= 1.0
+        if is_apart and not self._was_apart:
+            self._say(
+                f"step {step}: engine and trainer disagree on the tokens of this rollout by more than rounding: the gap"
+                f" of their log-probs has the median {metrics['engine_gap_median']:.3g}, the 90th percentile"
+                f" {metrics['engine_gap_p90']:.3g} and the mean {metrics['engine_gap_mean']:+.3g},"
+                f" {metrics['engine_gap_use']:.1f} times what the canary's limits allow, while the canary itself"
+                " agrees. algorithm.correction can weigh such tokens",
+                kind="warning",
+            )
+        self._was_apart = is_apart
 
     def _look_for_spike(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
         norm = metrics.get("grad_norm")

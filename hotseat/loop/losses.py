@@ -105,6 +105,7 @@ class PolicyObjective:
         }
         gap = torch.where(mask, old - rollout, 0.0)
         metrics["engine_gap"] = gap.abs().sum()
+        metrics["engine_gap_mean"] = -gap.sum()
         metrics["engine_gap_max"] = gap.abs().max() if len(gap) else 0.0
         metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), mask)
         corrected = torch.zeros_like(mask)

@@ -9,33 +9,41 @@ from typing import Any
 
 from hotseat import faults
 from hotseat.cluster.group import Group
-from hotseat.weights import Audience, BroadcastData, Bucket, Lane, Lanes, check_canary, check_digests, merge
+from hotseat.weights import Audience, BroadcastData, Bucket, Lane, Lanes, check_digests, merge
 
 
 @dataclass(frozen=True)
 class Canary:
-    """Fixed token sequences on which trainer and engine must agree."""
+    """Answers that the policy sampled, of whose tokens trainer and engines compute log-probs after every push."""
 
-    sequences: tuple[tuple[int, ...], ...]
+    sequences: tuple[tuple[int, ...], ...]  # prompt and answer
+    num_prompt: tuple[int, ...]  # tokens of each that are the prompt's
     temperature: float
-    tolerance: float
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(map(len, self.sequences)) - sum(self.num_prompt)
+
+    def sampled(self, scores: Sequence[Sequence[float]]) -> list[float]:
+        """The scores of sampled tokens alone, sequence by sequence, from those of all tokens."""
+        return [score for row, start in zip(scores, self.num_prompt, strict=True) for score in row[start:]]
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What one side holds after a push, and what it makes of the canary; None: it cannot say yet."""
+    """What one side holds after a push: digests, and log-probs of the canary's sampled tokens.
+
+    log_probs: None where there is no canary yet, or where the engine needs its cache to score and does not have it.
+    """
 
     digests: dict[str, int]
-    log_probs: list[list[float]] | None
+    log_probs: list[float] | None
     undigested: frozenset[str] = frozenset()  # weights that no digest reaches: the canary guards them
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push carried, and the largest difference in the canary's log-probs afterwards.
-
-    canary_gap: None while some engine owes its answer: it needs a cache to score, and gets that with its next turn.
-    """
+    """What a push carried, and what both sides make of the canary afterwards."""
 
     version: int
     num_buckets: int
@@ -43,15 +51,15 @@ class PushReport:
     transfer_s: float  # from the first gathering of weights until every engine has loaded all
     proof_s: float  # digests and canary, on both sides at once
     undigested: frozenset[str]  # weights of some engine that only the canary guards
-    expected: list[list[float]]  # the trainer's log-probs of the canary
-    canary_gap: float | None
+    expected: list[float] | None  # the trainer's log-probs of the canary; None: there is no canary yet
+    answers: list[list[float]] | None  # those of each engine; None: some engine can answer only in its next turn
 
 
 def push_weights(
     actor: Group,
     engines: Group,
     version: int,
-    canary: Canary,
+    canary: Canary | None,
     lanes: Lanes,
     audience: Audience | None = None,
     what: str = "engine",
@@ -84,7 +92,6 @@ def push_weights(
     proving = actor.start("finish_push", canary)
     proofs: list[Proof] = engines.call("finish_load", version, canary)
     sent: Proof = proving.result()[0]
-    assert sent.log_probs is not None
     for rank, found in enumerate(proofs):
         reached = {name: digest for name, digest in sent.digests.items() if name not in found.undigested}
         check_digests(version, reached, found.digests, f"{what} {rank}")
@@ -98,22 +105,7 @@ def push_weights(
         proof_s=time.monotonic() - transferred_s,
         undigested=frozenset().union(*(found.undigested for found in proofs)),
         expected=sent.log_probs,
-        canary_gap=largest_gap(version, sent.log_probs, answers, canary.tolerance) if is_complete else None,
-    )
-
-
-def ask_canary(engines: Group, pushed: PushReport, canary: Canary) -> PushReport:
-    """The answers that engines owed after a push."""
-    answers = engines.call("score", canary)
-    return replace(pushed, canary_gap=largest_gap(pushed.version, pushed.expected, answers, canary.tolerance))
-
-
-def largest_gap(
-    version: int, expected: list[list[float]], answers: Sequence[list[list[float]]], tolerance: float
-) -> float:
-    """Over all engines. Raises `WeightError` above the tolerance."""
-    return max(
-        check_canary(version, expected, found, tolerance, f"engine {rank}") for rank, found in enumerate(answers)
+        answers=answers if is_complete else None,
     )
 
 

@@ -27,6 +27,7 @@ from hotseat.data import PromptOrder, digest_of
 from hotseat.loop import settings
 from hotseat.loop.alarms import Alarms
 from hotseat.loop.budgets import Use, least_tokens, lowered_note, lowered_until, smallest, uses, with_budget
+from hotseat.loop.canary import CanaryGuard
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.collect import Collected, Collector, Keep, evaluation_metrics, rollout_metrics
 from hotseat.loop.experience import assign
@@ -34,8 +35,15 @@ from hotseat.loop.groups import launch_groups
 from hotseat.loop.host import GroupFacts, Job
 from hotseat.loop.ledger import Ledger
 from hotseat.loop.memory import DeviceWatch, group_memory, has_gpu
-from hotseat.loop.metrics import critic_metrics, hand_over_metrics, mean, policy_metrics, push_metrics
-from hotseat.loop.push import Canary, PushReport, ask_canary, push_weights
+from hotseat.loop.metrics import (
+    critic_metrics,
+    engine_gap_statistics,
+    hand_over_metrics,
+    mean,
+    policy_metrics,
+    push_metrics,
+)
+from hotseat.loop.push import PushReport, push_weights
 from hotseat.loop.records import Chosen, SampleRecord, choose, failures, gaps, written
 from hotseat.loop.revival import Revival
 from hotseat.loop.saving import BACKENDS, IS_WRITTEN, Parts, Saver, critic_folder
@@ -54,10 +62,8 @@ COLUMNS = {
     "tokens_per_s": "{:,.0f} tokens/s",
     "step_s": "{:.2f} s",
 }
-NUM_CANARIES = 4
 NUM_RECORDED = 200  # steps of which samples are recorded, before that becomes more seldom
 Shares = list[list[Ref]]  # what each rank of a group is given
-CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.1}
 
 
 def train_rl(run: RlRun, journal: Journal, saver: Saver, found: Checkpoint | None) -> dict[str, float]:
@@ -164,14 +170,16 @@ class RlRun:
         self._critic_settings = settings.critic_settings(config)
         self._reward_settings = settings.reward_settings(config)
         self._num_optimizer_steps = 0  # of the rollout that is prepared, in one pass over it
-        self._canary = Canary(
-            tuple(prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1)[:NUM_CANARIES],
-            config.rollout.temperature,
-            CANARY_TOLERANCE[config.train.dtype],
+        self._guard = CanaryGuard(
+            settings.canary_settings(config),
+            prompts,
+            self._actor,
+            self._engines,
+            self._inference,
+            self._turn,
+            partial(journal.say, kind="warning"),
         )
         self._version = 0
-        self._pushed: PushReport | None = None
-        self._canary_gap: float | None = None  # the last that is known
         self.has_devices = is_cuda = self._actor.call("device_type")[0] == "cuda"
         self._lanes = settings.weight_lanes(config, plan, is_cuda)
         self._lanes_to_inference: Lanes | None = None
@@ -390,6 +398,8 @@ class RlRun:
         faults.reach("push.before")
         report = self._revive.during(lambda: self._push(self._version), is_push=True)
         self._version += 1
+        if self._guard.canary is None:
+            self._revive.during(lambda: self._guard.start(self._version - 1))
         faults.reach("push.after")
         return report
 
@@ -400,30 +410,31 @@ class RlRun:
             self._sender_host,
             min(TIMEOUT_S, self._timeout_s),
         )
+        canary, to_inference = self._guard.canary, None
         with self._turn("sync", "actor"):
-            self._pushed = push_weights(self._actor, self._engines, version, self._canary, self._lanes, audience)
+            pushed = push_weights(self._actor, self._engines, version, canary, self._lanes, audience)
             if self._inference is not None and self._lanes_to_inference is not None:
                 lanes = self._lanes_to_inference
                 audience = lanes.audience(0, self._sender_host, min(TIMEOUT_S, self._timeout_s))
-                push_weights(self._actor, self._inference, version, self._canary, lanes, audience, "inference rank")
+                to_inference = push_weights(
+                    self._actor, self._inference, version, canary, lanes, audience, "inference rank"
+                )
         self._seats.given_weights("rollout")
-        self._canary_gap = self._pushed.canary_gap if self._pushed.canary_gap is not None else self._canary_gap
-        unseen = sorted(self._pushed.undigested)
+        self._guard.check(pushed, to_inference)
+        unseen = sorted(pushed.undigested)
         if unseen and version == 0:
             self._journal.say(
                 f"no digest reaches {len(unseen)} weights of the engines, as {unseen[0]}: the canary does"
             )
-        return self._pushed
+        return pushed
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
         """The engines' turn. A save or an export since the last push may have taken the place of their weights."""
         if not self._seats.has_weights("rollout"):
             self._push(self._version - 1)
+        self._guard.ask()
         with self._turn("rollout", "rollout"):
-            if self._pushed is not None and self._pushed.canary_gap is None:
-                self._pushed = ask_canary(self._engines, self._pushed, self._canary)
-                self._canary_gap = self._pushed.canary_gap
             yield
 
     # --- beside the phases --------------------------------------------------------------------------------------------
@@ -547,8 +558,11 @@ class RlRun:
             "tokens_per_s": metrics["sampled_tokens"] / seconds,
         }
         # Of this step's push, or, where engines answer when their cache is back, of the one before.
-        if self._canary_gap is not None:
-            metrics["canary_gap"] = self._canary_gap
+        metrics |= self._guard.metrics()
+        gaps = engine_gap_statistics(updates.actor)
+        use = None if gaps is None or settings.is_filtered(self._config) else self._guard.use(gaps)
+        if use is not None:
+            metrics["engine_gap_use"] = use
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
         metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory

@@ -10,6 +10,7 @@ from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch
 from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.roles import has_inference
 from hotseat.config.schema import Optimizer, Rollout, Train
+from hotseat.loop.canary import CanarySettings
 from hotseat.loop.cutting import BatchSettings
 from hotseat.loop.engines import EngineSettings, VllmSettings
 from hotseat.loop.experience import AdvantageSettings
@@ -162,7 +163,6 @@ def episodes_per_engine(config: Config) -> int:
 def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
     algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
-    is_filtered = config.rollout.top_p < 1 or config.rollout.top_k > 0
     return PolicySettings(
         objective=PolicyObjective(
             ratio=algorithm.policy_loss,
@@ -193,12 +193,30 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         aggregation=aggregation(config),
         max_epochs=config.train.max_epochs,
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
-        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered or has_inference(config),
+        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered(config) or has_inference(config),
         temperature=config.rollout.temperature,
         score=score_batches(config),
         train=train_batches(config),
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
+    )
+
+
+def is_filtered(config: Config) -> bool:
+    """Whether engines sample from a part of the distribution: their log-probs are then not those of the policy."""
+    return config.rollout.top_p < 1 or config.rollout.top_k > 0
+
+
+def canary_settings(config: Config) -> CanarySettings:
+    canary = config.rollout.canary
+    return CanarySettings(
+        num_tokens=canary.num_tokens,
+        rounding_factor=canary.rounding_factor,
+        drift_factor=canary.drift_factor,
+        dtype=config.train.dtype,
+        temperature=config.rollout.temperature,
+        max_length=config.data.max_length,
+        seed=config.seed,
     )
 
 

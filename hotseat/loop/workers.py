@@ -34,6 +34,7 @@ from hotseat.loop.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, Pol
 from hotseat.loop.push import Canary, Proof
 from hotseat.loop.records import Recorder, TokenRecord
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
+from hotseat.train.exact import ExactScores, exact_log_probs, missing_bytes
 from hotseat.train.make import make_backend
 from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
@@ -156,20 +157,20 @@ class ModelWorker(BackendWorker):
         everyone = self._backend.gather_facts(totals_of(steps), "count the tokens of each optimizer step")
         return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
 
-    def _score_canary(self, canary: Canary) -> list[list[float]]:
-        """Together. Every rank scores all of it, so that none waits for another."""
+    def score_canary(self, canary: Canary) -> list[float]:
+        """Together. Log-probs of the canary's sampled tokens. Every rank scores all, so that none waits for another."""
         lengths = torch.tensor([0, *map(len, canary.sequences)])
-        num_tokens = int(lengths.sum())
+        starts = zip(canary.sequences, canary.num_prompt, strict=True)
         batch = MicroBatch(
             token_ids=torch.tensor([token for sequence in canary.sequences for token in sequence]),
             offsets=lengths.cumsum(0),
-            mask=torch.ones(num_tokens, dtype=torch.bool),
-            weights=torch.zeros(num_tokens),
+            mask=torch.cat([torch.arange(len(sequence)) >= start for sequence, start in starts]),
+            weights=torch.zeros(int(lengths.sum())),
             sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
         )
         pieces = split_by_tokens(batch, max(_CANARY_TOKENS, int(lengths.max())))
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
-        return [scored[name][0].tolist() for name in batch.sample_ids]
+        return canary.sampled([scored[name][0].tolist() for name in batch.sample_ids])
 
     def load(self, directory: str) -> None:
         """Together."""
@@ -208,10 +209,10 @@ class InferenceWorker(ModelWorker):
     def take_bucket(self, bucket: Bucket) -> None:
         self._receiver.take(bucket)
 
-    def finish_load(self, version: int, canary: Canary) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
         """Together."""
         digests = self._receiver.finish(version)
-        return Proof(digests, self._score_canary(canary))
+        return Proof(digests, None if canary is None else self.score_canary(canary))
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,8 @@ class ActorWorker(ModelWorker):
         self._totals: list[StepTotals] = []
         self._returns: dict[str, list[Tensor]] = {}
         self._recorder: Recorder | None = None
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._model, self._trust_remote_code = model, trust_remote_code
         self._dtype = getattr(torch, engine_dtype)
         self._sender = Sender(
             lambda: self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES), device_of_process()
@@ -340,11 +343,35 @@ class ActorWorker(ModelWorker):
         """The first rank alone: send the gathered bucket to all engines on that lane."""
         self._sender.broadcast()
 
-    def finish_push(self, canary: Canary) -> Proof:
+    def finish_push(self, canary: Canary | None) -> Proof:
         """Together."""
         self._sender.finish()
-        log_probs = self._score_canary(canary)
+        log_probs = None if canary is None else self.score_canary(canary)
         return Proof(self._backend.digest(dtype=self._dtype), log_probs)
+
+    def lacks_bytes_for_exact(self) -> int:
+        """Device memory that is lacking on this rank for `score_exactly`; 0: there is enough."""
+        return missing_bytes(self._model, device_of_process(), self._trust_remote_code)
+
+    def score_exactly(self, canary: Canary) -> ExactScores | None:
+        """Together. A float32 forward of the weights that engines got, on the first rank; the others return None."""
+        weights = self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES)
+        if self._rank > 0:
+            for _ in weights:  # Gathering them takes all ranks.
+                pass
+            return None
+        scores = exact_log_probs(
+            self._model,
+            weights,
+            canary.sequences,
+            canary.num_prompt,
+            canary.temperature,
+            dtype=self._dtype,
+            device=device_of_process(),
+            trust_remote_code=self._trust_remote_code,
+        )
+        _release_cache()
+        return scores
 
     def close(self) -> None:
         self._sender.close()
@@ -426,13 +453,19 @@ class EngineWorker:
     def take_bucket(self, bucket: Bucket) -> None:
         self._receiver.take(bucket)
 
-    def finish_load(self, version: int, canary: Canary) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
         digests = self._receiver.finish(version)
         is_away = bool(self._engine.health().aside & self._engine.scores_with)
-        return Proof(digests, None if is_away else self.score(canary), self._engine.undigested)
+        log_probs = None if canary is None or is_away else self.score_canary(canary)
+        return Proof(digests, log_probs, self._engine.undigested)
 
-    def score(self, canary: Canary) -> list[list[float]]:
-        return self._engine.score(canary.sequences, canary.temperature)
+    def score_canary(self, canary: Canary) -> list[float]:
+        """Log-probs of the canary's sampled tokens."""
+        return canary.sampled(self._engine.score(canary.sequences, canary.temperature))
+
+    def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+        """The tokens sampled for each request, when all are done."""
+        return [completion.token_ids for completion in self._engine.generate(requests)]
 
     def held(self) -> Held:
         return _held()

@@ -8,7 +8,7 @@ from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, Audience, BroadcastDa
 from hotseat.weights.bucket import Bucket, Data, Entry
 from hotseat.weights.device_ipc import merge
 from hotseat.weights.lanes import Lane, Lanes, choose_lanes
-from hotseat.weights.push import BUCKET_BYTES, Receiver, Sender, check_canary, check_digests
+from hotseat.weights.push import BUCKET_BYTES, Receiver, Sender, check_digests
 
 __all__ = [
     "BUCKET_BYTES",
@@ -23,7 +23,6 @@ __all__ = [
     "Lanes",
     "Receiver",
     "Sender",
-    "check_canary",
     "check_digests",
     "choose_lanes",
     "merge",

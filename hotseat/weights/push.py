@@ -10,13 +10,13 @@ A bucket's bytes stay as they are until the second `pack_next` after it: take bu
 
 The receiver refuses a bucket of another version or out of order. `check_digests` compares what the trainer holds with
 what the engine would use next, tensor by tensor: it catches what was dropped, corrupted, swapped, or arrived and was
-not loaded. `check_canary` compares what the two make of a fixed prompt: some engines repack weights where no digest
-reaches.
+not loaded. What the two make of these weights is compared by the loop's canary: some engines repack weights where no
+digest reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -167,27 +167,3 @@ def check_digests(version: int, sent: Mapping[str, int], live: Mapping[str, int]
         f"{engine} {what} after the push of version {version}{others}: the push was dropped, damaged or not loaded."
         " Nothing was sampled from it"
     )
-
-
-def check_canary(
-    version: int,
-    expected: Sequence[Sequence[float]],
-    found: Sequence[Sequence[float]],
-    tolerance: float,
-    engine: str,
-) -> float:
-    """The largest difference between the trainer's and the engine's log-probs of the fixed prompts; raise above it."""
-    gap, where = 0.0, (0, 0)
-    for row, (mine, theirs) in enumerate(zip(expected, found, strict=True)):
-        for token, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            difference = abs(a - b)
-            if not difference <= gap:  # NaN counts as worse
-                gap, where = difference, (row, token)
-    if not gap <= tolerance:
-        row, token = where
-        raise WeightError(
-            f"{engine} and the trainer disagree on version {version}: log-prob of token {token} of canary prompt {row}"
-            f" is {found[row][token]:.6f} there and {expected[row][token]:.6f} here, {gap:.2g} apart,"
-            f" {tolerance:.2g} allowed"
-        )
-    return gap

@@ -1,26 +1,59 @@
 """An engine that goes on with old weights is found out; what it sampled with them is corrected for, if asked."""
 
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from loop_cases import make_task, rl_yaml
+from safetensors.torch import load_file, save_file
 
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import WeightError
 from hotseat.loop import settings
+from hotseat.loop.canary import CanaryGuard
 from hotseat.loop.experience import Share
 from hotseat.loop.push import Canary, Proof, push_weights
 from hotseat.loop.workers import ActorWorker, EngineWorker
 from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
-from hotseat.weights import Bucket, choose_lanes
+from hotseat.weights import Bucket, Sender, choose_lanes
 
 pytestmark = pytest.mark.slow
 
-CANARY = Canary(((3, 12, 4, 13), (5, 12, 6, 13)), temperature=1.0, tolerance=1e-3)
+Weights = dict[str, torch.Tensor]
+Fault = Callable[[Weights], None]
+
+
+class Sending(ActorWorker):
+    """Sends something else than it holds, once it was told so."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._fault: Fault | None = None
+        self._sender = Sender(self._stream)
+
+    def inject(self, fault: Fault | None) -> None:
+        self._fault = fault
+
+    def _stream(self):
+        weights = {name: tensor.detach().clone() for name, tensor in self._backend.weights(dtype=self._dtype)}
+        if self._fault is not None:
+            self._fault(weights)
+        yield from weights.items()
+
+
+class Blind(EngineWorker):
+    """Has no digests."""
+
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+        proof = super().finish_load(version, canary)
+        return replace(proof, undigested=frozenset(proof.digests))
 
 
 class Stale(EngineWorker):
@@ -32,15 +65,15 @@ class Stale(EngineWorker):
     def take_bucket(self, bucket: Bucket) -> None:
         self._arrived |= {name: tensor_digest(tensor) for name, tensor in bucket}
 
-    def finish_load(self, version: int, canary: Canary) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
         self._engine._version = version  # type: ignore[attr-defined]
-        return Proof(self._engine.digest(), self.score(canary))
+        return Proof(self._engine.digest(), None if canary is None else self.score_canary(canary))
 
 
 class Blinded(Stale):
     """As well, with digests of what arrived, not of what is used."""
 
-    def finish_load(self, version: int, canary: Canary) -> Proof:
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
         proof = super().finish_load(version, canary)
         return replace(proof, digests=proof.digests | self._arrived)
 
@@ -55,31 +88,132 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("new"), seed=1)
 
 
-def push(old: Path, new: Path, engine: type) -> float | None:
-    """From an actor with new weights to an engine with old ones; the gap of the canary."""
-    config = loads(rl_yaml(new))
-    told = settings.engine_settings(loads(rl_yaml(old)), (1,), old)
-    with Cluster("local", num_devices=1) as cluster:
+class Pair:
+    """An actor, an engine, and the guard between them."""
+
+    def __init__(self, cluster: Cluster, actor_task: Path, engine_task: Path, engine: type, max_length: int = 16):
+        length = f"data.max_length={max_length}"
+        config = loads(rl_yaml(actor_task), [length])
+        made = settings.engine_settings(loads(rl_yaml(engine_task), [length]), (1,), engine_task)
         options = settings.train_options(config, 1)
-        actor = cluster.launch("actor", ActorWorker, args=(config.actor.model, options, "float32"))
-        engines = cluster.launch("rollout", engine, args=(told,))
-        return push_weights(actor, engines, 1, CANARY, choose_lanes([[0]], [[0]], is_cuda=False)).canary_gap
+        self.actor = cluster.launch("actor", Sending, args=(config.actor.model, options, "float32"))
+        self.engines = cluster.launch("rollout", engine, args=(made,))
+        prompts = [Prompt(index, "", (3 + index, 12, 4, 13)) for index in range(4)]
+        chosen = replace(settings.canary_settings(config), num_tokens=256)
+        self.warnings: list[str] = []
+        turn = lambda phase, role: nullcontext()  # noqa: E731
+        self.guard = CanaryGuard(chosen, prompts, self.actor, self.engines, None, turn, self.warnings.append)
+        self.version = 0
+
+    def push(self) -> dict[str, float]:
+        """A push, and what the canary says of it."""
+        lanes = choose_lanes([[0]], [[0]], is_cuda=False)
+        self.version += 1
+        self.guard.check(push_weights(self.actor, self.engines, self.version, self.guard.canary, lanes))
+        if self.guard.canary is None:
+            self.guard.start(self.version)
+        return self.guard.metrics()
 
 
-def test_an_engine_that_takes_its_weights_agrees(old, new):
-    gap = push(old, new, EngineWorker)
-    assert gap is not None
-    assert gap < 1e-5
+@pytest.fixture
+def cluster():
+    with Cluster("local", num_devices=1) as made:
+        yield made
 
 
-def test_the_digest_finds_an_engine_that_kept_its_weights_and_names_the_tensor(old, new):
+def test_an_engine_that_takes_its_weights_agrees(old, new, cluster):
+    pair = Pair(cluster, new, old, EngineWorker)
+    for _ in range(2):
+        assert pair.push()["canary_gap"] < 1e-5
+    assert pair.warnings == []
+
+
+def test_the_digest_finds_an_engine_that_kept_its_weights_and_names_the_tensor(old, new, cluster):
     with pytest.raises(WeightError, match=r"engine 0 serves other values of model\.embed_tokens\.weight .*version 1"):
-        push(old, new, Stale)
+        Pair(cluster, new, old, Stale).push()
 
 
-def test_where_digests_see_nothing_the_canary_does(old, new):
-    with pytest.raises(WeightError, match=r"engine 0 and the trainer disagree on version 1: log-prob of token \d"):
-        push(old, new, Blinded)
+def test_where_digests_see_nothing_the_canary_does(old, new, cluster):
+    with pytest.raises(WeightError, match=r"engine 0 and the trainer disagree on version 1: over 264 tokens"):
+        Pair(cluster, new, old, Blinded).push()
+
+
+# --- faults that only the canary can see ------------------------------------------------------------------------------
+
+
+def swap_layers(weights: Weights) -> None:
+    for name in [name for name in weights if ".layers.0." in name]:
+        other = name.replace(".layers.0.", ".layers.1.")
+        weights[name], weights[other] = weights[other], weights[name]
+
+
+def halve_norm(weights: Weights) -> None:
+    weights["model.layers.1.input_layernorm.weight"] /= 2
+
+
+def lose_bias(weights: Weights) -> None:
+    weights["model.layers.1.self_attn.q_proj.bias"].zero_()
+
+
+def swap_experts(weights: Weights) -> None:
+    name = next(name for name in weights if ".experts." in name and name.endswith("down_proj"))
+    weights[name] = weights[name][[1, 0, 2, 3]]
+
+
+def make_wild(directory: Path, architecture: str, **shape: float) -> Path:
+    """A task whose model has large weights, and biases if it has any, so that every part of it matters."""
+    task = make_task(directory, architecture=architecture, initializer_range=0.4, **shape)
+    path = task / "model" / "model.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(tensor.shape, generator=generator) if name.endswith(".bias") else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
+    return task
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fault", "named"),
+    [
+        ("Llama", swap_layers, r"model\.layers\.[01]\."),
+        ("Llama", halve_norm, r"model\.layers\.1\.input_layernorm\.weight .*1 of"),
+        ("Qwen2", lose_bias, r"model\.layers\.1\.self_attn\.q_proj\.bias .*1 of"),
+        ("Mixtral", swap_experts, r"model\.layers\.0\..*experts\.down_proj .*1 of"),
+    ],
+)
+def test_digests_name_a_fault_and_without_them_the_canary_sees_it(architecture, fault, named, tmp_path, cluster):
+    experts = {"num_local_experts": 4} if architecture == "Mixtral" else {}
+    task = make_wild(tmp_path, architecture, **experts)
+    pair = Pair(cluster, task, task, Blind)
+    assert pair.push()["canary_gap"] < 1e-5
+    pair.push()
+    pair.actor.call("inject", fault)
+    with pytest.raises(WeightError, match=r"engine 0 and the trainer disagree on version 3.*Earlier pushes agreed"):
+        pair.push()
+    for group in (pair.actor, pair.engines):
+        group.close()
+    pair = Pair(cluster, task, task, Blind)
+    pair.actor.call("inject", fault)
+    with pytest.raises(WeightError, match=r"engine 0 and the trainer disagree on version 1.*confirmed on 264 other"):
+        pair.push()
+    for group in (pair.actor, pair.engines):
+        group.close()
+    pair = Pair(cluster, task, task, EngineWorker)
+    pair.actor.call("inject", fault)
+    with pytest.raises(WeightError, match=rf"engine 0 serves other values of {named}"):
+        pair.push()
+
+
+def test_wrong_positions_are_no_weights_and_the_canary_sees_them_at_the_first_push(tmp_path, cluster):
+    task = make_wild(tmp_path / "right", "Llama", max_position_embeddings=256)
+    shutil.copytree(task, tmp_path / "wrong")
+    path = tmp_path / "wrong" / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] *= 10
+    path.write_text(json.dumps(config))
+    with pytest.raises(WeightError, match=r"disagree on version 1.*positions, epsilon of norms"):
+        Pair(cluster, task, tmp_path / "wrong", EngineWorker, max_length=160).push()
 
 
 # --- what a stale engine sampled --------------------------------------------------------------------------------------

@@ -1,0 +1,329 @@
+"""The canary: after every push, engines and trainer score the same answers of the policy, and their gaps are judged.
+
+    first push    an engine samples answers; all engines and the trainer score them; a float32 forward of the same
+                  weights says what rounding alone does to log-probs, and gaps are judged against that
+    later pushes  the same answers are scored with the new weights, in the push itself or, by engines that need their
+                  cache to score, in their next turn; gaps are judged against the same limits and the first push's gaps
+    an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
+                  a policy that has moved far finds old answers unlikely, where 16 bits are coarser. Gaps above
+                  those limits too end the run. If they are not, the new answers are the canary from then on.
+
+`algorithms.agreement` has the statistics and their limits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from hotseat.algorithms.agreement import (
+    GapLimits,
+    GapStatistics,
+    Verdict,
+    gap_statistics,
+    growth,
+    judge,
+    largest,
+    limits_from,
+)
+from hotseat.cluster.group import Group
+from hotseat.errors import WeightError
+from hotseat.loop.push import Canary, PushReport
+from hotseat.train.exact import ExactScores
+from hotseat.types import Prompt, Request, Sampling
+
+ANSWER_TOKENS = 128  # of each answer, where data.max_length leaves room for them
+NUM_SEARCHED = 256  # prompts among which the shortest are taken, since they are scored too
+NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
+
+# Smaller gaps than factor times these are never errors. float32: kernels may multiply in TF32, which rounds to 10 bits.
+FLOORS = {
+    "fp32": GapStatistics(2.5e-4, 5e-4, 6e-5),
+    "fp16": GapStatistics(6e-4, 2e-3, 2e-4),
+    "bf16": GapStatistics(5e-3, 1.5e-2, 1.5e-3),
+}
+# The same for growth since the first push. What kernels do does not change during a run, so float32 is exact here.
+DRIFT_FLOORS = FLOORS | {"fp32": GapStatistics(2.5e-5, 5e-5, 6e-6)}
+# What rounding is taken to do where there is no memory to measure it.
+ASSUMED_ROUNDING = {
+    "fp32": NO_ROUNDING,
+    "fp16": GapStatistics(4e-3, 1.2e-2, 1e-3),
+    "bf16": GapStatistics(3e-2, 1e-1, 8e-3),
+}
+MEANINGS = {
+    "median": "the median of |gap|",
+    "p90": "the 90th percentile of |gap|",
+    "mean": "the size of the mean gap",
+}
+
+
+@dataclass(frozen=True)
+class CanarySettings:
+    """How many tokens are scored, and which gaps are errors. `dtype`: of the computation, as `train.dtype`."""
+
+    num_tokens: int
+    rounding_factor: float
+    drift_factor: float
+    dtype: str
+    temperature: float
+    max_length: int  # of a sequence, in tokens
+    seed: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What engines, inference ranks and trainer make of one set of answers."""
+
+    canary: Canary
+    gaps: Mapping[str, GapStatistics]  # by the name of who was asked
+    rounding: GapStatistics
+    basis: str  # of the limits that come from `rounding`
+
+
+class CanaryGuard:
+    """Keeps the canary of a run and judges what engines and inference ranks make of it.
+
+    turn: takes the devices for a phase and a role. warn: records a warning.
+    """
+
+    def __init__(
+        self,
+        settings: CanarySettings,
+        prompts: Sequence[Prompt],
+        actor: Group,
+        engines: Group,
+        inference: Group | None,
+        turn: Callable[[str, str], AbstractContextManager[None]],
+        warn: Callable[[str], object],
+    ):
+        self._settings = settings
+        self._prompts = _choose_prompts(prompts, settings)
+        self._actor, self._engines, self._inference = actor, engines, inference
+        self._turn = turn
+        self._warn = warn
+        self.canary: Canary | None = None  # None until the first push
+        self._num_sets = 0  # of answers that were sampled
+        self._first: Measured | None = None
+        self._limits: list[GapLimits] = []
+        self._owed: PushReport | None = None  # the push of which engines have not scored the canary yet
+        self._metrics: dict[str, float] = {"canary_alarms": 0.0}
+
+    def start(self, version: int) -> None:
+        """Sample the first answers after the first push, and judge the engines. Raises `WeightError`."""
+        measured = self._measure(version)
+        verdict = self._adopt(measured)
+        if verdict.is_alarm:
+            measured = self._confirm(version, measured.canary, verdict)
+        self._first = measured
+        self._limits = self._limits_of(measured)
+
+    def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
+        """Judge what was answered during a push. Raises `WeightError`."""
+        self._owed = None
+        if self.canary is None or pushed.expected is None:
+            return
+        answers: dict[str, list[float]] = {}
+        if to_inference is not None:
+            answers |= _named("inference rank", to_inference.answers)
+        if pushed.answers is None:
+            self._owed = pushed
+        else:
+            answers |= _named("engine", pushed.answers)
+        self._judge(pushed.version, pushed.expected, answers)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether engines have not scored the canary since the last push."""
+        return self._owed is not None
+
+    def ask(self) -> None:
+        """Have engines score what they owed, in their turn, and judge it. Raises `WeightError`."""
+        if self._owed is None or self.canary is None:
+            return
+        pushed = self._owed
+        assert pushed.expected is not None
+        with self._turn("rollout", "rollout"):
+            answers = self._engines.call("score_canary", self.canary)
+        self._owed = None
+        self._judge(pushed.version, pushed.expected, _named("engine", answers))
+
+    def metrics(self) -> dict[str, float]:
+        """The last gaps that are known, and the share of its limit that the largest takes."""
+        return dict(self._metrics)
+
+    @property
+    def limits(self) -> tuple[GapLimits, ...]:
+        """What gaps are judged by; all of them hold. None before the first push was judged."""
+        return tuple(self._limits)
+
+    def use(self, found: GapStatistics) -> float | None:
+        """The share that other gaps, such as those of a step, take of the canary's limits; None before the first."""
+        return judge(found, self._limits).use if self._limits else None
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _judge(self, version: int, expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> None:
+        if not answers:
+            return
+        assert self.canary is not None
+        verdict = self._look_at(_gaps(expected, answers))
+        if verdict.is_alarm:
+            self._confirm(version, self.canary, verdict)
+
+    def _look_at(self, gaps: Mapping[str, GapStatistics]) -> NamedVerdict:
+        """Record gaps and find the worst of them."""
+        verdict = _worst(gaps, self._limits)
+        found = largest(list(gaps.values()))
+        self._metrics |= {
+            "canary_gap": found.mean_size,
+            "canary_gap_median": found.median,
+            "canary_gap_p90": found.p90,
+            "canary_gap_mean": found.mean,
+            "canary_use": verdict.use,
+        }
+        return verdict
+
+    def _confirm(self, version: int, canary: Canary, alarm: NamedVerdict) -> Measured:
+        """Measure again on new answers: raise if they say the same, take them for the canary if not."""
+        self._metrics["canary_alarms"] += 1
+        measured = self._measure(version)
+        verdict = self._adopt(measured)
+        seen = f"over {canary.num_sampled:,} tokens of the policy's own answers {alarm}"
+        if verdict.is_alarm:
+            raise WeightError(
+                f"{verdict.name} and the trainer disagree on version {version}: {seen}; confirmed on"
+                f" {measured.canary.num_sampled:,} other tokens, where {verdict}. {self._advice()}"
+            )
+        self._warn(
+            f"canary: after the push of version {version} {alarm.name} seemed to disagree with the trainer: {seen}. New"
+            f" answers do not confirm it ({verdict}), so the run goes on, and they are the canary from now on"
+        )
+        return measured
+
+    def _advice(self) -> str:
+        if self._first is None:
+            return (
+                "Every weight that digests reach is the trainer's, bit for bit, so look at what the engine computes"
+                " from them: its config of the model (positions, epsilon of norms), its attention, its own number type,"
+                " and weights that no digest reaches. Nothing was trained on what it samples"
+            )
+        return (
+            "Earlier pushes agreed, so look at weights that no digest reaches or that the engine keeps in a form of its"
+            " own. Nothing was trained on what it sampled with them"
+        )
+
+    def _adopt(self, measured: Measured) -> NamedVerdict:
+        """Take answers for the canary, with the limits that belong to them."""
+        self.canary = measured.canary
+        self._owed = None
+        self._limits = self._limits_of(measured)
+        return self._look_at(measured.gaps)
+
+    def _limits_of(self, measured: Measured) -> list[GapLimits]:
+        settings, dtype = self._settings, self._settings.dtype
+        factor = settings.rounding_factor
+        limits = [limits_from(measured.rounding, factor, FLOORS[dtype], f"{factor:g} times {measured.basis}")]
+        if self._first is not None:
+            floor, factor = DRIFT_FLOORS[dtype], settings.drift_factor
+            grown = growth(measured.rounding, self._first.rounding, FLOORS[dtype])
+            first = largest(list(self._first.gaps.values()))
+            limits.append(limits_from(first, factor, floor, f"{factor:g} times the gap after the first push", grown))
+        return limits
+
+    def _measure(self, version: int) -> Measured:
+        """Sample answers with the current weights, and have everybody score them."""
+        with self._turn("rollout", "rollout"):
+            canary = self._sample(version)
+            answers = _named("engine", self._engines.call("score_canary", canary))
+        with self._turn("sync", "actor"):
+            expected = self._actor.call("score_canary", canary)[0]
+            if self._inference is not None:
+                answers |= _named("inference rank", self._inference.call("score_canary", canary))
+            rounding, basis = self._rounding(canary, expected)
+        return Measured(canary, _gaps(expected, answers), rounding, basis)
+
+    def _sample(self, version: int) -> Canary:
+        settings = self._settings
+        requests: list[Request] = []
+        num_tokens, number = 0, self._num_sets
+        while num_tokens < settings.num_tokens:
+            index = len(requests)
+            # Each set takes up the prompts where the one before it ended.
+            prompt = self._prompts[(number * len(self._prompts) // 2 + index) % len(self._prompts)]
+            length = _answer_length(prompt, settings)
+            num_tokens += length
+            name = f"canary/{version}/{number}/{index}"
+            seed = hashlib.blake2b(f"{settings.seed}/{name}".encode(), digest_size=8).digest()
+            # Answers go on beyond their end: few and long ones reach far positions, and cost fewer prompts.
+            sampling = Sampling(length, settings.temperature, ignore_eos=True)
+            requests.append(Request(name, prompt, sampling, int.from_bytes(seed, "little") >> 1))
+        [answers] = self._engines.call("answer", requests, ranks=[0])
+        self._num_sets += 1
+        return Canary(
+            tuple(request.token_ids + tuple(answer) for request, answer in zip(requests, answers, strict=True)),
+            tuple(len(request.token_ids) for request in requests),
+            settings.temperature,
+        )
+
+    def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
+        """What rounding alone does to log-probs of these tokens, and what to call it.
+
+        The trainer's own rounding, plus that of logits in the engine's type: the trainer may compute them in float32.
+        """
+        if self._settings.dtype == "fp32":
+            return NO_ROUNDING, "the smallest gap that can be an error in fp32"
+        lacking = self._actor.call("lacks_bytes_for_exact")[0]
+        if lacking:
+            self._warn(
+                f"canary: {lacking / 2**30:.1f} GiB of device memory are lacking for a float32 forward of the policy,"
+                " so engines are judged by what rounding usually does, not by what it does to this model"
+            )
+            dtype = self._settings.dtype
+            return ASSUMED_ROUNDING[dtype], f"what rounding to {dtype} usually does (it was not measured)"
+        exact: ExactScores = self._actor.call("score_exactly", canary)[0]
+        each = zip(expected, exact.log_probs, exact.with_rounded_logits, strict=True)
+        rounding = gap_statistics([mine - true + rounded - true for mine, true, rounded in each])
+        return rounding, "what rounding alone does, by a float32 forward of the same weights"
+
+
+@dataclass(frozen=True)
+class NamedVerdict(Verdict):
+    """A verdict, and whom it is about."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"{MEANINGS[self.statistic]} is {self.value:.3g}, {self.limit:.3g} allowed ({self.basis})"
+
+
+def _worst(gaps: Mapping[str, GapStatistics], limits: Sequence[GapLimits]) -> NamedVerdict:
+    verdicts = {name: judge(found, limits) for name, found in gaps.items()}
+    name = max(verdicts, key=lambda name: verdicts[name].use)
+    worst = verdicts[name]
+    return NamedVerdict(worst.statistic, worst.value, worst.limit, worst.basis, name)
+
+
+def _gaps(expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> dict[str, GapStatistics]:
+    return {
+        name: gap_statistics([theirs - mine for theirs, mine in zip(answer, expected, strict=True)])
+        for name, answer in answers.items()
+    }
+
+
+def _named(what: str, answers: Sequence[list[float]] | None) -> dict[str, list[float]]:
+    return {f"{what} {rank}": answer for rank, answer in enumerate(answers or [])}
+
+
+def _answer_length(prompt: Sequence[int], settings: CanarySettings) -> int:
+    """Tokens to sample after a prompt. Of a sequence that fills the engine vLLM cannot score the last token."""
+    return max(1, min(ANSWER_TOKENS, settings.max_length - 1 - len(prompt)))
+
+
+def _choose_prompts(prompts: Sequence[Prompt], settings: CanarySettings) -> list[tuple[int, ...]]:
+    """The shortest of the first prompts, shortest first: enough for two sets of answers. Room is left for an answer."""
+    longest = max(1, settings.max_length - 2)
+    found = {prompt.token_ids[:longest] for prompt in prompts[:NUM_SEARCHED]}
+    shortest = sorted(found, key=lambda token_ids: (len(token_ids), token_ids))
+    return shortest[: max(2, 2 * -(-settings.num_tokens // ANSWER_TOKENS))]

@@ -1,0 +1,91 @@
+"""A policy's log-probs computed in float32 throughout: what rounding in 16 bits is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hotseat.errors import RunError
+
+_MARGIN_BYTES = 1 << 30  # device memory left for activations and for others
+
+
+@dataclass(frozen=True)
+class ExactScores:
+    """Log-probs of tokens from a forward in float32. One entry per scored token, sequence by sequence."""
+
+    log_probs: list[float]
+    with_rounded_logits: list[float]  # the same, after the logits were rounded to the engine's type
+
+
+def missing_bytes(model: str | Path, device: torch.device, trust_remote_code: bool = False) -> int:
+    """How much device memory is lacking for `exact_log_probs`, measured now; 0: there is enough. Always 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    with torch.device("meta"):
+        needed = sum(weight.numel() * 4 for weight in _untrained(model, trust_remote_code).parameters())
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, needed + _MARGIN_BYTES - free - unused)
+
+
+def exact_log_probs(
+    model: str | Path,
+    named_tensors: Iterable[tuple[str, Tensor]],
+    sequences: Sequence[Sequence[int]],
+    num_context: Sequence[int],
+    temperature: float,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> ExactScores:
+    """Score all tokens after the context of each sequence, with the policy that has these weights, in float32.
+
+    model: a folder or hub name, for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
+    yields them. num_context: tokens at the beginning of each sequence that are not scored, at least 1. dtype: to round
+    logits to.
+    """
+    with torch.device(device):
+        policy = _untrained(model, trust_remote_code).eval()
+    policy.tie_weights()
+    slots = dict(policy.named_parameters()) | dict(policy.named_buffers())
+    missing = {name for name, _ in policy.named_parameters()}
+    with torch.no_grad():
+        for name, tensor in named_tensors:
+            if name not in slots:
+                raise RunError(f"{type(policy).__name__} has no weight {name}, which the trainer holds")
+            slots[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise RunError(f"the trainer holds no {min(missing)}, which {type(policy).__name__} has")
+        scored = [
+            _scores(policy, torch.tensor(sequence, device=device), start, temperature, dtype)
+            for sequence, start in zip(sequences, num_context, strict=True)
+        ]
+    exact, rounded = torch.cat(scored, dim=1).tolist()
+    return ExactScores(exact, rounded)
+
+
+def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:
+    """A model of this shape whose weights hold no particular values. Draws nothing from torch's generators."""
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    with no_init_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+
+
+def _scores(policy: PreTrainedModel, tokens: Tensor, start: int, temperature: float, dtype: torch.dtype) -> Tensor:
+    """[2, num_tokens - start]: log-probs of the tokens from `start` on, exact and with rounded logits."""
+    hidden = policy.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0, start - 1 :]
+    logits = policy.get_output_embeddings()(hidden)  # [num_tokens - start, vocab_size]
+    chosen = tokens[start:, None]
+    each = [
+        (values.float() / temperature).log_softmax(-1).gather(1, chosen)[:, 0] for values in (logits, logits.to(dtype))
+    ]
+    return torch.stack(each).cpu()
