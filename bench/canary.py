@@ -11,7 +11,8 @@ for these it counts pushes until the canary sees them. Digests see all of them a
 weights. For wrong positions the actor is started again from a folder whose config says another rope theta.
 
     python bench/canary.py --model DIR --engine vllm --dtype bf16 --pushes 500
-    python bench/canary.py --model DIR --engine transformers --dtype fp32 --pushes 20      without a GPU
+    python bench/canary.py --model DIR --engine transformers --dtype fp32 --pushes 20 --tokens 128 --stale-pushes 3
+                                                         without a GPU
     python bench/canary.py --model DIR --qwen2 ...      the same weights as a Qwen2 with biases, one of which is lost
 """
 
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from hotseat.algorithms.agreement import STATISTICS
 from hotseat.cluster import Cluster
+from hotseat.config.schema import Canary as CanaryConfig
 from hotseat.errors import WeightError
 from hotseat.loop.canary import CanaryGuard, CanarySettings
 from hotseat.loop.engines import EngineSettings, VllmSettings, device_of_process
@@ -48,7 +50,7 @@ from hotseat.types import MicroBatch, Prompt
 from hotseat.weights import Sender, choose_lanes
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LEARNING_RATE, MAX_LENGTH, NUM_STEPS_STALE = 1e-6, 320, 30
+LEARNING_RATE, MAX_LENGTH = 1e-6, 320
 Weights = dict[str, Tensor]
 
 
@@ -222,8 +224,8 @@ def make_prompts(model: Path, num_prompts: int = 64) -> list[Prompt]:
 class Bench:
     """An actor and an engine, and pushes from one to the other."""
 
-    def __init__(self, cluster: Cluster, model: Path, engine: Any, prompts: list[Prompt], dtype: str):
-        self.model, self.dtype = model, dtype
+    def __init__(self, cluster: Cluster, model: Path, engine: Any, prompts: list[Prompt], dtype: str, num_tokens: int):
+        self.model, self.dtype, self.num_tokens = model, dtype, num_tokens
         self._cluster, self._prompts = cluster, prompts
         self.engines = engine
         self.actor: Any = None
@@ -244,8 +246,16 @@ class Bench:
         self.actor = self._cluster.launch(name, BenchActor, args=(str(model), options, dtype), num_threads=2)
 
     def guard(self) -> CanaryGuard:
-        canary = {"num_tokens": 1024, "rounding_factor": 4.0, "drift_factor": 4.0, "temperature": 1.0}
-        settings = CanarySettings(**canary, dtype=self.dtype, max_length=MAX_LENGTH, seed=0)
+        default = CanaryConfig()
+        settings = CanarySettings(
+            num_tokens=self.num_tokens,
+            rounding_factor=default.rounding_factor,
+            drift_factor=default.drift_factor,
+            dtype=self.dtype,
+            temperature=1.0,
+            max_length=MAX_LENGTH,
+            seed=0,
+        )
         turn = lambda phase, role: nullcontext()  # noqa: E731
         return CanaryGuard(settings, self._prompts, self.actor, self.engines, None, turn, lambda text: say(text))
 
@@ -316,14 +326,14 @@ def faulty(bench: Bench) -> None:
         say(f"{fault:28} {by_digest:12} {at_first:34} {later:34}")
 
 
-def stale(bench: Bench) -> None:
+def stale(bench: Bench, num_pushes: int) -> None:
     say("")
     for fault in IN_TIME:
         guard = bench.start()
         answers = guard.canary
         bench.actor.call("inject", fault)
         largest = 0.0
-        for number in range(1, NUM_STEPS_STALE + 1):
+        for number in range(1, num_pushes + 1):
             bench.actor.call("step", answers, 10_000 + number)
             seen = _try(bench, guard, is_first=False)
             largest = max(largest, guard.metrics()["canary_use"])
@@ -331,7 +341,7 @@ def stale(bench: Bench) -> None:
                 say(f"{fault:28} seen by the canary alone after {number} pushes ({seen})")
                 break
         else:
-            say(f"{fault:28} not seen by the canary alone in {NUM_STEPS_STALE} pushes: largest use {largest:.3f}")
+            say(f"{fault:28} not seen by the canary alone in {num_pushes} pushes: largest use {largest:.3f}")
         bench.actor.call("inject", None)
 
 
@@ -382,6 +392,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--pushes", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=1024, help="of the canary; fewer where there is no GPU")
+    parser.add_argument("--stale-pushes", type=int, default=30, help="after which the canary gives up on a stale layer")
     parser.add_argument("--qwen2", action="store_true", help="as a Qwen2 with biases")
     parser.add_argument("--compile", action="store_true", help="compile the actor's layers, as runs on a GPU do")
     parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU, for vLLM")
@@ -396,13 +408,13 @@ def main(arguments: list[str]) -> None:
         settings = EngineSettings(str(engine_model), MAX_LENGTH, 8 if vllm is None else 64, (), dtype, 2, vllm=vllm)
         cluster = stack.enter_context(Cluster("local", num_devices=1))
         engine = cluster.launch("rollout", BenchEngine, args=(settings,), num_threads=2)
-        bench = Bench(cluster, actor_model, engine, prompts, chosen.dtype)
+        bench = Bench(cluster, actor_model, engine, prompts, chosen.dtype, chosen.tokens)
         bench.start_actor(actor_model, compiles=chosen.compile)
         say(f"{chosen.model.name}, {chosen.engine}, {chosen.dtype}: started in {time.monotonic() - started_s:.1f} s")
         healthy(bench, chosen.pushes)
         engine.call("go_blind", True)
         faulty(bench)
-        stale(bench)
+        stale(bench, chosen.stale_pushes)
         turned(bench, turned_model)
         say(f"\n{time.monotonic() - started_s:.0f} s in all")
 

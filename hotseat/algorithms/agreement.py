@@ -10,7 +10,7 @@ statistics over a thousand tokens or more:
                              samples the mean gap is the KL divergence between the two policies)
 
 Each has a limit: a factor times a yardstick, which is the same statistic of what rounding alone does to log-probs, and
-at least a floor. Rounding cancels out in a mean, so its yardstick is at least a quarter of the median's.
+at least a floor. A mean of noise is near zero by chance, so its yardstick is at least an eighth of the mean of |gap|.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 Statistic = Literal["median", "p90", "mean"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
-_MEAN_PER_MEDIAN = 0.25
+_MEAN_PER_SIZE = 0.125
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GapStatistics:
     median: float  # of |gap|
     p90: float  # of |gap|
     mean: float  # of the gap, with its sign
-    mean_size: float = 0.0  # of |gap|: to be read by people, not judged, since a few wild tokens move it
+    mean_size: float = 0.0  # mean of |gap|: not judged, since a few wild tokens move it
 
     def size(self, statistic: Statistic) -> float:
         return abs(float(getattr(self, statistic)))
@@ -87,7 +87,7 @@ def limits_from(
     def limit(statistic: Statistic) -> float:
         size = yardstick.size(statistic)
         if statistic == "mean":
-            size = max(size, _MEAN_PER_MEDIAN * yardstick.median)
+            size = max(size, _MEAN_PER_SIZE * yardstick.mean_size)
         grown = max(1.0, scale.size(statistic)) if scale is not None else 1.0
         return factor * max(size, floor.size(statistic)) * grown
 

@@ -38,8 +38,8 @@ def test_limits_are_multiples_of_the_yardstick_and_never_below_the_floor():
     floor = GapStatistics(0.02, 0.03, 0.001)
     limits = limits_from(GapStatistics(0.01, 0.05, -0.004), 4, floor, "rounding")
     assert (limits.median, limits.p90, limits.mean) == pytest.approx((0.08, 0.2, 0.016))
-    # The mean's yardstick is at least a quarter of the median's.
-    limits = limits_from(GapStatistics(0.04, 0.05, 0.0), 4, floor, "rounding")
+    # The mean's yardstick is at least an eighth of the mean of |gap|.
+    limits = limits_from(GapStatistics(0.04, 0.05, 0.0, mean_size=0.08), 4, floor, "rounding")
     assert limits.mean == pytest.approx(0.04)
 
 

@@ -60,3 +60,14 @@ def test_a_new_level_is_said_a_few_times_and_then_is_the_usual():
     for step, norm in enumerate([1.0] * 50 + [500.0] * 1000, 1):
         mine.look(step, numbers(norm), COLLECTED)
     assert len(said) == NUM_NEEDED
+
+
+def test_an_engine_gap_beyond_the_canarys_limits_is_said_at_its_beginning_and_stops_nothing():
+    said: list[str] = []
+    mine = alarms(said)
+    gap = {"engine_gap_median": 0.3, "engine_gap_p90": 0.9, "engine_gap_mean": -0.1}
+    for step, use in enumerate([0.4, 2.5, float("inf"), 0.9, 1.5], 1):
+        mine.look(step, numbers() | gap | {"engine_gap_use": use}, COLLECTED)
+    mine.look(6, numbers(), COLLECTED)  # nothing was learned, so nothing was measured
+    assert [text.split(":")[0] for text in said] == ["step 2", "step 5"]
+    assert "the median 0.3, the 90th percentile 0.9 and the mean -0.1, 2.5 times what the canary" in said[0]

@@ -1,0 +1,62 @@
+"""A float32 forward of a policy's weights, against one by hand, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hotseat.errors import RunError
+from hotseat.train.exact import exact_log_probs, missing_bytes
+
+CPU = torch.device("cpu")
+SEQUENCES, STARTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]], [3, 1]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request, tmp_path_factory) -> tuple[Path, LlamaForCausalLM]:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=17, **shape, initializer_range=0.5, tie_word_embeddings=request.param, bos_token_id=None
+    )
+    path = tmp_path_factory.mktemp("model")
+    policy = LlamaForCausalLM(config).eval()
+    policy.save_pretrained(path)
+    return path, policy
+
+
+def test_log_probs_are_those_of_the_weights_that_are_handed_in(model):
+    path, policy = model
+    weights = [(name, (weight.detach() * 1.5).bfloat16()) for name, weight in policy.named_parameters()]
+    state = torch.random.get_rng_state()
+    found = exact_log_probs(path, weights, SEQUENCES, STARTS, 0.7, dtype=torch.bfloat16, device=CPU)
+    assert torch.equal(torch.random.get_rng_state(), state)  # nothing was drawn
+    expected, rounded = [], []
+    with torch.no_grad():
+        for (_, mine), (_, theirs) in zip(policy.named_parameters(), weights, strict=True):
+            mine.copy_(theirs)
+        for sequence, start in zip(SEQUENCES, STARTS, strict=True):
+            logits = policy(torch.tensor([sequence])).logits[0]
+            for token in range(start, len(sequence)):
+                row = logits[token - 1]
+                expected.append(float((row / 0.7).log_softmax(-1)[sequence[token]]))
+                rounded.append(float((row.bfloat16().float() / 0.7).log_softmax(-1)[sequence[token]]))
+    assert found.log_probs == pytest.approx(expected, abs=1e-4)
+    assert found.with_rounded_logits == pytest.approx(rounded, abs=5e-2)
+    assert found.with_rounded_logits != found.log_probs
+
+
+def test_a_weight_that_is_missing_or_unknown_is_named(model):
+    path, policy = model
+    weights = [(name, weight.detach()) for name, weight in policy.named_parameters()]
+    score = {"dtype": torch.float32, "device": CPU}
+    rest = [each for each in weights if each[0] != "model.norm.weight"]
+    with pytest.raises(RunError, match=r"the trainer holds no model\.norm\.weight, which LlamaForCausalLM has"):
+        exact_log_probs(path, rest, SEQUENCES, STARTS, 1.0, **score)
+    with pytest.raises(RunError, match="LlamaForCausalLM has no weight head, which the trainer holds"):
+        exact_log_probs(path, [*weights, ("head", weights[0][1])], SEQUENCES, STARTS, 1.0, **score)
+
+
+def test_on_a_cpu_there_is_room(model):
+    assert missing_bytes(model[0], CPU) == 0
