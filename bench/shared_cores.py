@@ -83,6 +83,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for case in cases:
                 seconds[case].append(measure(arguments, model, *case))
+                print(f"{case}: {seconds[case][-1]:.2f} s", file=sys.stderr, flush=True)
     title = (
         f"{arguments.steps} steps, {arguments.threads} threads, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )

@@ -440,7 +440,7 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     limit = max_sampled_tokens(config)
-    if buffer > limit:
+    if buffer > max(limit, 0):
         found.append(
             (
                 "reward.overlong.buffer_length",

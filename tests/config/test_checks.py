@@ -204,6 +204,12 @@ def test_values_at_the_edge_of_what_fits_are_taken(text):
     loads(text)
 
 
+def test_a_prompt_longer_than_a_sequence_is_one_problem():
+    with pytest.raises(ConfigError) as caught:
+        loads("data: {prompt_max_length: 100, max_length: 64}")
+    assert [problem.key for problem in caught.value.problems] == ["data.prompt_max_length"]
+
+
 def test_a_run_names_what_it_cannot_start_without():
     assert [key for key, _ in missing(loads(""))] == [
         "actor.model",
