@@ -210,6 +210,11 @@ RULES: tuple[Rule, ...] = (
         _says("train.dtype is fp32, so the weights are their own masters"),
     ),
     Rule(
+        ("rollout.fp32_head",),
+        _rl_but(lambda c: c.train.dtype != "fp32"),
+        _says("train.dtype is fp32, and so are all logits"),
+    ),
+    Rule(
         ("rollout.memory_share", "rollout.prefix_caching", "rollout.enforce_eager", "rollout.tensor_parallel_size"),
         _rl_but(lambda c: c.rollout.engine == "vllm"),
         _says("rollout.engine is transformers; this is for vllm"),

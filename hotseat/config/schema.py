@@ -268,6 +268,8 @@ class Rollout(Section):
     """Reuse the cache of common prompt prefixes (vLLM)."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs."""
+    fp32_head: bool = True
+    """Give a 16-bit engine logits in fp32, as the trainer's are; false rounds them to the dtype of the model."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None

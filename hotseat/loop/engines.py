@@ -30,6 +30,7 @@ class EngineSettings:
     dtype: str
     num_threads: int
     trust_remote_code: bool = False
+    fp32_head: bool = True
     vllm: VllmSettings | None = None  # None: the transformers engine
 
 
@@ -64,6 +65,7 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
         eos_token_ids=settings.eos_token_ids,
         device=device_of_process(),
         num_threads=settings.num_threads,
+        fp32_head=settings.fp32_head,
     )
 
 
@@ -91,6 +93,7 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         prefix_caching=vllm.prefix_caching,
         enforce_eager=vllm.enforce_eager,
         trust_remote_code=settings.trust_remote_code,
+        fp32_head=settings.fp32_head,
     )
     names = vllm_engine.weight_names(settings.model, settings.trust_remote_code)
     try:

@@ -151,6 +151,7 @@ def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) 
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
+        fp32_head=rollout.fp32_head,
         vllm=vllm if rollout.engine == "vllm" else None,
     )
 

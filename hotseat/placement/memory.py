@@ -22,7 +22,7 @@ CONTEXT_GIB = 1.0  # driver context, library handles and kernels that a process 
 COMMUNICATOR_GIB = 0.4  # collective buffers of a process that talks to others of its role
 WEIGHT_BLOCK_GIB = 0.5  # of the two blocks in which weights are sent, unless one weight is larger
 ALLOCATOR_SLACK = 0.08  # of a trainer's working memory: fragments that the caching allocator cannot use
-LOGITS_CHUNK_TOKENS = 1024  # tokens whose logits exist at once where log-probs are chunked
+LOGITS_CHUNK_ELEMENTS = 2**27  # logits that exist at once where log-probs are chunked (compiled: twice, in fewer bytes)
 FP32 = 4  # bytes; losses, norms and log-softmax are in fp32 whatever the model's dtype
 EAGER_ACTIVATIONS = 1.15  # times what the layer's graph says: what is kept twice where nothing is fused; measured
 COMPILED_ACTIVATIONS = 0.77  # the same of compiled layers, which compute some of it again; measured
@@ -457,11 +457,18 @@ def _mask(role: str, memory: TrainMemory | ForwardMemory, micro_batch: int, comp
 
 
 def _logits(role: str, model: ModelShape, tokens: int, is_chunked: bool, compute_bytes: int, passes: int) -> list[Term]:
-    """Logits in the model's dtype and in fp32, in a backward pass (passes = 2) the gradients of both."""
+    """Logits while their log-probs are computed, in a backward pass (passes = 2) with their gradients.
+
+    In chunks they are fp32 from the start: with a copy in the forward pass; in the backward pass with log-probs and
+    gradients, and these once more in the model's dtype. Whole they are in the model's dtype and in fp32, both twice in
+    the backward pass.
+    """
     if model.head == "scalar":
         return []
-    rows = min(tokens, LOGITS_CHUNK_TOKENS) if is_chunked else tokens
-    each = (compute_bytes + FP32) * passes
+    rows, each = tokens, (compute_bytes + FP32) * passes
+    if is_chunked:
+        rows = min(tokens, max(1, LOGITS_CHUNK_ELEMENTS // model.vocab_size))
+        each = 2 * FP32 if passes == 1 else 3 * FP32 + (compute_bytes if compute_bytes < FP32 else 0)
     name = "logits chunk" if is_chunked else "logits"
     formula = f"{_n(rows)} tokens x {_n(model.vocab_size)} x {each} B"
     return [_bytes(role, name, rows * model.vocab_size * each, formula)]

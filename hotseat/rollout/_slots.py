@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import NotBuiltError
 
 ROWS = 16
@@ -302,7 +303,7 @@ class LlamaSlots:
 
     max_forward_tokens = 4096
 
-    def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device):
+    def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
         config = model.config
         self._num_heads = config.num_attention_heads
         self._num_kv_heads = config.num_key_value_heads
@@ -314,6 +315,7 @@ class LlamaSlots:
         self._layers = [_Layer(layer, in_major) for layer in model.model.layers]
         # With tied embeddings this moves the embedding too: it is the same parameter.
         self._head, _ = _fuse([model.lm_head], in_major)
+        self._has_fp32_head = fp32_head and self._head.dtype in HALVES
         self.vocab_size = int(self._embedding.shape[0])
 
         max_keys = padded(max_length)
@@ -414,7 +416,8 @@ class LlamaSlots:
         return self._forward(tokens, with_prefix=False)[0].view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return torch.mm(_rms_norm(hidden, self._norm), self._head).float()
+        hidden = _rms_norm(hidden, self._norm)
+        return project(hidden, self._head.t()) if self._has_fp32_head else torch.mm(hidden, self._head).float()
 
 
 def _prefixes(keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> list[Prefix]:
@@ -462,8 +465,10 @@ class AnySlots:
 
     max_forward_tokens = 1024  # Scoring holds their logits.
 
-    def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device):
+    def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
         self._model = model
+        if fp32_head:
+            _widen_head(model)
         config = model.config.get_text_config()
         name = type(model).__name__
         if config._attn_implementation not in ("sdpa", "eager"):
@@ -579,9 +584,28 @@ class AnySlots:
         return hidden.float()
 
 
+def _widen_head(model: Any) -> None:
+    """Let the model's own forward compute float32 logits from 16-bit hidden states and weights."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.weight.dtype not in HALVES:
+        return
+
+    def forward(hidden: Tensor) -> Tensor:  # [..., hidden] -> [..., vocab]
+        return project(hidden.flatten(0, -2), head.weight, head.bias).view(*hidden.shape[:-1], -1)
+
+    head.forward = forward
+
+
 @torch.no_grad()
-def slot_model(model: nn.Module, num_slots: int, max_length: int, device: torch.device, own_layers: bool) -> SlotModel:
+def slot_model(
+    model: nn.Module,
+    num_slots: int,
+    max_length: int,
+    device: torch.device,
+    own_layers: bool,
+    fp32_head: bool = True,
+) -> SlotModel:
     """The fast implementation if it fits the model and `own_layers` allows it."""
     if own_layers and is_llama_like(model, max_length):
-        return LlamaSlots(model, num_slots, max_length, device)
-    return AnySlots(model, num_slots, max_length, device)
+        return LlamaSlots(model, num_slots, max_length, device, fp32_head)
+    return AnySlots(model, num_slots, max_length, device, fp32_head)

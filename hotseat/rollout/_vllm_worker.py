@@ -30,7 +30,8 @@ class WorkerExtension:
 
     def hotseat_start(self, names: WeightNames) -> dict[str, Any]:
         """Get to know the weights: bytes of each part on this rank's device, names that no digest reaches."""
-        problem = versions.experts_problem(self.model_runner.model)
+        model = self.model_runner.model
+        problem = versions.experts_problem(model) or versions.widen_head(model, self.model_runner.model_config)
         if problem is not None:
             return {"problem": problem}
         self.hotseat_names = names

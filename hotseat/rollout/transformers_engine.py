@@ -78,6 +78,7 @@ class TransformersEngine(ThreadedEngine):
         cores only (see `bench/engine_throughput.py`); where others work too, take more engines of one thread.
     prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default 8 * max_length.
     own_layers: False runs the model's own forward even where a faster one is known.
+    fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the model's type.
     call_timeout_s: how long a call that waits for the background thread may take.
 
     On a CPU the host is the device: weights put aside are kept elsewhere in the same memory, and only dropping them
@@ -102,6 +103,7 @@ class TransformersEngine(ThreadedEngine):
         version: int = 0,
         prefix_cache_tokens: int | None = None,
         own_layers: bool = True,
+        fp32_head: bool = True,
         call_timeout_s: float = 600.0,
     ):
         if num_slots < 1 or max_length < 2:
@@ -113,7 +115,7 @@ class TransformersEngine(ThreadedEngine):
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
         model = model.to(device=where, dtype=dtype).eval()
-        self._slots = slot_model(model, num_slots, max_length, where, own_layers)
+        self._slots = slot_model(model, num_slots, max_length, where, own_layers, fp32_head)
         super().__init__(
             max_length=max_length,
             num_slots=num_slots,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import WorkerError
 from hotseat.types import Request
 
@@ -73,6 +74,7 @@ class CoreOptions:
     prefix_caching: bool = True
     enforce_eager: bool = False
     trust_remote_code: bool = False
+    fp32_head: bool = True  # logits of a 16-bit model are float32
 
 
 class Sampled(NamedTuple):
@@ -121,6 +123,7 @@ class Core:
                 moe_backend="auto" if is_cpu else "triton",  # others keep experts in an order of their own
                 kv_cache_memory_bytes=options.kv_cache_bytes,
                 worker_extension_cls=_WORKER,
+                hf_overrides=_fp32_head(options),
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
                 seed=0,
@@ -247,6 +250,12 @@ class Core:
         self._client.shutdown()
 
 
+def _fp32_head(options: CoreOptions) -> dict[str, str]:
+    """What vLLM reads from a model's config: the type of its head. Before 0.26 it does so of other models than those
+    that generate, and `widen_head` does the rest."""
+    return {"head_dtype": "float32"} if options.fp32_head and getattr(torch, options.dtype) in HALVES else {}
+
+
 def _max_positions(options: CoreOptions) -> int | None:
     from transformers import AutoConfig
 
@@ -347,6 +356,40 @@ def experts_problem(model: torch.nn.Module) -> str | None:
                 f" which are not computed with vLLM on a CPU: {instead}"
             )
     return None
+
+
+def widen_head(model: torch.nn.Module, model_config: Any) -> str | None:
+    """Let a model of which float32 logits are asked compute them; or say why it cannot.
+
+    Since 0.26 vLLM's own `LogitsProcessor` does it. Before that, what it makes of hidden states is replaced, from the
+    product to the cut at the end of the vocabulary: vLLM calls it outside of captured graphs, once for a step.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+    if getattr(model_config.hf_config, "head_dtype", None) != "float32":
+        return None
+    processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if all(hasattr(processor, "head_dtype") for processor in processors):
+        return None
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and type(module.quant_method) is not UnquantizedEmbeddingMethod:
+            return (
+                f"vLLM {installed_version()} has the head of this {type(model).__name__} in"
+                f" {type(module.quant_method).__name__}, which gives no float32 logits: set rollout.fp32_head to false"
+            )
+    for processor in processors:
+        processor._get_logits = functools.partial(_wide_logits, processor)
+    return None
+
+
+def _wide_logits(
+    processor: Any, hidden_states: torch.Tensor, lm_head: Any, embedding_bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Float32 logits [tokens, vocab_size] of all ranks; None on ranks that do not get them."""
+    logits = processor._gather_logits(project(hidden_states, lm_head.weight, embedding_bias))
+    # In one piece: vLLM's own conversion to float32 used to make it so, and kernels that sample rely on it.
+    return None if logits is None else logits[..., : processor.org_vocab_size].contiguous()
 
 
 def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]) -> None:

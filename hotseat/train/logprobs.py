@@ -1,6 +1,6 @@
 """Log-probs and entropy of given tokens from hidden states, without the tokens x vocabulary matrix.
 
-With z = (W·h + b) / temperature in float32, for the token y:
+With z = (W·h + b) / temperature, for the token y:
 
     log p(y) = z_y − logsumexp(z)                 ∂ log p(y) / ∂z_j = [j = y] − p_j
     H        = logsumexp(z) − Σ_j p_j · z_j       ∂ H / ∂z_j        = −p_j · (log p_j + H)
@@ -8,9 +8,14 @@ With z = (W·h + b) / temperature in float32, for the token y:
 Rows are taken in chunks. Forward and backward hold one chunk of logits at a time; backward computes it again, except
 when all rows were one chunk, which forward then keeps.
 
-Operation by operation a 16-bit chunk of logits is gone over in float32 many times: 32 bytes for each of its elements in
-forward, 54 in backward. With a compiler no copy in float32 is made: `_score` reads the logits once or twice,
-`_gradient` reads them once and writes as much. With what the product writes that is 4 or 6 bytes, and 6.
+Logits are float32 where hidden states and weights are 16-bit too (see `hotseat.algorithms.head`): rounded to 16 bits
+they would be most of a log-prob's error. Their gradient is rounded to the type of the hidden states, for the products
+that take it further: that is an error of 1/512 at most in each element, without a sign, in sums over the vocabulary or
+over rows whose results are 16-bit as well; the gradients of all layers below have the same.
+
+Operation by operation a chunk of logits is gone over many times: 28 bytes for each of its elements in forward, 50 in
+backward. With a compiler no copy is made: `_score` reads the logits once or twice, `_gradient` reads them once and
+writes half as much. With what the product writes that is 8 or 12 bytes, and 10.
 """
 
 from __future__ import annotations
@@ -24,10 +29,14 @@ from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
 
-# Elements of one chunk of logits, in float32 4 bytes each. On a CPU a chunk should stay in the cache, on a GPU it
-# should be large enough to fill it.
+from hotseat.algorithms.head import project
+
+# Elements of one chunk of logits, 4 bytes each. On a CPU a chunk should stay in the cache, on a GPU it should be large
+# enough to fill it. At the peak of a backward there are 14 bytes for each: logits, log-probs and gradient, the last
+# also in 16 bits. The planner counts on it (LOGITS_CHUNK_ELEMENTS in `hotseat.placement.memory`).
 _CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}
-# Without copies in float32 twice as many take less memory, and the gradient of the weight is added up half as often.
+# Without copies there are 6 bytes: twice as many take less memory, and the gradient of the weight is added up half as
+# often.
 _COMPILED_CHUNK_ELEMENTS = 2**28
 
 Compiler = str | Callable[..., Any]
@@ -136,7 +145,7 @@ def _score_chunks(
     for start in range(0, num_rows, rows):
         part = slice(start, start + rows)
         if compiler is not None:
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logits = project(hidden[part], weight, bias)
             found = _compiled(_score, compiler)(*_any_rows(logits, targets[part]), temperature, with_entropy)
             log_normalizer[part], log_probs[part] = found[:2]
             if with_entropy:
@@ -178,10 +187,10 @@ def _differentiate_chunks(
         if grad_entropy is not None and entropy.shape[0] > 0:
             more = entropy[part], grad_entropy[part]
         if compiler is not None:
-            logits = torch.nn.functional.linear(hidden[part], weight, bias) if kept is None else kept
+            logits = project(hidden[part], weight, bias) if kept is None else kept
             given_rows = _any_rows(logits, targets[part], log_normalizer[part], grad_log_probs[part])
             more_rows = (None, None) if more is None else _any_rows(*more)
-            grad = _compiled(_gradient, compiler)(*given_rows, *more_rows, temperature)
+            grad = _compiled(_gradient, compiler)(*given_rows, *more_rows, temperature, hidden.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         else:
@@ -214,10 +223,8 @@ def _differentiate_chunks(
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[rows, vocab_size] in float32, divided by the temperature."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    # `to` gives back the same tensor when there is nothing to convert; it is ours either way.
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    """[rows, vocab_size] in float32 (float64 for float64 input), divided by the temperature."""
+    return project(hidden, weight, bias).div_(temperature)
 
 
 # --- for the compiler -------------------------------------------------------------------------------------------------
@@ -245,15 +252,16 @@ def _gradient(
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
     temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Of the logits before the temperature, in their type: [rows, vocab_size]."""
+    """Gradient of the logits before the temperature, in the type of the hidden states: [rows, vocab_size]."""
     log_p = logits.to(log_normalizer.dtype) / temperature - log_normalizer[:, None]
     factor = grad_log_probs[:, None]
     if entropy is not None and grad_entropy is not None:
         factor = factor + (log_p + entropy[:, None]) * grad_entropy[:, None]
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     grad = torch.where(is_target, grad_log_probs[:, None], 0.0) - log_p.exp() * factor
-    return (grad / temperature).to(logits.dtype)
+    return (grad / temperature).to(dtype)
 
 
 @functools.cache

@@ -58,13 +58,13 @@ def test_fully_sharded_training_counted_by_hand():
         "gradient reduction": (84 + 128) * 4,
         "checkpointed activations": 24 * 2 * 8,
         "recomputed layer": 24 * 120 * 1.5,
-        "logits chunk": 24 * 10 * 12,
+        "logits chunk": 24 * 10 * 14,
     }
     # Forward: 2 x 4 + q 4 + k and v 4 + gate and up 12 = 28 values of 2 bytes per token.
     assert working(found, "forward") == {
         "gathered weights": 680,
         "forward activations": 24 * 28 * 2,
-        "logits chunk": 24 * 10 * 6,
+        "logits chunk": 24 * 10 * 8,
     }
     assert in_bytes(found.fixed) == {
         "device context": assumed.CONTEXT_GIB * GIB,
@@ -108,7 +108,7 @@ def test_tensor_and_sequence_parallel_cut_weights_and_tokens():
     terms = working(found, "train")
     assert terms["checkpointed activations"] == 12 * 2 * 8
     assert terms["recomputed layer"] == 12 * (48 + (24 + 48) / 2) * 1.5
-    assert terms["logits chunk"] == 12 * 10 * 12
+    assert terms["logits chunk"] == 12 * 10 * 14
 
 
 def test_activations_without_checkpointing_padding_and_full_logits():
@@ -118,8 +118,10 @@ def test_activations_without_checkpointing_padding_and_full_logits():
     assert eager["activations"] == pytest.approx(24 * 2 * 120 * assumed.EAGER_ACTIVATIONS)
     assert terms["attention mask"] == 3 * 8 * 8 * 2
     assert terms["logits"] == 24 * 10 * 12
-    many = working(train(max_tokens=4096, micro_batch=1), "train")
-    assert many["logits chunk"] == assumed.LOGITS_CHUNK_TOKENS * 10 * 12
+    many = working(train(max_tokens=2**25, micro_batch=1), "train")
+    assert many["logits chunk"] == assumed.LOGITS_CHUNK_ELEMENTS // 10 * 10 * 14
+    exact = working(train(weight_bytes=4, compute_bytes=4), "train")
+    assert exact["logits chunk"] == 24 * 10 * 12  # gradients are not rounded
     assert "logits chunk" not in working(train(model=SMALL.with_scalar_head()), "train")
     assert working(train(forward_micro_batch=1), "forward")["forward activations"] == 8 * 28 * 2
 
@@ -193,7 +195,7 @@ def test_scoring_models():
         "gathered weights": 680,
         "forward activations": 24 * 28 * 2,
         "attention mask": 3 * 64 * 2,
-        "logits chunk": 24 * 10 * 6,
+        "logits chunk": 24 * 10 * 8,
     }
     away = estimate("reward", ForwardMemory(8, 3, weight_offload=True), SMALL, Layout(1, device_gib=80.0))
     assert parts(away, Part.WEIGHTS) == {"weights": 0}

@@ -232,6 +232,24 @@ def alone() -> tuple[list[Request], list[Completion]]:
         return requests, [engine.generate([one])[0] for one in requests]
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("own_layers", [True, False])
+def test_logits_of_a_16_bit_model_are_not_rounded_unless_asked(own_layers: bool) -> None:
+    config = LLAMA_LIKE["llama, grouped, tied"]
+    model = random_model(config, 0).bfloat16().eval()
+    tokens = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state.double()
+        expected = (hidden @ model.lm_head.weight.double().t()).flatten(0, 1)
+        for fp32_head in (True, False):
+            same = random_model(config, 0).bfloat16().eval()
+            slots = slot_model(same, 2, 64, torch.device("cpu"), own_layers, fp32_head)
+            logits = slots.logits(slots.hidden(tokens).flatten(0, 1))
+            assert logits.dtype == torch.float32
+            torch.testing.assert_close(logits.double(), expected, rtol=0.0, atol=0.3)  # layers round as they like
+            assert torch.equal(logits, logits.bfloat16().float()) != fp32_head
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # not every CPU has it; torch then takes another way
 def test_bfloat16_weights_serve_too() -> None:

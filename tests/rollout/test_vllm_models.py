@@ -33,7 +33,7 @@ from hotseat.errors import WorkerError
 from hotseat.rollout._fused import Piece, pieces
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout.vllm_engine import VllmEngine
-from hotseat.rollout.vllm_versions import _apply_experts, experts_problem
+from hotseat.rollout.vllm_versions import _apply_experts, experts_problem, widen_head
 
 from . import conformance
 from .conformance import Subject, named_weights, reference_log_probs, request
@@ -177,6 +177,42 @@ def test_a_rank_holds_its_rows_and_columns_of_every_expert_and_takes_new_ones(si
         with torch.no_grad():
             piece.take(new[piece.name])
     check(new)
+
+
+@torch.inference_mode()
+def test_a_vllm_without_a_type_for_the_head_gets_float32_logits_too() -> None:
+    from .vllm_layers import Head, Logits
+
+    wide = SimpleNamespace(hf_config=SimpleNamespace(head_dtype="float32"))
+    head = Head(torch.tensor([[1.0, 0.0625], [1.0, 0.0]]).bfloat16())
+    hidden = torch.tensor([[16.0, 1.0]]).bfloat16()
+    other = torch.tensor([[3.0, 0.0]])  # of another rank; the last is padding of the vocabulary
+    logits = Logits(3, [other])
+    assert widen_head(Model(head=head, logits=logits), wide) is None
+    got = logits(head, hidden)
+    assert got is not None
+    assert got.tolist() == [[16.0625, 16.0, 3.0]]
+    assert got.is_contiguous()
+    elsewhere = Logits(3, None)  # a rank that does not get them
+    assert widen_head(Model(head=head, logits=elsewhere), wide) is None
+    assert elsewhere(head, hidden) is None
+
+
+def test_what_computes_its_logits_another_way_is_left_or_refused() -> None:
+    from .vllm_layers import Head, Logits
+
+    wide = SimpleNamespace(hf_config=SimpleNamespace(head_dtype="float32"))
+    head, logits = Head(torch.ones(2, 2)), Logits(2, [])
+    assert widen_head(Model(head=head, logits=logits), SimpleNamespace(hf_config=SimpleNamespace())) is None
+    assert "_get_logits" not in vars(logits)  # not asked for
+    newer = Logits(2, [])
+    newer.head_dtype = torch.float32
+    assert widen_head(Model(head=head, logits=newer), wide) is None
+    assert "_get_logits" not in vars(newer)  # vLLM does it
+    head.quant_method = SimpleNamespace()  # quantized
+    problem = widen_head(Model(head=head, logits=logits), wide)
+    assert "has the head of this Model in SimpleNamespace, which gives no float32 logits" in str(problem)
+    assert "set rollout.fp32_head to false" in str(problem)
 
 
 def test_experts_that_a_kernel_reorders_or_that_are_not_computed_here_are_refused() -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
 HEAD = 4  # width of a head
 
@@ -47,3 +49,24 @@ class Experts(RoutedExperts):
         self.w13_weight, self.w2_weight = nn.Parameter(gate_up), nn.Parameter(down)
         parallel = SimpleNamespace(tp_rank=rank, tp_size=size)
         self.moe_config = SimpleNamespace(moe_parallel_config=parallel, **moe_config)
+
+
+class Head(VocabParallelEmbedding):
+    def __init__(self, weight: torch.Tensor):
+        nn.Module.__init__(self)
+        self.weight, self.quant_method = nn.Parameter(weight), UnquantizedEmbeddingMethod()
+
+
+class Logits(LogitsProcessor):
+    """As those of vLLM 0.25: no type for the head, and a gather of what all ranks have."""
+
+    def __init__(self, vocab_size: int, others: list[torch.Tensor] | None):
+        nn.Module.__init__(self)
+        self.org_vocab_size, self.others = vocab_size, others
+        self.scale, self.soft_cap, self.logits_as_input = 1.0, None, False
+
+    def _gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        return None if self.others is None else torch.cat([logits, *self.others], dim=-1)
+
+    def forward(self, lm_head: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self._get_logits(hidden_states, lm_head, None)

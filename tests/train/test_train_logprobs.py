@@ -103,18 +103,24 @@ def test_no_rows_still_reach_the_weights() -> None:
     assert (gradient == 0).all()
 
 
-def test_half_precision_is_summed_in_single() -> None:
-    hidden, weight, _, targets = inputs(torch.bfloat16)
-    log_probs, _ = token_log_probs(hidden, weight, targets, chunk_rows=2)
-    assert log_probs.dtype == torch.float32
-    exact_hidden, exact_weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    expected, _ = full(exact_hidden, exact_weight, None, targets, 1.0)
-    torch.testing.assert_close(log_probs.double(), expected, rtol=0.02, atol=0.02)
-    ours = torch.autograd.grad(log_probs.sum(), [hidden, weight])
-    theirs = torch.autograd.grad(expected.sum(), [exact_hidden, exact_weight])
-    for mine, exact in zip(ours, theirs, strict=True):
-        assert mine.dtype == torch.bfloat16
-        torch.testing.assert_close(mine.double(), exact, rtol=0.05, atol=0.05)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_of_half_precision_nothing_is_rounded_but_gradients(dtype: torch.dtype, has_bias: bool) -> None:
+    hidden, weight, bias, targets = inputs(dtype)
+    leaves = [hidden, weight, *([bias] if has_bias else [])]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    log_probs, entropy = token_log_probs(
+        hidden, weight, targets, bias=bias if has_bias else None, with_entropy=True, chunk_rows=2
+    )
+    assert entropy is not None
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    expected = full(exact[0], exact[1], exact[2] if has_bias else None, targets, 1.0)
+    torch.testing.assert_close((log_probs.double(), entropy.double()), expected, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad(log_probs.sum() + entropy.sum(), leaves)
+    theirs = torch.autograd.grad(expected[0].sum() + expected[1].sum(), exact)
+    for mine, true in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), true, rtol=0.02, atol=0.02)
 
 
 class Largest(TorchDispatchMode):
