@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, help="default: 40, on a CPU 3")
     parser.add_argument("--trl-rollouts", type=int, default=6)
     parser.add_argument("--micro-batch", default="32", help="samples per micro-batch, or auto")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--eval-steps", type=int, default=10)
     parser.add_argument("--save-steps", type=int, default=1000)
