@@ -7,6 +7,7 @@
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
                   a policy that has moved far finds old answers unlikely, where 16 bits are coarser. Gaps above
                   those limits too end the run. If they are not, the new answers are the canary from then on.
+    a resume      the checkpoint has the canary and its limits. Besides, new answers are judged as at a first push.
 
 `algorithms.agreement` has the statistics and their limits.
 """
@@ -16,7 +17,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hotseat.algorithms.agreement import (
     GapLimits,
@@ -36,6 +38,7 @@ from hotseat.types import Prompt, Request, Sampling
 
 ANSWER_TOKENS = 128  # of each answer, where data.max_length leaves room for them
 NUM_SEARCHED = 256  # prompts among which the shortest are taken, since they are scored too
+RESUMED_FACTOR = 2.0  # gaps that have grown more than this since the checkpoint are another machine's
 NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
 
 # Smaller gaps than factor times these are never errors. float32: kernels may multiply in TF32, which rounds to 10 bits.
@@ -82,6 +85,14 @@ class Measured:
     basis: str  # of the limits that come from `rounding`
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """What later pushes are compared with: the largest gaps after the first push, and what rounding did then."""
+
+    gap: GapStatistics
+    rounding: GapStatistics
+
+
 class CanaryGuard:
     """Keeps the canary of a run and judges what engines and inference ranks make of it.
 
@@ -103,21 +114,58 @@ class CanaryGuard:
         self._actor, self._engines, self._inference = actor, engines, inference
         self._turn = turn
         self._warn = warn
-        self.canary: Canary | None = None  # None until the first push
+        self.canary: Canary | None = None  # None until answers were sampled after the first push
+        self.is_started = False  # whether the first push of this process was judged
         self._num_sets = 0  # of answers that were sampled
-        self._first: Measured | None = None
+        self._first: Baseline | None = None
         self._limits: list[GapLimits] = []
         self._owed: PushReport | None = None  # the push of which engines have not scored the canary yet
         self._metrics: dict[str, float] = {"canary_alarms": 0.0}
 
     def start(self, version: int) -> None:
-        """Sample the first answers after the first push, and judge the engines. Raises `WeightError`."""
+        """Judge the engines after the first push, on new answers. Raises `WeightError`."""
+        kept = self.canary, self._limits, self._num_sets, dict(self._metrics)
+        first, self._first = self._first, None  # It was of other processes.
         measured = self._measure(version)
         verdict = self._adopt(measured)
+        is_kept = first is not None and not verdict.is_alarm
         if verdict.is_alarm:
             measured = self._confirm(version, measured.canary, verdict)
-        self._first = measured
+        gap = largest(list(measured.gaps.values()))
+        if first is None:
+            first = Baseline(gap, measured.rounding)
+        elif judge(gap, [limits_from(first.gap, RESUMED_FACTOR, DRIFT_FLOORS[self._settings.dtype], "")]).is_alarm:
+            # Another machine or engine rounds in another way.
+            first, is_kept = Baseline(gap, measured.rounding), False
+        self._first = first
         self._limits = self._limits_of(measured)
+        if is_kept:
+            self.canary, self._limits, self._num_sets, self._metrics = kept
+        self.is_started = True
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint holds; None before the first push was judged."""
+        if self.canary is None or self._first is None:
+            return None
+        return {
+            "canary": asdict(self.canary),
+            "first": asdict(self._first),
+            "limits": [asdict(each) for each in self._limits],
+            "num_sets": self._num_sets,
+            "metrics": dict(self._metrics),
+        }
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from the state in a checkpoint; without one, as at the start of a run."""
+        if state is None:
+            return
+        canary = state["canary"]
+        sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
+        self.canary = Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"]))
+        self._first = Baseline(*(GapStatistics(**state["first"][name]) for name in ("gap", "rounding")))
+        self._limits = [GapLimits(**each) for each in state["limits"]]
+        self._num_sets = int(state["num_sets"])
+        self._metrics = dict(state["metrics"])
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
         """Judge what was answered during a push. Raises `WeightError`."""
@@ -169,7 +217,7 @@ class CanaryGuard:
             return
         assert self.canary is not None
         verdict = self._look_at(_gaps(expected, answers))
-        if verdict.is_alarm:
+        if verdict.is_alarm and self.is_started:
             self._confirm(version, self.canary, verdict)
 
     def _look_at(self, gaps: Mapping[str, GapStatistics]) -> NamedVerdict:
@@ -228,8 +276,8 @@ class CanaryGuard:
         if self._first is not None:
             floor, factor = DRIFT_FLOORS[dtype], settings.drift_factor
             grown = growth(measured.rounding, self._first.rounding, FLOORS[dtype])
-            first = largest(list(self._first.gaps.values()))
-            limits.append(limits_from(first, factor, floor, f"{factor:g} times the gap after the first push", grown))
+            basis = f"{factor:g} times the gap after the first push"
+            limits.append(limits_from(self._first.gap, factor, floor, basis, grown))
         return limits
 
     def _measure(self, version: int) -> Measured:
