@@ -7,6 +7,7 @@
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
                   a policy that has moved far finds old answers unlikely, where 16 bits are coarser. Gaps above
                   those limits too end the run. If they are not, the new answers are the canary from then on.
+    a resume      the checkpoint has the canary and its limits. Besides, new answers are judged as at a first push.
 
 `algorithms.agreement` has the statistics and their limits.
 """
@@ -16,7 +17,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from hotseat.algorithms.agreement import (
     GapLimits,
@@ -36,6 +38,7 @@ from hotseat.types import Prompt, Request, Sampling
 
 ANSWER_TOKENS = 128  # of each answer, where data.max_length leaves room for them
 NUM_SEARCHED = 256  # prompts among which the shortest are taken, since they are scored too
+RESUMED_FACTOR = 2.0  # gaps that have grown more than this since the checkpoint are another machine's
 NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
 
 # Smaller gaps than factor times these are never errors. float32: kernels may multiply in TF32, which rounds to 10 bits.
@@ -82,6 +85,38 @@ class Measured:
     basis: str  # of the limits that come from `rounding`
 
 
+@dataclass(frozen=True)
+class Baseline:
+    """What later pushes are compared with: the largest gaps after the first push, and what rounding did then."""
+
+    gap: GapStatistics
+    rounding: GapStatistics
+
+
+@dataclass(frozen=True)
+class CanaryState:
+    """What a guard knows, and a checkpoint holds."""
+
+    canary: Canary
+    limits: tuple[GapLimits, ...]
+    first: Baseline | None  # None until the first push was judged
+    num_sets: int  # sets of answers that were sampled
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, state: Mapping[str, Any]) -> CanaryState:
+        """Read what `asdict` made of a state, and a file of that."""
+        canary, first = state["canary"], state["first"]
+        sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
+        return cls(
+            Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"])),
+            tuple(GapLimits(**each) for each in state["limits"]),
+            Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
+            int(state["num_sets"]),
+            dict(state["metrics"]),
+        )
+
+
 class CanaryGuard:
     """Keeps the canary of a run and judges what engines and inference ranks make of it.
 
@@ -103,21 +138,41 @@ class CanaryGuard:
         self._actor, self._engines, self._inference = actor, engines, inference
         self._turn = turn
         self._warn = warn
-        self.canary: Canary | None = None  # None until the first push
-        self._num_sets = 0  # of answers that were sampled
-        self._first: Measured | None = None
-        self._limits: list[GapLimits] = []
+        self.is_started = False  # whether the first push of this process was judged
+        self._state: CanaryState | None = None  # None until answers were sampled after the first push
         self._owed: PushReport | None = None  # the push of which engines have not scored the canary yet
-        self._metrics: dict[str, float] = {"canary_alarms": 0.0}
+
+    @property
+    def canary(self) -> Canary | None:
+        """What is scored after a push; None before the first."""
+        return None if self._state is None else self._state.canary
 
     def start(self, version: int) -> None:
-        """Sample the first answers after the first push, and judge the engines. Raises `WeightError`."""
+        """Judge the engines after the first push, on new answers. Raises `WeightError`."""
         measured = self._measure(version)
+        resumed, self._state = self._state, None  # After what can fail and is then done again.
         verdict = self._adopt(measured)
         if verdict.is_alarm:
-            measured = self._confirm(version, measured.canary, verdict)
-        self._first = measured
-        self._limits = self._limits_of(measured)
+            measured = self._confirm(version, verdict)
+        gap = largest(list(measured.gaps.values()))
+        self.is_started = True
+        if resumed is not None and resumed.first is not None and not verdict.is_alarm:
+            grown = limits_from(resumed.first.gap, RESUMED_FACTOR, DRIFT_FLOORS[self._settings.dtype], "")
+            if not judge(gap, [grown]).is_alarm:
+                self._state = resumed
+                return
+        assert self._state is not None
+        first = Baseline(gap, measured.rounding)
+        self._state = replace(self._state, first=first, limits=self._limits_of(measured, first))
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint holds; None before the first push was judged."""
+        return None if self._state is None or self._state.first is None else asdict(self._state)
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from the state in a checkpoint; without one, as at the start of a run."""
+        if state is not None:
+            self._state = CanaryState.parse(state)
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
         """Judge what was answered during a push. Raises `WeightError`."""
@@ -151,51 +206,54 @@ class CanaryGuard:
 
     def metrics(self) -> dict[str, float]:
         """The last gaps that are known, and the share of its limit that the largest takes."""
-        return dict(self._metrics)
+        return {"canary_alarms": 0.0} if self._state is None else dict(self._state.metrics)
 
     @property
     def limits(self) -> tuple[GapLimits, ...]:
         """What gaps are judged by; all of them hold. None before the first push was judged."""
-        return tuple(self._limits)
+        return () if self._state is None else self._state.limits
 
     def use(self, found: GapStatistics) -> float | None:
         """The share that other gaps, such as those of a step, take of the canary's limits; None before the first."""
-        return judge(found, self._limits).use if self._limits else None
+        return judge(found, self.limits).use if self.limits else None
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _judge(self, version: int, expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> None:
         if not answers:
             return
-        assert self.canary is not None
         verdict = self._look_at(_gaps(expected, answers))
-        if verdict.is_alarm:
-            self._confirm(version, self.canary, verdict)
+        if verdict.is_alarm and self.is_started:
+            self._confirm(version, verdict)
 
     def _look_at(self, gaps: Mapping[str, GapStatistics]) -> NamedVerdict:
         """Record gaps and find the worst of them."""
-        verdict = _worst(gaps, self._limits)
+        assert self._state is not None
+        verdict = _worst(gaps, self.limits)
         found = largest(list(gaps.values()))
-        self._metrics |= {
+        metrics = {
             "canary_gap": found.mean_size,
             "canary_gap_median": found.median,
             "canary_gap_p90": found.p90,
             "canary_gap_mean": found.mean,
             "canary_use": verdict.use,
         }
+        self._state = replace(self._state, metrics={**self._state.metrics, **metrics})
         return verdict
 
-    def _confirm(self, version: int, canary: Canary, alarm: NamedVerdict) -> Measured:
+    def _confirm(self, version: int, alarm: NamedVerdict) -> Measured:
         """Measure again on new answers: raise if they say the same, take them for the canary if not."""
-        self._metrics["canary_alarms"] += 1
+        assert self._state is not None
+        seen = f"over {self._state.canary.num_sampled:,} tokens of the policy's own answers {alarm}"
         measured = self._measure(version)
         verdict = self._adopt(measured)
-        seen = f"over {canary.num_sampled:,} tokens of the policy's own answers {alarm}"
         if verdict.is_alarm:
             raise WeightError(
                 f"{verdict.name} and the trainer disagree on version {version}: {seen}; confirmed on"
                 f" {measured.canary.num_sampled:,} other tokens, where {verdict}. {self._advice()}"
             )
+        metrics = self.metrics()
+        self._state = replace(self._state, metrics=metrics | {"canary_alarms": metrics["canary_alarms"] + 1})
         self._warn(
             f"canary: after the push of version {version} {alarm.name} seemed to disagree with the trainer: {seen}. New"
             f" answers do not confirm it ({verdict}), so the run goes on, and they are the canary from now on"
@@ -203,7 +261,7 @@ class CanaryGuard:
         return measured
 
     def _advice(self) -> str:
-        if self._first is None:
+        if self._state is None or self._state.first is None:
             return (
                 "Every weight that digests reach is the trainer's, bit for bit, so look at what the engine computes"
                 " from them: its config of the model (positions, epsilon of norms), its attention, its own number type,"
@@ -216,21 +274,26 @@ class CanaryGuard:
 
     def _adopt(self, measured: Measured) -> NamedVerdict:
         """Take answers for the canary, with the limits that belong to them."""
-        self.canary = measured.canary
         self._owed = None
-        self._limits = self._limits_of(measured)
+        first = None if self._state is None else self._state.first
+        limits = self._limits_of(measured, first)
+        self._state = CanaryState(measured.canary, limits, first, self._num_sets + 1, self.metrics())
         return self._look_at(measured.gaps)
 
-    def _limits_of(self, measured: Measured) -> list[GapLimits]:
+    @property
+    def _num_sets(self) -> int:
+        return 0 if self._state is None else self._state.num_sets
+
+    def _limits_of(self, measured: Measured, first: Baseline | None) -> tuple[GapLimits, ...]:
         settings, dtype = self._settings, self._settings.dtype
         factor = settings.rounding_factor
-        limits = [limits_from(measured.rounding, factor, FLOORS[dtype], f"{factor:g} times {measured.basis}")]
-        if self._first is not None:
-            floor, factor = DRIFT_FLOORS[dtype], settings.drift_factor
-            grown = growth(measured.rounding, self._first.rounding, FLOORS[dtype])
-            first = largest(list(self._first.gaps.values()))
-            limits.append(limits_from(first, factor, floor, f"{factor:g} times the gap after the first push", grown))
-        return limits
+        absolute = limits_from(measured.rounding, factor, FLOORS[dtype], f"{factor:g} times {measured.basis}")
+        if first is None:
+            return (absolute,)
+        grown = growth(measured.rounding, first.rounding, FLOORS[dtype])
+        factor = settings.drift_factor
+        basis = f"{factor:g} times the gap after the first push"
+        return absolute, limits_from(first.gap, factor, DRIFT_FLOORS[dtype], basis, grown)
 
     def _measure(self, version: int) -> Measured:
         """Sample answers with the current weights, and have everybody score them."""
@@ -260,7 +323,6 @@ class CanaryGuard:
             sampling = Sampling(length, settings.temperature, ignore_eos=True)
             requests.append(Request(name, prompt, sampling, int.from_bytes(seed, "little") >> 1))
         [answers] = self._engines.call("answer", requests, ranks=[0])
-        self._num_sets += 1
         return Canary(
             tuple(request.token_ids + tuple(answer) for request, answer in zip(requests, answers, strict=True)),
             tuple(len(request.token_ids) for request in requests),

@@ -398,7 +398,7 @@ class RlRun:
         faults.reach("push.before")
         report = self._revive.during(lambda: self._push(self._version), is_push=True)
         self._version += 1
-        if self._guard.canary is None:
+        if not self._guard.is_started:
             self._revive.during(lambda: self._guard.start(self._version - 1))
         faults.reach("push.after")
         return report
@@ -509,6 +509,7 @@ class RlRun:
                 "kl_coefficient": self._kl.coefficient,
                 "version": self._version - 1,  # the last that was pushed
                 "evaluation": evaluation,
+                "canary": self._guard.state(),
                 "num_ranks": self._actor.size,
             },
         )
@@ -520,6 +521,7 @@ class RlRun:
         self._kl = replace(self._kl, coefficient=float(state["kl_coefficient"]))
         self._policy = self._policy_settings()
         self._version = int(state["version"])
+        self._guard.restore(state.get("canary"))
         self._ledger.go_back(found.path)
         for role, group in self._trained.items():
             with self._turn("update", role):

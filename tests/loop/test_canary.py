@@ -1,5 +1,6 @@
 """What the canary makes of gaps between engines and trainer, with workers that answer as they are told."""
 
+import json
 import random
 from contextlib import contextmanager
 
@@ -236,3 +237,45 @@ def test_scores_of_prompts_are_left_out():
     canary = Canary(((1, 2, 3, 4), (5, 6)), (2, 1), 1.0)
     assert canary.num_sampled == 3
     assert canary.sampled([[0.0, -1.0, -2.0, -3.0], [0.0, -4.0]]) == [-2.0, -3.0, -4.0]
+
+
+def test_a_resumed_run_has_the_same_canary_and_judges_new_answers_as_at_first():
+    case = Case(FakeActor(0.02), FakeWorkers(0.02))
+    assert case.guard.state() is None
+    case.guard.start(0)
+    case.push(0.015, version=1)
+    state = json.loads(json.dumps(case.guard.state()))  # as a file has it
+
+    resumed = Case(FakeActor(0.02), FakeWorkers(0.02))
+    resumed.guard.restore(state)
+    assert resumed.guard.canary == case.guard.canary
+    assert not resumed.guard.is_started
+    resumed.push(0.015, version=1)
+    resumed.guard.start(1)
+    assert resumed.engines.num_sets == 1
+    assert resumed.guard.state() == case.guard.state()
+    assert resumed.guard.limits == case.guard.limits
+
+    wrong = Case(FakeActor(0.02), FakeWorkers(0.2))
+    wrong.guard.restore(state)
+    wrong.push(0.2, version=1)  # judged by `start`, on new answers
+    with pytest.raises(WeightError, match="disagree on version 1.*positions, epsilon of norms"):
+        wrong.guard.start(1)
+
+
+def test_a_run_that_resumes_on_a_machine_that_rounds_more_is_compared_with_that_machine():
+    case = Case(FakeActor(0.05), FakeWorkers(0.01))
+    case.guard.start(0)
+    resumed = Case(FakeActor(0.05), FakeWorkers(0.05))
+    resumed.guard.restore(case.guard.state())
+    resumed.push(0.05, version=1)  # five times the gap before
+    resumed.guard.start(1)
+    resumed.push(0.05, version=2)
+    assert resumed.warnings == []
+
+
+def test_a_run_that_resumes_without_a_canary_starts_one():
+    case = Case(FakeActor(0.02), FakeWorkers(0.02))
+    case.guard.restore(None)
+    case.guard.start(4)
+    assert case.guard.canary is not None
