@@ -14,6 +14,7 @@ from hotseat.loop.losses import (
     SupervisedObjective,
 )
 from hotseat.train.backend import Outputs
+from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
 
 
@@ -132,6 +133,25 @@ def three_samples(advantages: list[float], **fields) -> MicroBatch:
         fields={ADVANTAGES: torch.tensor(values), ROLLOUT_LOG_PROBS: torch.zeros(8)} | fields,
         sample_ids=("a", "b", "b", "c"),
     )
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask-tis"])
+def test_corrections_of_micro_batches_are_those_of_the_whole_step(correction):
+    """The engine's gap of sample b is 1.5 and -1.3 in its two segments: 0.1 on average, which keeps all of it."""
+    old = torch.tensor([0.0, 0.2, 0.0, 1.5, 0.0, -1.3, 0.0, 2.5])
+    whole = three_samples([1.0, 2.0, -1.0, 0.5], **{OLD_LOG_PROBS: old})
+    corrected = objective(correction=correction)
+    pieces = split_by_count(whole, 2)
+    assert sorted(piece.sample_ids for piece in pieces) == [("a",), ("b", "b"), ("c",)]
+
+    def loss_and_changes(batch):
+        terms = corrected.terms(Outputs(batch.fields[OLD_LOG_PROBS].clone().requires_grad_(), None), batch)
+        return terms.loss.item(), int(terms.metrics["corrected"])
+
+    parts = [loss_and_changes(piece) for piece in pieces]
+    expected = loss_and_changes(whole)
+    assert sum(loss for loss, _ in parts) == pytest.approx(expected[0])
+    assert sum(changed for _, changed in parts) == expected[1]
 
 
 def test_samples_without_an_advantage_have_no_gradient():
