@@ -45,7 +45,7 @@ MAX_NEW_TOKENS = 64
 MAX_LENGTH = 192
 SHAPES = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "tiny": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
 VOCAB_SIZES = {"1.5b": 151_936, "tiny": 1024}
 NORM_WEIGHT = 6.0
@@ -91,12 +91,10 @@ def load(path: Path, dtype: torch.dtype) -> Any:
     """The checkpoint's weights as bf16 has them, in this type."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    for buffer, exact in zip(model.buffers(), AutoModelForCausalLM.from_config(model.config).buffers(), strict=True):
-        buffer.data = exact.to(buffer.device)  # frequencies of positions keep their bits
-    for weight in model.parameters():
-        weight.data = weight.data.to(DEVICE, dtype)
-    return model.to(DEVICE).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE).eval()
+    for weight in model.parameters():  # not buffers: frequencies of positions keep their bits
+        weight.data = weight.data.bfloat16().to(dtype)
+    return model
 
 
 def make_prompts(path: Path, count: int) -> list[list[int]]:
@@ -207,7 +205,7 @@ def vllm_states(engine: Any, samples: list[dict[str, Any]]) -> list[list[Tensor]
     for sample in samples[:NUM_TRACED]:
         collected.clear()
         engine.score([sample["token_ids"]], 1.0)
-        found.append([part.cpu() for part in collected[0]])
+        found.append([part[: len(sample["token_ids"])].cpu() for part in collected[0]])
     return found
 
 
@@ -583,10 +581,10 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="run the trainer without torch.compile")
     parser.add_argument("--sample-to", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     if args.sample_to is not None:
         run_engine(args.model, args.engine, args.tokens, args.sample_to)
         return
-    transformers.utils.logging.disable_progress_bar()
     is_compiled = DEVICE == "cuda" and not args.eager
     show = Console(width=130).print
     with tempfile.TemporaryDirectory() as directory:

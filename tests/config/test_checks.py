@@ -50,6 +50,7 @@ WITHOUT_EFFECT = {
         "algorithm: {estimator: gae}\ncritic: {optimizer: {schedule: constant, min_learning_rate_ratio: 0.5}}",
         "schedule is constant",
     ),
+    "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "overlap.partial_rollout": ("overlap: {partial_rollout: true}", "no push meets"),

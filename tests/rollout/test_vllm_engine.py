@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
+from hotseat.rollout.vllm_versions import widen_head
 
 from . import conformance
-from .conformance import PATIENCE_S, Subject, named_weights
+from .conformance import PATIENCE_S, Subject, named_weights, request
 from .test_transformers_engine import random_model
 
 pytestmark = [
@@ -45,14 +47,21 @@ MAX_LENGTH = 640
 class Shared:
     """A core that outlives the engines around it."""
 
-    def __init__(self, directory: Path, config: Any, tensor_parallel_size: int = 1, when_lost: Any = None):
+    def __init__(
+        self,
+        directory: Path,
+        config: Any,
+        tensor_parallel_size: int = 1,
+        when_lost: Any = None,
+        dtype: str = "float32",
+    ):
         self.config = config
         self.directory = str(directory)
         random_model(config, 0).save_pretrained(directory)
         self.core = Core(
             CoreOptions(
                 model=self.directory,
-                dtype="float32",
+                dtype=dtype,
                 max_length=MAX_LENGTH,
                 num_slots=256,
                 tensor_parallel_size=tensor_parallel_size,
@@ -96,3 +105,38 @@ def shared() -> Iterator[Shared]:
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance(shared: Shared, check: Any) -> None:
     check(Subject(engine=shared.engine, model=lambda n: random_model(MODEL, n), is_bit_exact=False, tolerance=2e-4))
+
+
+def test_logits_of_a_16_bit_model_are_float32_by_vllm_or_by_us() -> None:
+    """What reaches the sampler, and what log-probs are made of: the same where vLLM has no type for the head."""
+    seen: list[torch.dtype] = []
+
+    def without_a_type(worker: Any) -> None:
+        model = worker.model_runner.model
+        del model.logits_processor.head_dtype
+        assert widen_head(model, worker.model_runner.model_config) is None
+        inner = model.logits_processor._get_logits
+        model.logits_processor._get_logits = lambda *given: inner(*given[:3])  # versions that have one pass more
+
+    def watch(worker: Any) -> None:
+        worker.model_runner.model.logits_processor.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+
+    with tempfile.TemporaryDirectory() as directory:
+        made = Shared(Path(directory), MODEL, dtype="bfloat16")
+        try:
+            with made.engine() as engine:
+                engine._core.call(watch)  # type: ignore[arg-type]
+                before = engine.digest()
+                asked = request("a", temperature=1.0)
+                (theirs,) = engine.generate([asked])
+                tokens = [*asked.token_ids, *theirs.token_ids]
+                scored = engine.score([tokens], 1.0)
+                engine._core.call(without_a_type)  # type: ignore[arg-type]
+                (ours,) = engine.generate([asked])
+                assert ours.token_ids == theirs.token_ids
+                assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-4)
+                assert engine.score([tokens], 1.0)[0] == pytest.approx(scored[0], abs=1e-4)
+                assert engine.digest() == before
+                assert set(seen) == {torch.float32}
+        finally:
+            made.end()

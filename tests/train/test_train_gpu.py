@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from hotseat.algorithms.head import project
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, ZeroOptions, make_backend, split_by_count
+from hotseat.train.logprobs import token_log_probs
 
 from . import conformance
 from .conformance import (
@@ -175,3 +177,26 @@ def test_ligers_kernels_beside_adapters_checkpointing_and_values() -> None:
             norms.append([backend.update([some_segments()], loss, 1.0).grad_norm for _ in range(2)])
             backend.close()
         torch.testing.assert_close(torch.tensor(norms[0]), torch.tensor(norms[1]), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiler", [None, "inductor"])
+def test_log_probs_of_16_bit_hidden_states_come_from_float32_logits(dtype: torch.dtype, compiler: str | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, device="cuda").to(dtype).requires_grad_()
+        for shape in ((300, 64), (1111, 64), (1111,))
+    )
+    targets = torch.randint(0, 1111, (300,), generator=generator, device="cuda")
+    leaves, exact = [hidden, weight, bias], [each.detach().double().requires_grad_() for each in (hidden, weight, bias)]
+    with torch.no_grad():
+        logits = project(hidden, weight, bias)
+    assert logits.dtype == torch.float32
+    expected = (exact[0] @ exact[1].t() + exact[2]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    log_probs, _ = token_log_probs(hidden, weight, targets, bias=bias, chunk_rows=128, compiler=compiler)
+    torch.testing.assert_close(log_probs.double(), expected, rtol=1e-4, atol=1e-4)
+    ours = torch.autograd.grad(log_probs.sum(), leaves)
+    theirs = torch.autograd.grad(expected.sum(), exact)
+    for mine, true in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - true).norm() <= 0.01 * true.norm()
