@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from hotseat import faults
 from hotseat.cli.main import main
-from hotseat.config import load, loads
-from hotseat.errors import BudgetError, DeviceMemoryError, WorkerError
+from hotseat.cli.openrlhf.translate import translate
+from hotseat.config import load, loads, to_yaml
+from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, WorkerError
 from hotseat.faults import Fault
 from hotseat.loop.budgets import (
     CPU_TOKENS,
@@ -27,8 +28,10 @@ from hotseat.loop.budgets import (
 from hotseat.loop.cutting import BatchSettings, Cutter
 from hotseat.loop.planning import make_plan, with_budgets
 from hotseat.loop.run import start
+from hotseat.loop.saving import compare
 from hotseat.observe import read_lines
 from hotseat.placement import GIB
+from hotseat.train.headroom import Peak, is_out_of_memory, trial_batch
 from hotseat.types import MicroBatch
 
 # --- what is chosen ---------------------------------------------------------------------------------------------------
@@ -142,6 +145,30 @@ def test_what_a_checkpoint_chose_is_taken_over_unless_the_run_has_chosen():
     assert with_budgets_of(with_budget(loads(RL), "train", 2048), old) == with_budget(old, "train", 2048)
     fixed = loads(RL, ["train.micro_batch_size=4"])
     assert with_budgets_of(fixed, old).train == fixed.train
+
+
+def test_what_a_checkpoint_chose_is_no_change_of_the_config():
+    saved = to_yaml(with_budget(loads(RL), "train", 4096))
+    assert compare(saved, loads(RL)) == []
+    assert compare(saved, with_budget(loads(RL), "train", 2048)) == [
+        "train.chosen_tokens_per_device: 4096 when the checkpoint was written, now 2048"
+    ]
+
+
+def test_a_size_that_is_neither_a_number_nor_auto_is_refused():
+    with pytest.raises(ConfigError, match="train.micro_batch_size: given 'many', must be a whole number or auto"):
+        loads("train: {micro_batch_size: many}")
+    with pytest.raises(ConfigError, match="rollout.micro_batch_size: given 0, must be above 0"):
+        loads("rollout: {micro_batch_size: 0}")
+
+
+def test_openrlhfs_flags_take_a_number_or_auto():
+    line = ["--pretrain", "m", "--micro_train_batch_size", "auto", "--micro_rollout_batch_size", "3"]
+    config = translate("train_ppo_ray", line, {}).config
+    assert (config.train.micro_batch_size, config.rollout.micro_batch_size) == ("auto", 3)
+    assert translate("train_sft", ["--pretrain", "m"], {}).config.train.micro_batch_size == 8
+    with pytest.raises(ConfigError, match="a whole number or auto"):
+        translate("train_ppo_ray", ["--micro_train_batch_size", "some"], {})
 
 
 def test_an_override_takes_the_place_of_what_was_chosen():
@@ -262,6 +289,30 @@ def test_a_run_that_ends_for_memory_keeps_the_smaller_budget():
     with pytest.raises(WorkerError), smaller_budget_kept(lambda: config, kept.append):
         raise WorkerError("actor rank 1") from ValueError("something else")
     assert len(kept) == 1
+
+
+def test_errors_of_every_library_that_say_so_are_out_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_trial_is_as_large_as_the_budget_and_like_no_special_case():
+    batch = trial_batch(100, 30, 97)
+    assert (batch.offsets[1:] - batch.offsets[:-1]).tolist() == [30, 30, 30, 10]
+    assert batch.mask.sum() == 3 * 15 + 5
+    assert int(batch.token_ids.max()) < 97
+    assert trial_batch(100, 30, 97, is_padded=True).num_tokens == 90  # what would fill the last one up counts
+    assert trial_batch(30, 30, 97).num_segments == 2
+
+
+def test_a_peak_leaves_a_margin_or_does_not():
+    peak = Peak(before=10, most=50, limit=90)
+    assert peak.has_headroom()
+    assert peak.has_headroom(times=2.0)  # 10 + 2 x 40
+    assert not peak.has_headroom(times=2.1)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
