@@ -29,10 +29,6 @@ POINTS = {
     "prepare.before": "driver: before experience is prepared",
     "update.before": "driver: before an update",
     "update.micro-batch": "actor: between two micro-batches",
-    "update.forward": "a model that learns: before the forward of a micro-batch",
-    "update.backward": "a model that learns: before the backward of a micro-batch",
-    "score.forward": "a model that scores: before the forward of a micro-batch",
-    "trial.forward": "a model: before the forward of a micro-batch that is tried out",
     "update.middle": "actor: gradients are there, the optimizer has not stepped",
     "push.before": "driver: before a push",
     "push.during": "driver: the engines have the first bucket",
@@ -43,6 +39,14 @@ POINTS = {
     "save.during": "actor: while a checkpoint is written",
     "save.commit": "driver: all is written and hashed, before the rename",
     "save.after": "driver: after the rename",
+}
+
+# Where a model may run out of device memory. Not every run, and not every step, comes to each of them.
+MEMORY_POINTS = {
+    "update.forward": "before a micro-batch that is learned from",
+    "update.backward": "between its forward and its backward",
+    "score.forward": "before a micro-batch that is scored",
+    "trial.forward": "before a micro-batch that is tried out; on a CPU only if a fault is armed here",
 }
 
 _directory = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
@@ -61,7 +65,7 @@ class Fault:
     skip: int = 0  # so many times nothing happens
 
     def arm(self, directory: Path, name: str) -> None:
-        assert self.point in POINTS, self.point
+        assert self.point in POINTS | MEMORY_POINTS, self.point
         writing = directory / f".{name}"
         writing.write_text(json.dumps(asdict(self)))
         writing.rename(directory / f"{name}.fault")

@@ -20,7 +20,7 @@ actor:
   model: {model}
   optimizer: {{learning_rate: 1e-3, schedule: linear, warmup_ratio: 0.05, min_learning_rate_ratio: 0.05}}
 data: {{path: {examples}, output_key: output, max_length: 16}}
-train: {{dtype: fp32, batch_size: 64, micro_batch_size: 64}}
+train: {{dtype: fp32, batch_size: 64}}
 log: {{every: 50}}
 """
 
@@ -40,7 +40,7 @@ data: {{path: {prompts}, label_key: label, max_length: 16, max_samples: {num_pro
 reward: {{function: {reward}}}
 rollout: {{batch_size: 64, samples_per_prompt: 8, max_new_tokens: 5, num_slots: 256}}
 algorithm: {{estimator: group_norm}}
-train: {{dtype: fp32, batch_size: 512, micro_batch_size: 512}}
+train: {{dtype: fp32, batch_size: 512}}
 eval: {{path: {held_out}, every: 20, temperature: 0.0, samples_per_prompt: 1}}
 log: {{every: 10}}
 """

@@ -328,7 +328,8 @@ def compare(saved: str, config: Config) -> list[str]:
     notes: list[str] = []
     refused: list[str] = []
     for key in now:
-        if then.get(key) == now[key]:
+        is_taken_over = key.endswith("chosen_tokens_per_device") and now[key] is None
+        if then.get(key) == now[key] or is_taken_over:
             continue
         line = f"{key}: {then.get(key)} when the checkpoint was written, now {now[key]}"
         is_free = any(key == free or key.startswith(f"{free}.") for free in FREE)

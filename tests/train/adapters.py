@@ -38,6 +38,7 @@ from .conformance import (
     Make,
     PlainTraining,
     Scenario,
+    an_update_without_memory_is_made_again_in_smaller_pieces,
     assert_close,
     assert_identical,
     assert_same_training,
@@ -250,6 +251,11 @@ def value_model(path: Path, seed: int = 0) -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, pad_token_id=0)
 
 
+def updates_of_adapters_without_memory_drop_the_same_when_made_again(make: Make, directory: Path) -> None:
+    options = replace(LORA, lora=LoraOptions(RANK, ALPHA, dropout=0.5), average_decay=BETA)
+    an_update_without_memory_is_made_again_in_smaller_pieces(make, directory, options)
+
+
 def dropout_is_for_updates_alone(make: Make, directory: Path) -> None:
     dropping = replace(LORA, lora=LoraOptions(RANK, ALPHA, dropout=0.5))
     results = []
@@ -339,6 +345,7 @@ ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     exports_load_in_transformers_and_in_peft,
     a_value_model_trains_its_head_too,
     dropout_is_for_updates_alone,
+    updates_of_adapters_without_memory_drop_the_same_when_made_again,
     sixteen_bit_compute_has_a_sixteen_bit_base,
     layers_that_cannot_have_adapters_are_named,
     the_average_is_written_out,
