@@ -1,8 +1,9 @@
 """Logits from hidden states: the head of a language model.
 
-A 16-bit product rounds its results to 16 bits, and bfloat16 numbers between 16 and 32 are 0.125 apart: of all that
-rounds in a bfloat16 forward, nothing moves a log-prob as much. The sums are float32 inside the product anyway; keeping
-them costs no more than the bytes. What goes in, hidden states and weights, stays 16 bits.
+A 16-bit product rounds its results to 16 bits, and bfloat16 numbers between 16 and 32 are 0.125 apart: about two
+fifths of the squared error of SmolLM2-135M's log-probs, the layers being the rest (bench/log_prob_error.py). The sums
+are float32 inside the product anyway; keeping them costs no more than the bytes. What goes in, hidden states and
+weights, stays 16 bits.
 """
 
 from __future__ import annotations

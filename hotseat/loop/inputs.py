@@ -50,11 +50,14 @@ def _check_model(
 
     from hotseat.train.liger import check_liger
     from hotseat.train.lora import check_targets
-    from hotseat.train.models import check_fit, check_stored_head, check_value_head
+    from hotseat.train.models import check_fit, check_length, check_stored_head, check_value_head
 
     try:
         found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
         check_fit(found, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
+        check_length(found, config.data.max_length)
+        if key == "actor.model" and config.task == "rl":
+            _check_engine(config, found)
         if config.train.liger_kernel:
             check_liger(found)
         if is_value:
@@ -68,6 +71,20 @@ def _check_model(
         raise UserError(f"{key} {model!r}: {error}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{key} {model!r}: no model there: {error}") from None
+
+
+def _check_engine(config: Config, model_config: Any) -> None:
+    """Whether the engine has what a model of this config needs."""
+    if config.rollout.engine == "transformers":
+        from hotseat.rollout.transformers_engine import check_config
+
+        check_config(model_config, config.data.max_length)
+    else:
+        import torch
+
+        from hotseat.rollout import vllm_versions
+
+        vllm_versions.check_config(model_config, is_cpu=not torch.cuda.is_available())
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:

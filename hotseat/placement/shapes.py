@@ -123,6 +123,13 @@ def from_hf_config(config: Mapping[str, object]) -> ModelShape:
             "model config has kv_lora_rank: latent attention is not described here; without a shape, memory is not"
             " checked"
         )
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list) and not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        kinds = ", ".join(sorted(set(map(str, layer_types)) - {"full_attention", "sliding_attention"}))
+        raise PlacementError(
+            f"model config has layer_types {kinds}: such layers are not described here; without a shape, memory is not"
+            " checked"
+        )
     family = str(config.get("model_type", ""))
     num_heads = _whole(config, "num_attention_heads", 0)
     hidden_size = _whole(config, "hidden_size", 0)

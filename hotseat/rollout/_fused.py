@@ -43,7 +43,7 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
 
 
 def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
-    """Of every parameter that is known, under every name that it has. `rank`: among those that share the model."""
+    """Of every parameter that is known, under every name that it may have. `rank`: among those that share the model."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
@@ -74,6 +74,8 @@ def _of_parameter(
     is_cut = isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_size > 1
     part = module.tp_rank if is_cut else 0
 
+    full = f"{prefix}.{name}" if prefix else name
+
     def piece(full: str, view: Tensor, start: int, total: int, dim: int = 0, is_counted: bool = True) -> Piece:
         offset = tuple(start if d == dim else 0 for d in range(view.dim()))
         shape = tuple(total if d == dim else size for d, size in enumerate(view.shape))
@@ -81,14 +83,19 @@ def _of_parameter(
 
     def fused(sizes: Sequence[int], parts: Sequence[int], totals: Sequence[int], counted: Sequence[bool]) -> Any:
         names = packed.get(last, ())
-        if len(names) != len(sizes) or live.shape[0] != sum(sizes):
+        if live.shape[0] != sum(sizes):
             return  # fused in another way: no digest reaches it
+        # One weight in some checkpoints too (Phi-3, GLM-4): under that name, which others do not have.
+        starts = [sum(totals[:index]) for index in range(len(totals))]
+        for view, size, at, first, counts in zip(live.split(list(sizes)), sizes, parts, starts, counted, strict=True):
+            yield piece(full, view, first + at * size, sum(totals), is_counted=counts)
+        if len(names) != len(sizes):
+            return
         for each, view, size, at, total, counts in zip(
             names, live.split(list(sizes)), sizes, parts, totals, counted, strict=True
         ):
             yield piece(f"{parent}.{each}.{name}", view, at * size, total, is_counted=counts)
 
-    full = f"{prefix}.{name}" if prefix else name
     if isinstance(module, QKVParallelLinear):
         heads = [module.num_heads, module.num_kv_heads, module.num_kv_heads]
         all_heads = [module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads]

@@ -460,6 +460,23 @@ class _SlotLayer(CacheLayerMixin):
         return self._cache.max_keys
 
 
+def check_config(model_config: Any, max_length: int) -> None:
+    """Raise if a model of this config keeps more than keys and values per token, or its angles depend on lengths."""
+    config, name = model_config.get_text_config(), type(model_config).__name__.removesuffix("Config")
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if not layer_types <= {"full_attention", "sliding_attention"}:
+        raise NotBuiltError(
+            f"{name} has layers of type {', '.join(sorted(layer_types))}: the transformers engine knows"
+            " full_attention and sliding_attention; use the vLLM engine"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_length > (config.original_max_position_embeddings or 0):
+        raise NotBuiltError(
+            f"{name}: beyond {config.original_max_position_embeddings} tokens the angles of longrope depend on the"
+            f" longest sequence of the batch; set max_length {max_length} to at most that, or use the vLLM engine"
+        )
+
+
 class AnySlots:
     """Any causal model with keys and values per token, through its own forward with masks and positions of ours."""
 
@@ -476,20 +493,11 @@ class AnySlots:
                 f"{name} with attention {config._attn_implementation!r}: the transformers engine masks each slot by"
                 ' itself, which takes attn_implementation="sdpa" or "eager"'
             )
+        check_config(model.config, max_length)
+        if getattr(config, "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")  # with others transformers leaves the cap of the scores out
         self._window = getattr(config, "sliding_window", None)
-        layer_types = set(getattr(config, "layer_types", None) or ())
-        if not layer_types <= {"full_attention", "sliding_attention"}:
-            raise NotBuiltError(
-                f"{name} has layers of type {', '.join(sorted(layer_types))}: the transformers engine knows"
-                " full_attention and sliding_attention; use the vLLM engine"
-            )
-        self._layer_types = layer_types
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope" and max_length > (config.original_max_position_embeddings or 0):
-            raise NotBuiltError(
-                f"{name}: beyond {config.original_max_position_embeddings} tokens the angles of longrope depend on the"
-                f" longest sequence of the batch; set max_length {max_length} to at most that, or use the vLLM engine"
-            )
+        self._layer_types = set(getattr(config, "layer_types", None) or ())
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
 
         probe: Any = DynamicCache()
@@ -523,7 +531,7 @@ class AnySlots:
         tokens = torch.arange(2 * ROWS, device=device)[None] % self.vocab_size
         name = type(self._model).__name__
         try:
-            expected = self._model(input_ids=tokens, use_cache=False).logits[0, ROWS].float()
+            expected = self._eager_logits(tokens)[0, ROWS].float()
             (prefix,) = self.prefill(tokens[:, :ROWS], [ROWS])
             self.cache.write([0], prefix)
             row = torch.zeros(ROWS, dtype=torch.int64, device=device)
@@ -539,6 +547,16 @@ class AnySlots:
                 f"{name} gives other logits slot by slot than in one forward (by {difference:.2g}, at most"
                 f" {allowed:.2g} is rounding): use the vLLM engine"
             )
+
+    def _eager_logits(self, tokens: Tensor) -> Tensor:
+        """By the attention that has everything: transformers leaves caps and sinks out of faster ones."""
+        used = self._model.config.get_text_config()._attn_implementation
+        self._model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        finally:
+            self._model.set_attn_implementation(used)
+        return logits
 
     def _masks(self, positions: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
         dtype = self.cache.keys.dtype

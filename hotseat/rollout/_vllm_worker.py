@@ -20,6 +20,7 @@ from hotseat.rollout._live_weights import WeightNames
 
 # Here, because this module is the first of ours that a worker's process imports, and it does so before the model loads.
 versions.leave_weights_in_place()
+versions.leave_classes_alone()
 
 
 class WorkerExtension:
@@ -49,7 +50,7 @@ class WorkerExtension:
         reached = {piece.name for piece in self.hotseat_pieces}
         return {
             "bytes": versions.part_bytes(self),
-            "undigested": [name for name in names.first_names if name not in reached],
+            "undigested": [name for name, first in names.first_names.items() if not reached & {name, first}],
         }
 
     def hotseat_score_at(self, temperature: float) -> None:

@@ -22,10 +22,12 @@ from hotseat.algorithms.digest import signed
 from hotseat.errors import HotseatError, UserError
 from hotseat.rollout._live_weights import LiveWeights
 from hotseat.rollout._sampling import filtered, sample, uniforms
-from hotseat.rollout._slots import Prefix, padded, slot_model
+from hotseat.rollout._slots import Prefix, check_config, padded, slot_model
 from hotseat.rollout._threaded import EngineSequence, ThreadedEngine
 from hotseat.rollout.engine import PARTS, Part
 from hotseat.types import Completion
+
+__all__ = ["TransformersEngine", "check_config"]
 
 
 class _PrefixCache:

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hotseat.algorithms.head import HALVES, project
-from hotseat.errors import WorkerError
+from hotseat.errors import NotBuiltError, WorkerError
 from hotseat.types import Request
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
+_TRANSFORMERS_MODELS = "vllm.model_executor.models.transformers.base"
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -47,6 +48,26 @@ def what_is_wrong() -> str | None:
         fits = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
         return f"vLLM {found} is installed; versions {fits} work: install one of those"
     return None
+
+
+def check_config(model_config: Any, is_cpu: bool) -> None:
+    """Raise if vLLM cannot serve a model of this config with weights that are pushed. Does not import vLLM."""
+    if getattr(model_config.get_text_config(), "kv_lora_rank", None):
+        name = type(model_config).__name__.removesuffix("Config")
+        raise NotBuiltError(
+            f"{name} has latent attention, and vLLM decodes with products of its weights that are made once: a push"
+            " would not change them; set rollout.engine to transformers"
+        )
+    if model_config.model_type.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
+        raise NotBuiltError(
+            "vLLM's Qwen3.5 can see images and needs torchvision for that, which is not installed: install the one that"
+            f" was built for torch {torch.__version__}"
+        )
+    if is_cpu and model_config.model_type == "gpt_oss":
+        raise NotBuiltError(
+            "the experts of gpt-oss have biases and an activation of their own, which are not computed with vLLM on a"
+            " CPU: set rollout.engine to transformers"
+        )
 
 
 def installed_version() -> str:
@@ -305,6 +326,21 @@ def leave_weights_in_place() -> None:
         if kernel is not None and issubclass(kernel, FusedMoEExpertsModular):  # earlier versions have others
             kernel.process_weights_after_loading = lambda *_: None
             kernel.apply = _apply_experts
+
+
+def leave_classes_alone() -> None:
+    """Keep vLLM from changing the classes of transformers.
+
+    Of a model that it runs by transformers' own code (SmolLM3, OLMo 2) vLLM changes the class of the body, to compile
+    it: no other model of the class then works in the process, such as the one under training. On a CPU nothing is
+    compiled, and the class can stay as it is.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and importlib.util.find_spec(_TRANSFORMERS_MODELS) is not None:
+        base: Any = getattr(importlib.import_module(_TRANSFORMERS_MODELS), "Base", None)
+        if hasattr(base, "_decorate_for_torch_compile"):
+            base._decorate_for_torch_compile = lambda *_: None
 
 
 def _apply_experts(

@@ -7,13 +7,20 @@ blocks and not the square of all tokens. Padded rows need neither: the filling i
 
 Where segments share their first tokens, each segment gathers a copy of them: the rest of the model, which is most of
 the work, sees them once.
+
+Scores that are capped (Gemma 2) or compete with a sink (gpt-oss) are computed as they are defined, a chunk of queries
+at a time: no kernel of torch has them.
+
+`watched` compares what layers ask for with the masks that transformers would have made for them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +28,9 @@ from torch import Tensor, nn
 from torch.fx.experimental.sym_node import DynamicInt
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from hotseat.errors import NotBuiltError
 from hotseat.train.sequence import Slice
@@ -35,6 +44,25 @@ _LIKE_LENGTH = 0.7
 
 # Older versions take grouped-query heads as they are, newer ones want to be told.
 _ASKS_FOR_GROUPING = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+# Elements of one chunk of scores where they are computed as they are defined, in float32 4 bytes each.
+_CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a layer does between queries times keys and values."""
+
+    scale: float | None  # None: 1 / sqrt(head_size)
+    window: int | None = None  # a token sees so many, itself included; None: all before it
+    cap: float | None = None  # cap · tanh(score / cap)
+    sinks: Tensor | None = None  # [num_heads]: one more score to divide by, whose value is nothing
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether torch has kernels for them."""
+        return self.cap is None and self.sinks is None
 
 
 @dataclass(frozen=True)
@@ -137,74 +165,111 @@ def causal_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [batch, num_heads, length, head_size], key and value with num_key_value_heads -> [batch, length, ...]."""
-    extras = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if extras or dropout:
+    if dropout or kwargs.get("position_bias") is not None:
         raise NotBuiltError(
-            f"{type(module).__name__} asks for attention with {', '.join(extras) or 'dropout'}, which training does not"
-            " have: choose a model with plain causal attention"
+            f"{type(module).__name__} asks for attention with {'dropout' if dropout else 'position_bias'}, which"
+            " training does not have: choose a model with plain causal attention"
         )
+    scores = Scores(scaling, sliding_window, softcap, s_aux)
+    if _watches:
+        _watches[-1].calls.append((attention_mask, scores))
     blocks: Blocks | None = kwargs.get(BLOCKS)
     if blocks is None:
-        out = _rows(query, key, value, scaling, sliding_window)
+        out = _rows(query, key, value, scores)
     elif blocks.slice is not None:
-        packed = functools.partial(_packed, blocks=blocks, scale=scaling, window=sliding_window)
-        out = blocks.slice.attend(packed, query, key, value)
+        if s_aux is not None:
+            raise NotBuiltError(
+                f"{type(module).__name__} has attention sinks, and sequences over several ranks give each rank a part"
+                " of the heads, without their sinks: set train.sequence_parallel_size to 1"
+            )
+        out = blocks.slice.attend(functools.partial(_packed, blocks=blocks, scores=scores), query, key, value)
     else:
-        out = _packed(query, key, value, blocks, scaling, sliding_window)
+        out = _packed(query, key, value, blocks, scores)
     return out, None
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scale: float | None, window: int | None
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scores: Scores) -> Tensor:
     if blocks.offsets is not None:
-        return _varlen(query, key, value, blocks, blocks.offsets, scale, window)
-    return _gathered(query, key, value, blocks, scale, window)
+        return _varlen(query, key, value, blocks, blocks.offsets, scores)
+    return _gathered(query, key, value, blocks, scores)
 
 
-def _rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+def _rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
     """Every row is one segment: [rows, heads, length, head_size] -> [rows, length, heads, head_size]."""
+    if not scores.are_plain:
+        return _defined(query, key, value, scores)
     length = query.shape[2]
     mask = None
-    if window is not None and length > window:
-        step = torch.arange(length, device=query.device)
-        behind = step[:, None] - step
-        mask = (behind >= 0) & (behind < window)
+    if scores.window is not None and length > scores.window:
+        mask = _is_seen(torch.arange(length, device=query.device), length, scores.window)
     return scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scale,
+        scale=scores.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     ).transpose(1, 2)
 
 
+def _is_seen(queries: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """[num_queries] positions -> [num_queries, num_keys]: whether each sees the key."""
+    behind = queries[:, None] - torch.arange(num_keys, device=queries.device)
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
+
+
+@torch.compiler.disable  # each number of chunks would be another graph
+def _defined(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Of rows, as `_rows`, from the scores themselves. Forward and backward hold one chunk of them."""
+    rows, heads, length, _ = query.shape
+    limit = _CHUNK_ELEMENTS.get(query.device.type, 2**27)
+    size = max(1, limit // max(1, rows * heads * length))
+    parts = []
+    for start in range(0, length, size):
+        chunk = query[:, :, start : start + size]
+        last = start + chunk.shape[2]  # nothing in the chunk sees what comes after
+        arguments = (chunk, key[:, :, :last], value[:, :, :last], start, scores)
+        is_kept = size >= length or not torch.is_grad_enabled()
+        parts.append(_attend(*arguments) if is_kept else checkpoint(_attend, *arguments, use_reentrant=False))
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scores: Scores) -> Tensor:
+    """Of queries from position `start` on."""
+    copies = query.shape[1] // key.shape[1]
+    if copies > 1:
+        key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
+    scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    found = (query @ key.transpose(-1, -2)).float() * scale
+    if scores.cap is not None:
+        found = scores.cap * torch.tanh(found / scores.cap)
+    positions = torch.arange(start, start + query.shape[2], device=query.device)
+    found = found.masked_fill(~_is_seen(positions, key.shape[2], scores.window), -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float()[:, None, None].expand(*found.shape[:-1], 1)
+        found = torch.cat([found, sinks], dim=-1)
+    shares = found.softmax(-1)[..., : key.shape[2]]
+    return shares.to(value.dtype) @ value
+
+
 @torch.compiler.disable  # each number of groups would be another graph
-def _gathered(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scale: float | None, window: int | None
-) -> Tensor:
+def _gathered(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scores: Scores) -> Tensor:
     flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]  # [num_tokens, heads, head_size]
     outputs = []
     for tokens, num_segments, length in blocks.rows:
         rows = [gather(tensor, tokens).unflatten(0, (num_segments, length)).transpose(1, 2) for tensor in flat]
-        outputs.append(_rows(rows[0], rows[1], rows[2], scale, window).flatten(0, 1))
+        outputs.append(_rows(rows[0], rows[1], rows[2], scores).flatten(0, 1))
     return torch.cat(outputs).index_select(0, blocks.places).unsqueeze(0)
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: Blocks,
-    offsets: Tensor,
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, offsets: Tensor, scores: Scores) -> Tensor:
+    assert scores.are_plain, "blocks for varlen attention, and scores that it does not have"
     flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     if blocks.copies is not None:
         flat = [gather(tensor, blocks.copies) for tensor in flat]
@@ -216,11 +281,64 @@ def _varlen(
         offsets,
         blocks.longest,
         blocks.longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        scale=scores.scale,
+        window_size=(-1 if scores.window is None else scores.window - 1, 0),
         **extra,
     )
     return (out if blocks.places is None else out.index_select(0, blocks.places)).unsqueeze(0)
 
 
 AttentionInterface.register(ATTENTION, causal_attention)
+
+
+# --- what layers ask for, against the masks of transformers -----------------------------------------------------------
+
+# (batch, head, query, key), indices -> whether the query sees the key
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Watch:
+    """The attention of one forward: the mask that transformers made for each call, and the scores asked for."""
+
+    masks: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
+    calls: list[tuple[Tensor | None, Scores]] = field(default_factory=list)
+
+    @property
+    def are_plain(self) -> bool:
+        return all(scores.are_plain for _, scores in self.calls)
+
+    def is_as_masked(self, num_positions: int) -> bool:
+        """Whether every call sees what its mask shows, from the last of so many positions."""
+        position = torch.tensor(num_positions - 1)
+        keys, zero = torch.arange(num_positions), torch.tensor(0)
+        for mask, scores in self.calls:
+            shows = next((shows for made, shows in self.masks if made is mask), None)
+            if shows is None:
+                continue  # the model made a mask of its own: only its outputs can tell
+            seen = _is_seen(position[None], num_positions, scores.window)[0]
+            if not torch.equal(shows(zero, zero, position, keys).expand(num_positions), seen):
+                return False
+        return True
+
+
+_watches: list[Watch] = []
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Record the attention of the forwards inside. No other forward makes masks: `causal_attention` needs none."""
+    watch = Watch()
+
+    def make(*, mask_function: MaskFunction, **_: Any) -> Tensor:
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        watch.masks.append((mask, mask_function))
+        return mask
+
+    AttentionMaskInterface.register(ATTENTION, make)
+    _watches.append(watch)
+    try:
+        yield watch
+    finally:
+        _watches.remove(watch)
+        AttentionMaskInterface._global_mapping.pop(ATTENTION)

@@ -84,7 +84,8 @@ class FSDPBackend(Trainer):
         else:
             self._wrapped.to(device)
         compute = torch.float32 if options.precision == "fp32" else torch.bfloat16
-        super().__init__(options, ranks, device, loaded, layout, has_flash(device, compute))
+        is_flash = has_flash(device, compute) and self._wrapped.has_plain_scores
+        super().__init__(options, ranks, device, loaded, layout, is_flash)
         # Taken once: while a layer is gathered the model shows other tensors under the same names.
         self._weights = dict(loaded.named_parameters())
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
@@ -174,7 +175,7 @@ class FSDPBackend(Trainer):
         size = 0
         for name, weight in self._state().items():
             if not isinstance(weight, DTensor):
-                yield name, convert(merge(name, weight, 0), dtype)
+                yield name, convert(merge(name, weight, 0), self._type_of(name, dtype))
                 continue
             num_bytes = weight.numel() * (dtype or weight.dtype).itemsize
             if bucket and (size + num_bytes > bucket_bytes or (dtype or weight.dtype) != (dtype or bucket[0][1].dtype)):
@@ -200,7 +201,7 @@ class FSDPBackend(Trainer):
         # What is the same on every rank counts once.
         here = {name: tensor for name, tensor in state.items() if name in offsets or self._ranks.rank == 0}
         rows = ((name, merge(name, local(tensor), first_rows.get(name, 0))) for name, tensor in here.items())
-        mine = named_digests(((name, convert(tensor, dtype)) for name, tensor in rows), offsets)
+        mine = named_digests(((name, convert(tensor, self._type_of(name, dtype))) for name, tensor in rows), offsets)
         everyone = self._ranks.gather(mine, "add up the digests of the weights")
         return {name: combine_digests(part[name] for part in everyone if name in part) for name in state}
 

@@ -9,7 +9,7 @@ Rows are taken in chunks. Forward and backward hold one chunk of logits at a tim
 when all rows were one chunk, which forward then keeps.
 
 Logits are float32 where hidden states and weights are 16-bit too (see `hotseat.algorithms.head`): rounded to 16 bits
-they would be most of a log-prob's error. Their gradient is rounded to the type of the hidden states, for the products
+they would add much to a log-prob's error. Their gradient is rounded to the type of the hidden states, for the products
 that take it further: that is an error of 1/512 at most in each element, without a sign, in sums over the vocabulary or
 over rows whose results are 16-bit as well; the gradients of all layers below have the same.
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from hotseat.algorithms.head import project
 
@@ -56,10 +57,12 @@ def token_log_probs(
     with_entropy: bool = False,
     chunk_rows: int | None = None,
     compiler: Compiler | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each row's target, and the entropy of its distribution if asked.
 
     `compiler` is the backend that torch.compile gets for what is done with logits; None: operation by operation.
+    `cap`: logits are cap · tanh(logit / cap) before the temperature (Gemma 2); operation by operation.
 
     hidden [num_rows, hidden_size], weight [vocab_size, hidden_size], targets [num_rows] int64 -> [num_rows] each, in
     float32 (float64 for float64 input), with gradients for hidden, weight and bias.
@@ -70,7 +73,9 @@ def token_log_probs(
         if is_large
         else default_chunk_rows(weight.shape[0], hidden.device.type)
     )
-    if torch.compiler.is_compiling():
+    if cap is not None:
+        log_probs, entropy = _capped(hidden, weight, bias, targets, temperature, with_entropy, rows, cap)
+    elif torch.compiler.is_compiling():
         # Part of a whole model that is being compiled: to the compiler one operation, however many chunks it takes.
         _, log_probs, entropy = torch.ops.hotseat.log_probs(
             hidden, weight, bias, targets, temperature, with_entropy, rows, compiler is not None
@@ -79,6 +84,34 @@ def token_log_probs(
         log_probs, entropy = _ChunkedLogProbs.apply(
             hidden, weight, bias, targets, temperature, with_entropy, rows, compiler
         )
+    return log_probs, entropy if with_entropy else None
+
+
+def _capped(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    rows: int,
+    cap: float,
+) -> tuple[Tensor, Tensor | None]:
+    """As `token_log_probs`. Each chunk of logits is computed again by the backward, unless it is the only one."""
+
+    def score(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = (cap * torch.tanh(logits / cap) / temperature).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else log_p.new_empty(0)
+        return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+    is_kept = hidden.shape[0] <= rows or not torch.is_grad_enabled() or torch.compiler.is_compiling()
+    parts = [
+        score(*chunk, weight, bias) if is_kept else checkpoint(score, *chunk, weight, bias, use_reentrant=False)
+        for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
     return log_probs, entropy if with_entropy else None
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,12 +68,27 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, head: Head) -> No
         task_type="CAUSAL_LM" if head == "policy" else "SEQ_CLS",
         fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _of_no_known_type(model):
         torch.manual_seed(options.seed)
         inject_adapter_in_model(config, model, _NAME)
     assert find_adapters(model).keys() == {f"{name}.weight" for name in names}
     for name, weight in model.named_parameters():
         weight.requires_grad_(_is_adapter(name) or (head == "value" and name.startswith(f"{_head_name(model)}.")))
+
+
+@contextmanager
+def _of_no_known_type(model: PreTrainedModel) -> Iterator[None]:
+    """Keep PEFT from knowing what model this is.
+
+    It takes linear layers of some mixtures, by their names, for experts of older checkpoints (the shared experts of
+    DeepSeek-V3), and puts adapters elsewhere.
+    """
+    known = model.config.model_type
+    model.config.model_type = "unknown"
+    try:
+        yield
+    finally:
+        model.config.model_type = known
 
 
 def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[str]:

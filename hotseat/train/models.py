@@ -26,7 +26,7 @@ from transformers import (
 
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.observe.noise import unheard
-from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, gather
+from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, Watch, gather, watched
 from hotseat.train.backend import Head, LoraOptions, TrainOptions
 from hotseat.train.experts import check_experts, routing_sums
 from hotseat.train.liger import use_liger
@@ -38,6 +38,8 @@ from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, check_cut
 from hotseat.types import MicroBatch
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
+_LARGE_LOGIT = 40.0
+_NUM_POSITIONS = (64, 2**17)  # in which masks are compared: at least, at most
 
 
 class Policy(nn.Module):
@@ -50,6 +52,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.compiler: Compiler | None = None
+        self.has_plain_scores = True  # whether torch has kernels for the scores of its attention
+        self.logit_scale, self.logit_cap = logit_changes(model.config)
 
     def forward(self, inputs: ModelInput, temperature: float, with_entropy: bool = False) -> dict[str, Tensor]:
         """`log_probs`, and `entropy` if asked for: [num_wanted] each; `routing` (see `experts`) if there are counts."""
@@ -59,10 +63,11 @@ class Policy(nn.Module):
             hidden,
             head.weight,
             inputs.targets,
-            temperature=temperature,
+            temperature=temperature / self.logit_scale,
             bias=getattr(head, "bias", None),
             with_entropy=with_entropy,
             compiler=self.compiler,
+            cap=self.logit_cap,
         )
         found = {"log_probs": log_probs} | routing
         return found if entropy is None else found | {"entropy": entropy}
@@ -75,6 +80,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.model = model
         self.compiler: Compiler | None = None
+        self.has_plain_scores = True
 
     def forward(self, inputs: ModelInput, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
         """`values` [num_wanted] float32; `routing` (see `experts`) if there are counts."""
@@ -93,6 +99,14 @@ def _hidden(model: PreTrainedModel, inputs: ModelInput) -> tuple[Tensor, dict[st
         return hidden, {}
     num_chosen = model.config.get_text_config().num_experts_per_tok
     return hidden, {"routing": routing_sums(said.router_logits, inputs.counts, num_chosen)}
+
+
+def logit_changes(config: Any) -> tuple[float, float | None]:
+    """What a model of this config does to its logits: by what it multiplies them (Granite, Cohere), and to what it caps
+    them (Gemma 2). `_check_head` makes sure that this is all."""
+    text = config.get_text_config()
+    scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
+    return float(scale), getattr(text, "final_logit_softcapping", None)
 
 
 def load_model(
@@ -118,10 +132,41 @@ def load_model(
 
 def check_fit(config: Any, sequence_parallel_size: int, tensor_parallel_size: int, aux_loss_coefficient: float) -> None:
     """Raise if a model of this config cannot do what is asked of it."""
+    check_family(config)
     check_heads(sequence_parallel_size, config)
     check_cut(tensor_parallel_size, config)
     if aux_loss_coefficient:
         check_experts(config)
+
+
+def check_family(config: Any) -> None:
+    """Raise if models of this config cannot be trained whatever the options are."""
+    name = type(config).__name__.removesuffix("Config")
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        kind = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise NotBuiltError(
+            f"its weights are quantized ({kind or type(quantized).__name__}), and only weights of 16 or 32 bits are"
+            " trained: choose a checkpoint of the model in bf16, or make one with transformers"
+        )
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if "chunked_attention" in kinds:
+        raise NotBuiltError(
+            f"{name} has layers with attention inside chunks of a sequence, which training does not have: choose"
+            " another model"
+        )
+
+
+def check_length(config: Any, max_length: int) -> None:
+    """Raise if the angles of a model of this config depend on more than the position in sequences of this length."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and limit is not None and max_length > limit:
+        raise NotBuiltError(
+            f"beyond {limit} tokens the angles of longrope depend on the longest sequence of a batch, and trainer and"
+            f" engine would disagree: set data.max_length, which is {max_length}, to at most {limit}"
+        )
 
 
 def check_value_head(config: Any) -> None:
@@ -238,8 +283,7 @@ def prepare_model(
     if lora is not None:
         add_adapters(model, lora, head)
     can_pack = bool(getattr(model, "_supports_attention_backend", False))
-    if can_pack:
-        model.set_attn_implementation(ATTENTION)
+    plain = _use_own_attention(model) if can_pack else None
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -249,7 +293,8 @@ def prepare_model(
         _check_head(wrapped)
     else:
         wrapped = ValueModel(model)
-    if layout != "padded" and not (can_pack and _packs(wrapped)):
+    wrapped.has_plain_scores = plain is None or plain.are_plain
+    if layout != "padded" and not (can_pack and not _has_state(model) and _packs(wrapped)):
         if layout != "auto":
             raise NotBuiltError(
                 f"{type(model).__name__} cannot run {layout}: its layers do not keep segments apart; set the layout to"
@@ -309,19 +354,73 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _check_head(policy: Policy) -> None:
-    """Some models do more to their logits than project (a cap, a scale): refuse them rather than train on others."""
-    model = policy.model
-    probe = take(_probe(model), [1])
-    with torch.no_grad():
-        logits = model(input_ids=probe.token_ids[None].to(model.device), use_cache=False).logits[0]  # [5, vocab_size]
-        ours = policy(model_input(probe, "padded", device=model.device), 1.0)["log_probs"]
-    theirs = logits[:-1].double().log_softmax(-1).gather(-1, probe.token_ids[1:, None].to(model.device)).squeeze(-1)
-    if not _is_close(ours, theirs, logits.dtype):
+def _use_own_attention(model: PreTrainedModel) -> Watch:
+    """Let the layers call our attention instead of their own, and make sure that both give the same.
+
+    Windows are longer than any probe: what a layer asks for is compared with the mask that it would have had.
+    """
+    token_ids = _probe(model).token_ids[None].to(model.device)
+
+    def hidden() -> Tensor:
+        with torch.no_grad():
+            return model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state.float()
+
+    model.eval()
+    model.set_attn_implementation("eager")  # with capped scores and sinks, which transformers leaves out of others
+    expected = hidden()
+    model.set_attn_implementation(ATTENTION)
+    with watched() as watch:
+        ours = hidden()
+    is_alike = _is_close(ours / expected.abs().max(), expected / expected.abs().max(), model.dtype)
+    num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    if not is_alike or not watch.is_as_masked(max(_NUM_POSITIONS[0], min(num_positions, _NUM_POSITIONS[1]))):
         raise NotBuiltError(
-            f"the logits of {type(model).__name__} are not its hidden states times its output embedding (a cap or a"
-            " scale comes after), which training does not have: choose another model"
+            f"{type(model).__name__} has attention of another kind than training has (causal, whole or with a window,"
+            " capped, with sinks): choose another model"
         )
+    return watch
+
+
+def _check_head(policy: Policy) -> None:
+    """Some models do more to their logits than project, scale and cap: refuse them rather than train on others.
+
+    Random models have small logits, which a cap hardly changes: the head's are made large meanwhile.
+    """
+    model, head = policy.model, policy.model.get_output_embeddings()
+    seen: dict[str, Tensor] = {}
+
+    def keep_hidden(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        seen["hidden"] = output.last_hidden_state
+
+    def enlarge(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen["taken"], seen["logits"] = inputs[0], output * (_LARGE_LOGIT / output.abs().max())
+        return seen["logits"]
+
+    probe = take(_probe(model), [1])
+    hooks = [model.base_model.register_forward_hook(keep_hidden), head.register_forward_hook(enlarge)]
+    try:
+        with torch.no_grad():
+            found = model(input_ids=probe.token_ids[None].to(model.device), use_cache=False).logits.float()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    expected = seen["logits"].float() * policy.logit_scale
+    if policy.logit_cap is not None:
+        expected = policy.logit_cap * torch.tanh(expected / policy.logit_cap)
+    is_projected = torch.equal(seen["hidden"], seen["taken"])
+    if not is_projected or not _is_close(found, expected, model.dtype):
+        raise NotBuiltError(
+            f"the logits of {type(model).__name__} are not its hidden states times its output embedding, scaled and"
+            " capped as its config says, which is all that training has: choose another model"
+        )
+
+
+def _has_state(model: PreTrainedModel) -> bool:
+    """Whether layers carry something from token to token besides keys and values, across the ends of segments."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    is_other = not kinds <= {"full_attention", "sliding_attention"}
+    # Linear attention and state spaces have one, also where a config does not name the kinds of its layers.
+    return is_other or any(isinstance(module, nn.Conv1d) for module in model.modules())
 
 
 def _packs(wrapped: Policy | ValueModel) -> bool:

@@ -543,6 +543,11 @@ class Trainer(ABC):
             return dtype
         return torch.bfloat16 if self._options.precision == "bf16" else torch.float32
 
+    def _type_of(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The type in which a buffer leaves: `dtype`, unless transformers keeps it in 32 bits wherever it is loaded."""
+        kept = getattr(self._model, "_keep_in_fp32_modules_strict", None) or ()
+        return None if set(name.split(".")) & set(kept) else dtype
+
     def _factor_names(self) -> list[str]:
         return [name for each in self._adapters.values() for name in (each.a, each.b)]
 

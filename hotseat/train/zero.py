@@ -120,7 +120,8 @@ class ZeroBackend(Trainer):
             self._forget_groups()
         ranks = Ranks(device, options.timeout_s, always_group=True)
         self._deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-        super().__init__(options, ranks, device, loaded, layout, has_flash(device, compute))
+        is_flash = has_flash(device, compute) and self._wrapped.has_plain_scores
+        super().__init__(options, ranks, device, loaded, layout, is_flash)
         self._compute = compute
         self._tensor: TensorGroup | None = None
         self._cuts: dict[str, Cut] = {}  # by name of the weight
@@ -304,7 +305,7 @@ class ZeroBackend(Trainer):
             for name, weight in self._gather(bucket, is_exact):
                 yield plain[name], convert(merge(plain[name], weight, 0), dtype)
         for name, buffer in self._saved_buffers().items():
-            yield name, convert(buffer, dtype)
+            yield name, convert(buffer, self._type_of(name, dtype))
 
     def _gather(self, names: Collection[str], is_exact: bool) -> Iterator[tuple[str, Tensor]]:
         """Together. Whole weights, each to be read before the next comes; masters of what is trained, if exact."""

@@ -132,6 +132,8 @@ def test_shapes_from_hugging_face_configs():
 def test_unusable_configs_name_the_missing_keys():
     with refused("lacks num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, vocab_size"):
         from_hf_config({"n_layer": 12})
+    with refused("model config has layer_types linear_attention: such layers are not described here"):
+        from_hf_config(LLAMA_3_8B | {"layer_types": ["linear_attention", "full_attention"]})
     with refused("lacks intermediate_size"):
         from_hf_config({key: value for key, value in LLAMA_3_8B.items() if key != "intermediate_size"})
     with refused("it is in text_config"):

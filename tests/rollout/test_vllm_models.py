@@ -141,6 +141,29 @@ def test_a_rank_holds_its_rows_of_gate_and_up_and_its_columns_of_down(size: int)
         assert [held[name].is_counted for held in ranks] == [True, False][:size]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_one_weight_in_the_checkpoint_too_has_its_own_name(size: int) -> None:
+    """As in Phi-3 and GLM-4: queries, keys and values, gate and up. A rank then has several pieces of it."""
+    from .vllm_layers import GateUp, Qkv
+
+    torch.manual_seed(0)
+    qkv = torch.randn(8 * HEAD, WIDTH)  # 4 heads of queries, 2 of keys, 2 of values
+    gate_up = torch.randn(16, WIDTH)
+    held: list[Piece] = []
+    for rank in range(size):
+        mine = torch.cat([part.chunk(size)[rank] for part in qkv.split([4 * HEAD, 2 * HEAD, 2 * HEAD])])
+        halves = torch.cat([half.chunk(size)[rank] for half in gate_up.chunk(2)])
+        layers = {
+            "qkv_proj": Qkv(mine, torch.zeros(len(mine)), 4, 2, rank, size),
+            "gate_up_proj": GateUp(halves, [8, 8], rank, size),
+        }
+        held += pieces(Model(**layers), rank)
+    for name, whole in (("layer.qkv_proj.weight", qkv), ("layer.gate_up_proj.weight", gate_up)):
+        parts = [piece for piece in held if piece.name == name]
+        assert all(piece.shape == tuple(whole.shape) for piece in parts)
+        assert combine_digests(tensor_digest(p.live, p.offset) for p in parts) == tensor_digest(whole)
+
+
 class MixtralForCausalLM(Model):
     """In transformers its `block_sparse_moe` is called `mlp`."""
 

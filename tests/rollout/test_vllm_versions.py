@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
 
 from hotseat.config import loads
-from hotseat.errors import UserError
+from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.run import refuse_what_cannot_start
 from hotseat.rollout.vllm_engine import start_error
-from hotseat.rollout.vllm_versions import what_is_wrong
+from hotseat.rollout.vllm_versions import check_config, what_is_wrong
 
 CONFIG = """
 actor: {model: m}
@@ -57,6 +58,18 @@ def test_another_version_is_named_with_those_that_work(install, version):
 def test_versions_that_work(install, version):
     install(version)
     assert what_is_wrong() is None
+
+
+def test_models_that_it_would_serve_wrongly_or_not_at_all_are_refused_by_their_config(monkeypatch):
+    with pytest.raises(NotBuiltError, match="DeepseekV3 has latent attention, .* a push would not change them; set"):
+        check_config(DeepseekV3Config(), is_cpu=False)
+    with pytest.raises(NotBuiltError, match="the experts of gpt-oss have biases .* set rollout.engine to transformers"):
+        check_config(GptOssConfig(), is_cpu=True)
+    check_config(GptOssConfig(), is_cpu=False)
+    check_config(LlamaConfig(), is_cpu=True)
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
+    with pytest.raises(NotBuiltError, match="vLLM's Qwen3.5 can see images and needs torchvision .* built for torch"):
+        check_config(Qwen3_5TextConfig(), is_cpu=True)
 
 
 def test_what_keeps_vllm_from_starting_is_said_in_short(tmp_path):

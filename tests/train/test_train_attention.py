@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -77,8 +79,30 @@ def test_short_segments_do_not_pay_for_a_long_one() -> None:
     assert [(num_segments, length) for _, num_segments, length in blocks.rows] == [(1, 100), (50, 4)]
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+@pytest.mark.parametrize("extra", [{"position_bias": torch.zeros(4)}, {"dropout": 0.1}])
 def test_attention_that_we_do_not_have_is_refused(extra: dict[str, object]) -> None:
     query = torch.zeros(1, 4, 3, 8)
     with pytest.raises(NotBuiltError, match=f"Identity asks for attention with {next(iter(extra))}"):
         causal_attention(nn.Identity(), query, query, query, None, **extra)  # type: ignore[arg-type]
+
+
+def test_sinks_are_not_cut_over_ranks() -> None:
+    query = torch.zeros(1, 4, 3, 8)
+    blocks = Blocks(None, 3, slice=object())  # type: ignore[arg-type]
+    with pytest.raises(NotBuiltError, match="Identity has attention sinks, and sequences over several ranks"):
+        causal_attention(nn.Identity(), query, query, query, None, s_aux=torch.zeros(4), **{BLOCKS: blocks})
+
+
+def test_capped_scores_and_sinks_are_as_defined() -> None:
+    """One query over two keys: scores 2 and 1, capped to 1.5, a sink of 0.5."""
+    query, key = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[2.0], [1.0]]]])
+    value = torch.tensor([[[[3.0], [5.0]]]])
+    out, _ = causal_attention(
+        nn.Identity(), query, key, value, None, scaling=1.0, softcap=1.5, s_aux=torch.tensor([0.5])
+    )
+    first, second = (1.5 * math.tanh(score / 1.5) for score in (2.0, 1.0))
+    total = math.exp(first) + math.exp(second) + math.exp(0.5)
+    expected = (3 * math.exp(first) + 5 * math.exp(second)) / total
+    assert float(out[0, 1, 0, 0]) == pytest.approx(expected, rel=1e-6)
+    # The first token sees itself, with a score of 0, and the sink.
+    assert float(out[0, 0, 0, 0]) == pytest.approx(3 / (1 + math.exp(0.5)), rel=1e-6)

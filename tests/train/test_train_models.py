@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from hotseat.errors import NotBuiltError
+from hotseat.train import attention, logprobs
 from hotseat.train.packing import model_input
 
 from .conformance import OPTIONS, VOCAB_SIZE, ClippedLoss, groups_of_four, plain_outputs, some_segments
@@ -87,8 +88,71 @@ def test_layers_that_attention_does_not_reach_are_run_padded() -> None:
         make(model, replace(OPTIONS, layout="packed"))
 
 
-def test_logits_that_are_more_than_a_projection_are_refused() -> None:
-    with pytest.raises(NotBuiltError, match="logits of GraniteForCausalLM are not its hidden states times"):
-        make(small("GraniteConfig", logits_scaling=3.0), OPTIONS)
-    with pytest.raises(NotBuiltError, match="Gemma2Attention asks for attention with softcap"):
-        make(small("Gemma2Config"), OPTIONS)
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [("GraniteConfig", {"logits_scaling": 3.0}), ("CohereConfig", {"logit_scale": 0.2})],
+)
+def test_logits_are_scaled_as_the_config_says(config: str, settings: dict[str, Any]) -> None:
+    model, batch = small(config, initializer_range=0.3, **settings), some_segments()
+    expected = plain_outputs(copy.deepcopy(model).eval(), batch, 0.8).log_probs.detach()
+    backend = make(model, replace(OPTIONS, optimizer=None))
+    torch.testing.assert_close(backend.log_probs([batch], 0.8)[0], expected, rtol=0, atol=1e-5)
+    backend.close()
+
+
+class SquashedLlama(transformers.LlamaForCausalLM):
+    """Does more to its logits than its config says."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+
+def test_logits_that_are_more_than_the_config_says_are_refused() -> None:
+    model = SquashedLlama(small("LlamaConfig").config)  # whose random logits are too small for the cap to matter
+    with pytest.raises(NotBuiltError, match="logits of SquashedLlama are not its hidden states times"):
+        make(model, OPTIONS)
+
+
+class FarSightedMistral(transformers.MistralForCausalLM):
+    """Its masks have a window, which its attention is not told of."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.config = copy.deepcopy(config)
+            layer.self_attn.config.sliding_window = None
+
+
+def test_windows_that_attention_is_not_told_of_are_refused_however_long_they_are() -> None:
+    config = small("MistralConfig", sliding_window=4000, max_position_embeddings=8192).config
+    with pytest.raises(NotBuiltError, match="FarSightedMistral has attention of another kind than training has"):
+        make(FarSightedMistral(config), OPTIONS)
+    make(transformers.MistralForCausalLM(config), OPTIONS).close()
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ("Gemma2Config", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}),
+        ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_capped_scores_and_sinks_in_chunks_change_nothing(
+    config: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither log-probs nor the step, whose backward computes chunks again."""
+    model, batch = small(config, sliding_window=4, initializer_range=0.3, **settings), some_segments()
+    found = {}
+    for size in (2**22, 64):
+        monkeypatch.setitem(attention._CHUNK_ELEMENTS, "cpu", size)
+        monkeypatch.setitem(logprobs._CHUNK_ELEMENTS, "cpu", size)
+        backend = make(copy.deepcopy(model), OPTIONS)
+        log_probs = backend.log_probs([batch], 0.8)[0]
+        backend.update([batch], ClippedLoss(), 0.8)
+        found[size] = (log_probs, dict(backend.weights()))
+        backend.close()
+    torch.testing.assert_close(found[64][0], found[2**22][0], rtol=0, atol=1e-4)
+    for name, weight in found[2**22][1].items():
+        torch.testing.assert_close(found[64][1][name], weight, rtol=0, atol=1e-4, msg=name)
