@@ -216,6 +216,15 @@ def test_each_command_is_a_module(command):
     assert loads(done.stdout).actor.model == "m"
 
 
+def test_a_run_that_was_stopped_and_saved_exits_with_130(capsys):
+    def stopped(config, launched):
+        raise KeyboardInterrupt
+
+    command = ["--pretrain", "m", "--dataset", "d", "--input_key", "question", "--output_key", "answer"]
+    assert main("train_sft", command, {}, start=stopped) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "train_sft: stopped"
+
+
 def test_help_needs_no_heavy_import():
     heavy = {"torch", "ray", "transformers", "vllm", "deepspeed"}
     code = (

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hotseat.cli.openrlhf.translate import Translation
     from hotseat.config import Config
 
-OK, FAILED, REFUSED = 0, 1, 2
+OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -41,8 +41,11 @@ def main(
         print(f"{command}: {error}", file=sys.stderr)
         return REFUSED
     except HotseatError as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print(f"{command}: stopped", file=sys.stderr)
+        return STOPPED
 
 
 def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start: Callable[..., Any] | None) -> int:
