@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lib.checkpoint import SMOLLM2, existing
 from torch import Tensor
 
 from hotseat.algorithms.agreement import STATISTICS
@@ -388,7 +389,7 @@ def say(text: str) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a folder with a Llama such as SmolLM2")
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="a folder with a Llama such as SmolLM2")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--pushes", type=int, default=500)
@@ -398,6 +399,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the actor's layers, as runs on a GPU do")
     parser.add_argument("--memory-share", type=float, default=0.3, help="of the GPU, for vLLM")
     chosen = parser.parse_args(arguments)
+    chosen.model = existing(chosen.model)
     started_s = time.monotonic()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import transformers
+from lib.checkpoint import SMOLLM2, existing
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -573,8 +574,8 @@ class Clock:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", type=Path, help="folder of a checkpoint")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, default=SMOLLM2, help="folder of a checkpoint")
     which.add_argument("--shape", choices=SHAPES, help="random weights instead")
     parser.add_argument("--engine", choices=("vllm", "transformers", "none"), default="transformers")
     parser.add_argument("--tokens", type=int, default=4096, help="to sample with each head, about")
@@ -588,7 +589,7 @@ def main() -> None:
     is_compiled = DEVICE == "cuda" and not args.eager
     show = Console(width=130).print
     with tempfile.TemporaryDirectory() as directory:
-        path = args.model or Path(directory)
+        path = existing(args.model) if args.shape is None else Path(directory)
         if args.shape is not None:
             save_random_model(args.shape, path)
         show(f"{args.shape or path.name}, {args.engine} engine, {DEVICE}, torch {torch.__version__}")

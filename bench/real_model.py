@@ -6,10 +6,10 @@ device. Prints the learning curve on held-out problems, the seconds of steps and
 the end of step 1, and the gap between the engine's log-probs and the trainer's.
 
     python examples/smollm2/convert.py MODEL
-    python bench/real_model.py --model MODEL --only data                  # where reasoning-gym is installed
-    python bench/real_model.py --model MODEL --only deepspeed fsdp trl    # on a GPU
-    python bench/real_model.py --model MODEL --only fsdp --interrupt 20   # SIGTERM after 20 rollouts, then resumed
-    python bench/real_model.py --model MODEL --only reward_model          # --reward_pretrain, --normalize_reward
+    python bench/real_model.py --model MODEL --data                             where reasoning-gym is installed
+    python bench/real_model.py --model MODEL --backend deepspeed fsdp --trl     on a GPU
+    python bench/real_model.py --model MODEL --backend fsdp --interrupt 20      SIGTERM after 20 rollouts, then resumed
+    python bench/real_model.py --model MODEL --reward-model                     --reward_pretrain, --normalize_reward
 
 On a CPU every case takes a few steps of a smaller form: 4 prompts x 4 samples, fp32.
 """
@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lib.checkpoint import SMOLLM2, existing
 from lib.trl_side import time_grpo
 
-CASES = ("deepspeed", "fsdp", "reward_model", "trl")
 NUM_HELD_OUT = 512
 NUM_WARM_UP = 2  # steps that do not count for medians
 STOPPED = 130  # exit code of a run that saved and stopped after SIGTERM
@@ -322,9 +322,12 @@ def run_trl_aside(arguments: argparse.Namespace) -> Outcome:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint that examples/smollm2/convert.py made")
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="checkpoint that examples/smollm2/convert.py made")
     parser.add_argument("--directory", type=Path, default=Path("build/real_model"), help="data, runs and logs")
-    parser.add_argument("--only", nargs="+", choices=("data", *CASES), default=["fsdp"])
+    parser.add_argument("--data", action="store_true", help="make the problems anew; they are made if there are none")
+    parser.add_argument("--backend", nargs="+", choices=("deepspeed", "fsdp"), default=[])
+    parser.add_argument("--reward-model", action="store_true", help="three rollouts with a tiny reward model, ZeRO-3")
+    parser.add_argument("--trl", action="store_true", help="TRL on the same task")
     parser.add_argument("--rollouts", type=int, help="default: 40, on a CPU 3")
     parser.add_argument("--trl-rollouts", type=int, default=6)
     parser.add_argument("--micro-batch", default="32", help="samples per micro-batch, or auto")
@@ -339,7 +342,7 @@ def main() -> None:
 
     size = ON_GPU if torch.cuda.is_available() else ON_CPU
     arguments.rollouts = arguments.rollouts or (40 if size is ON_GPU else 3)
-    arguments.model, arguments.directory = arguments.model.resolve(), arguments.directory.resolve()
+    arguments.model, arguments.directory = existing(arguments.model), arguments.directory.resolve()
     if size is ON_CPU and arguments.micro_batch == "32":
         arguments.micro_batch = "4"
     if arguments.trl_process:
@@ -347,16 +350,15 @@ def main() -> None:
         (arguments.directory / "trl.json").write_text(json.dumps(vars(outcome)))
         return
     data: Path = arguments.directory / "data"
-    if "data" in arguments.only or not (data / "train.jsonl").exists():
+    if arguments.data or not (data / "train.jsonl").exists():
         make_problems(data, num_rows=40 * ON_GPU.num_prompts)
     outcomes: dict[str, Outcome] = {}
-    for case in arguments.only:
-        if case == "trl":
-            outcomes[case] = run_trl_aside(arguments)
-        elif case != "data":
-            outcomes[case] = run_hotseat(case, arguments, size)
-            show({case: outcomes[case]})
-    if len(outcomes) > 1:
+    for case in [*arguments.backend, *(["reward_model"] if arguments.reward_model else [])]:
+        outcomes[case] = run_hotseat(case, arguments, size)
+        show({case: outcomes[case]})
+    if arguments.trl:
+        outcomes["trl"] = run_trl_aside(arguments)
+    if arguments.trl or len(outcomes) > 1:
         show(outcomes)
 
 
