@@ -353,7 +353,9 @@ def main() -> None:
     if arguments.data or not (data / "train.jsonl").exists():
         make_problems(data, num_rows=40 * ON_GPU.num_prompts)
     outcomes: dict[str, Outcome] = {}
-    for case in [*arguments.backend, *(["reward_model"] if arguments.reward_model else [])]:
+    is_other = arguments.data or arguments.reward_model or arguments.trl
+    backends = arguments.backend or ([] if is_other else ["fsdp"])
+    for case in [*backends, *(["reward_model"] if arguments.reward_model else [])]:
         outcomes[case] = run_hotseat(case, arguments, size)
         show({case: outcomes[case]})
     if arguments.trl:
