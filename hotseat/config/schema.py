@@ -225,7 +225,7 @@ class Reward(Section):
 
 
 class Canary(Section):
-    num_tokens: Annotated[int, Field(ge=64)] = 1024
+    num_tokens: Annotated[int, Field(ge=512)] = 1024
     """Tokens of the policy's own answers whose log-probs engines and trainer compare after every push."""
     rounding_factor: Annotated[float, Field(gt=1)] = 4.0
     """How many times larger than rounding alone a gap between them must be to be an error."""

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -41,9 +42,11 @@ NUM_SEARCHED = 256  # prompts among which the shortest are taken, since they are
 RESUMED_FACTOR = 2.0  # gaps that have grown more than this since the checkpoint are another machine's
 NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
 
-# Smaller gaps than factor times these are never errors. float32: kernels may multiply in TF32, which rounds to 10 bits.
+# Smaller gaps than factor times these are never errors. TF32, in which kernels of a GPU may multiply float32 numbers,
+# rounds to 10 bits.
 FLOORS = {
     "fp32": GapStatistics(2.5e-4, 5e-4, 6e-5),
+    "tf32": GapStatistics(2e-3, 4e-3, 5e-4),
     "fp16": GapStatistics(6e-4, 2e-3, 2e-4),
     "bf16": GapStatistics(5e-3, 1.5e-2, 1.5e-3),
 }
@@ -73,6 +76,11 @@ class CanarySettings:
     temperature: float
     max_length: int  # of a sequence, in tokens
     seed: int
+    on_gpu: bool = False
+
+    @property
+    def floor(self) -> GapStatistics:
+        return FLOORS["tf32" if self.dtype == "fp32" and self.on_gpu else self.dtype]
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,8 @@ class CanaryState:
     """What a guard knows, and a checkpoint holds."""
 
     canary: Canary
-    limits: tuple[GapLimits, ...]
+    rounding: GapStatistics  # what it does to log-probs of these answers
+    basis: str  # how `rounding` is known
     first: Baseline | None  # None until the first push was judged
     num_sets: int  # sets of answers that were sampled
     metrics: Mapping[str, float]
@@ -110,7 +119,8 @@ class CanaryState:
         sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
         return cls(
             Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"])),
-            tuple(GapLimits(**each) for each in state["limits"]),
+            GapStatistics(**state["rounding"]),
+            str(state["basis"]),
             Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
             int(state["num_sets"]),
             dict(state["metrics"]),
@@ -140,6 +150,7 @@ class CanaryGuard:
         self._warn = warn
         self.is_started = False  # whether the first push of this process was judged
         self._state: CanaryState | None = None  # None until answers were sampled after the first push
+        self._num_sets = 0  # sets of answers that were sampled, those before a resume included
         self._owed: PushReport | None = None  # the push of which engines have not scored the canary yet
 
     @property
@@ -153,17 +164,16 @@ class CanaryGuard:
         resumed, self._state = self._state, None  # After what can fail and is then done again.
         verdict = self._adopt(measured)
         if verdict.is_alarm:
-            measured = self._confirm(version, verdict)
+            measured = self._confirm(version, verdict, measured.gaps)
         gap = largest(list(measured.gaps.values()))
         self.is_started = True
         if resumed is not None and resumed.first is not None and not verdict.is_alarm:
             grown = limits_from(resumed.first.gap, RESUMED_FACTOR, DRIFT_FLOORS[self._settings.dtype], "")
             if not judge(gap, [grown]).is_alarm:
-                self._state = resumed
+                self._state, self._num_sets = resumed, resumed.num_sets
                 return
         assert self._state is not None
-        first = Baseline(gap, measured.rounding)
-        self._state = replace(self._state, first=first, limits=self._limits_of(measured, first))
+        self._state = replace(self._state, first=Baseline(gap, measured.rounding))
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint holds; None before the first push was judged."""
@@ -173,6 +183,7 @@ class CanaryGuard:
         """Continue from the state in a checkpoint; without one, as at the start of a run."""
         if state is not None:
             self._state = CanaryState.parse(state)
+            self._num_sets = self._state.num_sets
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
         """Judge what was answered during a push. Raises `WeightError`."""
@@ -187,11 +198,6 @@ class CanaryGuard:
         else:
             answers |= _named("engine", pushed.answers)
         self._judge(pushed.version, pushed.expected, answers)
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether engines have not scored the canary since the last push."""
-        return self._owed is not None
 
     def ask(self) -> None:
         """Have engines score what they owed, in their turn, and judge it. Raises `WeightError`."""
@@ -210,8 +216,8 @@ class CanaryGuard:
 
     @property
     def limits(self) -> tuple[GapLimits, ...]:
-        """What gaps are judged by; all of them hold. None before the first push was judged."""
-        return () if self._state is None else self._state.limits
+        """What gaps are judged by; all of them hold. Empty before the first push was judged."""
+        return () if self._state is None else self._limits_of(self._state)
 
     def use(self, found: GapStatistics) -> float | None:
         """The share that other gaps, such as those of a step, take of the canary's limits; None before the first."""
@@ -222,9 +228,10 @@ class CanaryGuard:
     def _judge(self, version: int, expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> None:
         if not answers:
             return
-        verdict = self._look_at(_gaps(expected, answers))
+        gaps = _gaps(expected, answers)
+        verdict = self._look_at(gaps)
         if verdict.is_alarm and self.is_started:
-            self._confirm(version, verdict)
+            self._confirm(version, verdict, gaps)
 
     def _look_at(self, gaps: Mapping[str, GapStatistics]) -> NamedVerdict:
         """Record gaps and find the worst of them."""
@@ -241,17 +248,28 @@ class CanaryGuard:
         self._state = replace(self._state, metrics={**self._state.metrics, **metrics})
         return verdict
 
-    def _confirm(self, version: int, alarm: NamedVerdict) -> Measured:
-        """Measure again on new answers: raise if they say the same, take them for the canary if not."""
+    def _confirm(self, version: int, alarm: NamedVerdict, gaps: Mapping[str, GapStatistics]) -> Measured:
+        """Measure again on new answers: raise if they say the same of the same engine, else take them for the canary.
+
+        An engine that only the new answers speak against is asked once more.
+        """
         assert self._state is not None
         seen = f"over {self._state.canary.num_sampled:,} tokens of the policy's own answers {alarm}"
-        measured = self._measure(version)
-        verdict = self._adopt(measured)
-        if verdict.is_alarm:
-            raise WeightError(
-                f"{verdict.name} and the trainer disagree on version {version}: {seen}; confirmed on"
-                f" {measured.canary.num_sampled:,} other tokens, where {verdict}. {self._advice()}"
-            )
+        suspects = {name for name, gap in gaps.items() if judge(gap, self.limits).is_alarm}
+        while True:
+            measured = self._measure(version)
+            verdict = self._adopt(measured)
+            accused = {name: gap for name, gap in measured.gaps.items() if judge(gap, self.limits).is_alarm}
+            confirmed = {name: gap for name, gap in accused.items() if name in suspects}
+            if confirmed:
+                worst = _worst(confirmed, self.limits)
+                raise WeightError(
+                    f"{worst.name} and the trainer disagree on version {version}: {seen} ({alarm.name}); confirmed on"
+                    f" {measured.canary.num_sampled:,} other tokens, where {worst}. {self._advice()}"
+                )
+            if not accused:
+                break
+            suspects |= set(accused)
         metrics = self.metrics()
         self._state = replace(self._state, metrics=metrics | {"canary_alarms": metrics["canary_alarms"] + 1})
         self._warn(
@@ -265,35 +283,34 @@ class CanaryGuard:
             return (
                 "Every weight that digests reach is the trainer's, bit for bit, so look at what the engine computes"
                 " from them: its config of the model (positions, epsilon of norms), its attention, its own number type,"
-                " and weights that no digest reaches. Nothing was trained on what it samples"
+                " and weights that no digest reaches. Nothing was trained on what it samples. If it is right all the"
+                " same, raise rollout.canary.rounding_factor"
             )
         return (
             "Earlier pushes agreed, so look at weights that no digest reaches or that the engine keeps in a form of its"
-            " own. Nothing was trained on what it sampled with them"
+            " own. Nothing was trained on what it sampled with them. If it is right all the same, resume with a higher"
+            " rollout.canary.rounding_factor or drift_factor"
         )
 
     def _adopt(self, measured: Measured) -> NamedVerdict:
         """Take answers for the canary, with the limits that belong to them."""
         self._owed = None
         first = None if self._state is None else self._state.first
-        limits = self._limits_of(measured, first)
-        self._state = CanaryState(measured.canary, limits, first, self._num_sets + 1, self.metrics())
+        self._state = CanaryState(
+            measured.canary, measured.rounding, measured.basis, first, self._num_sets, self.metrics()
+        )
         return self._look_at(measured.gaps)
 
-    @property
-    def _num_sets(self) -> int:
-        return 0 if self._state is None else self._state.num_sets
-
-    def _limits_of(self, measured: Measured, first: Baseline | None) -> tuple[GapLimits, ...]:
-        settings, dtype = self._settings, self._settings.dtype
+    def _limits_of(self, state: CanaryState) -> tuple[GapLimits, ...]:
+        settings, floor = self._settings, self._settings.floor
         factor = settings.rounding_factor
-        absolute = limits_from(measured.rounding, factor, FLOORS[dtype], f"{factor:g} times {measured.basis}")
-        if first is None:
+        absolute = limits_from(state.rounding, factor, floor, f"{factor:g} times {state.basis}")
+        if state.first is None:
             return (absolute,)
-        grown = growth(measured.rounding, first.rounding, FLOORS[dtype])
+        grown = growth(state.rounding, state.first.rounding, floor)
         factor = settings.drift_factor
         basis = f"{factor:g} times the gap after the first push"
-        return absolute, limits_from(first.gap, factor, DRIFT_FLOORS[dtype], basis, grown)
+        return absolute, limits_from(state.first.gap, factor, DRIFT_FLOORS[settings.dtype], basis, grown)
 
     def _measure(self, version: int) -> Measured:
         """Sample answers with the current weights, and have everybody score them."""
@@ -302,9 +319,11 @@ class CanaryGuard:
             answers = _named("engine", self._engines.call("score_canary", canary))
         with self._turn("sync", "actor"):
             expected = self._actor.call("score_canary", canary)[0]
+            _check_finite(expected, version)
             if self._inference is not None:
                 answers |= _named("inference rank", self._inference.call("score_canary", canary))
             rounding, basis = self._rounding(canary, expected)
+        self._num_sets += 1  # Not before: what fails is done again with the same requests.
         return Measured(canary, _gaps(expected, answers), rounding, basis)
 
     def _sample(self, version: int) -> Canary:
@@ -313,7 +332,7 @@ class CanaryGuard:
         num_tokens, number = 0, self._num_sets
         while num_tokens < settings.num_tokens:
             index = len(requests)
-            # Each set takes up the prompts where the one before it ended.
+            # Sets take turns with the two halves of the prompts, and go round where those are too few.
             prompt = self._prompts[(number * len(self._prompts) // 2 + index) % len(self._prompts)]
             length = _answer_length(prompt, settings)
             num_tokens += length
@@ -330,24 +349,34 @@ class CanaryGuard:
         )
 
     def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
-        """What rounding alone does to log-probs of these tokens, and what to call it.
+        """What rounding alone does to log-probs of these tokens, and how that is known.
 
-        The trainer's own rounding, plus that of logits in the engine's type: the trainer may compute them in float32.
+        The trainer's own rounding, plus that of logits in the engine's type: the trainer computes them in float32, and
+        engines may not.
         """
         if self._settings.dtype == "fp32":
             return NO_ROUNDING, "the smallest gap that can be an error in fp32"
-        lacking = self._actor.call("lacks_bytes_for_exact")[0]
+        longest = max(len(sequence) for sequence in canary.sequences)
+        lacking = self._actor.call("lacks_bytes_for_exact", longest)[0]
         if lacking:
-            self._warn(
-                f"canary: {lacking / 2**30:.1f} GiB of device memory are lacking for a float32 forward of the policy,"
-                " so engines are judged by what rounding usually does, not by what it does to this model"
-            )
-            dtype = self._settings.dtype
-            return ASSUMED_ROUNDING[dtype], f"what rounding to {dtype} usually does (it was not measured)"
-        exact: ExactScores = self._actor.call("score_exactly", canary)[0]
+            return self._assumed(f"{lacking / 2**30:.1f} GiB of device memory are lacking")
+        exact: ExactScores | str = self._actor.call("score_exactly", canary)[0]
+        if isinstance(exact, str):
+            return self._assumed(exact)
         each = zip(expected, exact.log_probs, exact.with_rounded_logits, strict=True)
-        rounding = gap_statistics([mine - true + rounded - true for mine, true, rounded in each])
-        return rounding, "what rounding alone does, by a float32 forward of the same weights"
+        gaps = [mine - true + rounded - true for mine, true, rounded in each]
+        if not all(map(math.isfinite, gaps)):
+            return self._assumed("some of its log-probs are not finite")
+        return gap_statistics(gaps), "what rounding alone does, by a float32 forward of the same weights"
+
+    def _assumed(self, why: str) -> tuple[GapStatistics, str]:
+        """Stand in for what could not be measured, and say so."""
+        dtype = self._settings.dtype
+        self._warn(
+            f"canary: no float32 forward of the policy could be made ({why}), so engines are judged by what rounding"
+            " usually does, not by what it does to this model"
+        )
+        return ASSUMED_ROUNDING[dtype], f"what rounding to {dtype} usually does (it was not measured)"
 
 
 @dataclass(frozen=True)
@@ -367,6 +396,16 @@ def _worst(gaps: Mapping[str, GapStatistics], limits: Sequence[GapLimits]) -> Na
     return NamedVerdict(worst.statistic, worst.value, worst.limit, worst.basis, name)
 
 
+def _check_finite(expected: Sequence[float], version: int) -> None:
+    """Raise if the trainer itself has no log-probs: no engine can be compared with it."""
+    num_wrong = sum(not math.isfinite(each) for each in expected)
+    if num_wrong:
+        raise WeightError(
+            f"the trainer's own log-probs of {num_wrong:,} of {len(expected):,} tokens are not finite on version"
+            f" {version}: look at the checkpoint's weights, or set train.dtype to bf16 if it is fp16"
+        )
+
+
 def _gaps(expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> dict[str, GapStatistics]:
     return {
         name: gap_statistics([theirs - mine for theirs, mine in zip(answer, expected, strict=True)])
@@ -384,8 +423,17 @@ def _answer_length(prompt: Sequence[int], settings: CanarySettings) -> int:
 
 
 def _choose_prompts(prompts: Sequence[Prompt], settings: CanarySettings) -> list[tuple[int, ...]]:
-    """The shortest of the first prompts, shortest first: enough for two sets of answers. Room is left for an answer."""
+    """The shortest of the first prompts, shortest first: enough for two sets of answers, if there are so many.
+
+    Prompts that leave no room for an answer are cut.
+    """
     longest = max(1, settings.max_length - 2)
-    found = {prompt.token_ids[:longest] for prompt in prompts[:NUM_SEARCHED]}
-    shortest = sorted(found, key=lambda token_ids: (len(token_ids), token_ids))
-    return shortest[: max(2, 2 * -(-settings.num_tokens // ANSWER_TOKENS))]
+    different = {prompt.token_ids[:longest] for prompt in prompts[:NUM_SEARCHED]}
+    chosen: list[tuple[int, ...]] = []
+    num_tokens = 0
+    for token_ids in sorted(different, key=lambda token_ids: (len(token_ids), token_ids)):
+        if num_tokens >= 2 * settings.num_tokens and len(chosen) >= 2 and len(chosen) % 2 == 0:
+            break
+        chosen.append(token_ids)
+        num_tokens += _answer_length(token_ids, settings)
+    return chosen

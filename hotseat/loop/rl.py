@@ -170,8 +170,9 @@ class RlRun:
         self._critic_settings = settings.critic_settings(config)
         self._reward_settings = settings.reward_settings(config)
         self._num_optimizer_steps = 0  # of the rollout that is prepared, in one pass over it
+        self.has_devices = is_cuda = self._actor.call("device_type")[0] == "cuda"
         self._guard = CanaryGuard(
-            settings.canary_settings(config),
+            settings.canary_settings(config, is_cuda),
             prompts,
             self._actor,
             self._engines,
@@ -180,7 +181,6 @@ class RlRun:
             partial(journal.say, kind="warning"),
         )
         self._version = 0
-        self.has_devices = is_cuda = self._actor.call("device_type")[0] == "cuda"
         self._lanes = settings.weight_lanes(config, plan, is_cuda)
         self._lanes_to_inference: Lanes | None = None
         if self._inference is not None:
@@ -562,13 +562,18 @@ class RlRun:
         # Of this step's push, or, where engines answer when their cache is back, of the one before.
         metrics |= self._guard.metrics()
         gaps = engine_gap_statistics(updates.actor)
-        use = None if gaps is None or settings.is_filtered(self._config) else self._guard.use(gaps)
+        use = None if gaps is None or not self._are_gaps_comparable() else self._guard.use(gaps)
         if use is not None:
             metrics["engine_gap_use"] = use
         if self._reference is not None:
             metrics["kl_coefficient"] = self._kl.coefficient
         metrics |= {f"time/{phase}": spent for phase, spent in self._phase_s.items()} | self._memory
         return metrics | hand_over_metrics(self._seats.spent())
+
+    def _are_gaps_comparable(self) -> bool:
+        """Whether gaps of a step are those of the canary: of the whole distribution, and without dropout."""
+        drops = self._config.train.lora.rank > 0 and self._config.train.lora.dropout > 0
+        return not settings.is_filtered(self._config) and (not drops or self._policy.needs_old_log_probs)
 
     @contextmanager
     def _turn(self, phase: str, role: str) -> Iterator[None]:

@@ -51,6 +51,7 @@ FREE = (
     "reward.max_failed_fraction",
     "reward.max_memory_gib",
     "rollout.num_slots",
+    "rollout.canary",
     "rollout.micro_batch_size",
     "rollout.max_tokens_per_device",
     "rollout.chosen_tokens_per_device",

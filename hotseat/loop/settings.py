@@ -208,7 +208,7 @@ def is_filtered(config: Config) -> bool:
     return config.rollout.top_p < 1 or config.rollout.top_k > 0
 
 
-def canary_settings(config: Config) -> CanarySettings:
+def canary_settings(config: Config, on_gpu: bool) -> CanarySettings:
     canary = config.rollout.canary
     return CanarySettings(
         num_tokens=canary.num_tokens,
@@ -218,6 +218,7 @@ def canary_settings(config: Config) -> CanarySettings:
         temperature=config.rollout.temperature,
         max_length=config.data.max_length,
         seed=config.seed,
+        on_gpu=on_gpu,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms import Aggregation, Moments, StepTotals
-from hotseat.errors import DeviceMemoryError
+from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.budgets import Use
 from hotseat.loop.cutting import BatchSettings, Cutter, too_large
 from hotseat.loop.engines import EngineSettings, device_of_process, make_engine
@@ -349,27 +349,36 @@ class ActorWorker(ModelWorker):
         log_probs = None if canary is None else self.score_canary(canary)
         return Proof(self._backend.digest(dtype=self._dtype), log_probs)
 
-    def lacks_bytes_for_exact(self) -> int:
-        """Device memory that is lacking on this rank for `score_exactly`; 0: there is enough."""
-        return missing_bytes(self._model, device_of_process(), self._trust_remote_code)
+    def lacks_bytes_for_exact(self, longest: int) -> int:
+        """Device memory that is lacking on this rank for `score_exactly`; 0: there is enough.
 
-    def score_exactly(self, canary: Canary) -> ExactScores | None:
-        """Together. A float32 forward of the weights that engines got, on the first rank; the others return None."""
+        longest: tokens of the longest sequence.
+        """
+        return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
+
+    def score_exactly(self, canary: Canary) -> ExactScores | str | None:
+        """Together. A float32 forward of the weights that engines got, on the first rank; the others return None.
+
+        Where it cannot be made the first rank returns why: it is a yardstick, without which the run can go on.
+        """
         weights = self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES)
-        if self._rank > 0:
-            for _ in weights:  # Gathering them takes all ranks.
-                pass
-            return None
-        scores = exact_log_probs(
-            self._model,
-            weights,
-            canary.sequences,
-            canary.num_prompt,
-            canary.temperature,
-            dtype=self._dtype,
-            device=device_of_process(),
-            trust_remote_code=self._trust_remote_code,
-        )
+        scores: ExactScores | str | None = None
+        if self._rank == 0:
+            try:
+                scores = exact_log_probs(
+                    self._model,
+                    weights,
+                    canary.sequences,
+                    canary.num_prompt,
+                    canary.temperature,
+                    dtype=self._dtype,
+                    device=device_of_process(),
+                    trust_remote_code=self._trust_remote_code,
+                )
+            except (torch.OutOfMemoryError, RunError) as error:
+                scores = str(error).partition("\n")[0]
+        for _ in weights:  # Gathering them takes all ranks, to the end.
+            pass
         _release_cache()
         return scores
 

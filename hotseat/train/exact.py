@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hotseat.errors import RunError
+from hotseat.train.models import logit_changes
 
-_MARGIN_BYTES = 1 << 30  # device memory left for activations and for others
+_MARGIN_BYTES = 1 << 30  # device memory left for others
+_ALIVE = 8  # tensors of the widest kind that a layer has at one time
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,18 @@ class ExactScores:
     with_rounded_logits: list[float]  # the same, after the logits were rounded to the engine's type
 
 
-def missing_bytes(model: str | Path, device: torch.device, trust_remote_code: bool = False) -> int:
-    """How much device memory is lacking for `exact_log_probs`, measured now; 0: there is enough. Always 0 on a CPU."""
+def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_remote_code: bool = False) -> int:
+    """How much device memory is lacking for `exact_log_probs`, measured now; 0: there is enough. Always 0 on a CPU.
+
+    longest: tokens of the longest sequence.
+    """
     if device.type != "cuda":
         return 0
     with torch.device("meta"):
-        needed = sum(weight.numel() * 4 for weight in _untrained(model, trust_remote_code).parameters())
+        policy = _untrained(model, trust_remote_code)
+    text = policy.config.get_text_config()
+    widest = max(text.vocab_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    needed = 4 * (sum(weight.numel() for weight in policy.parameters()) + _ALIVE * widest * longest)
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, needed + _MARGIN_BYTES - free - unused)
@@ -76,16 +84,22 @@ def exact_log_probs(
 def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:
     """A model of this shape whose weights hold no particular values. Draws nothing from torch's generators."""
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        options["attn_implementation"] = "eager"  # transformers leaves the cap of scores out of faster ones
     with no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
 def _scores(policy: PreTrainedModel, tokens: Tensor, start: int, temperature: float, dtype: torch.dtype) -> Tensor:
     """[2, num_tokens - start]: log-probs of the tokens from `start` on, exact and with rounded logits."""
     hidden = policy.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0, start - 1 :]
     logits = policy.get_output_embeddings()(hidden)  # [num_tokens - start, vocab_size]
-    chosen = tokens[start:, None]
-    each = [
-        (values.float() / temperature).log_softmax(-1).gather(1, chosen)[:, 0] for values in (logits, logits.to(dtype))
-    ]
-    return torch.stack(each).cpu()
+    scale, cap = logit_changes(policy.config)
+
+    def log_probs(values: Tensor) -> Tensor:
+        values = values.float() * scale
+        values = values if cap is None else cap * torch.tanh(values / cap)
+        return (values / temperature).log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
+
+    return torch.stack([log_probs(logits), log_probs(logits.to(dtype))]).cpu()

@@ -9,9 +9,10 @@ Rows are taken in chunks. Forward and backward hold one chunk of logits at a tim
 when all rows were one chunk, which forward then keeps.
 
 Logits are float32 where hidden states and weights are 16-bit too (see `hotseat.algorithms.head`): rounded to 16 bits
-they would add much to a log-prob's error. Their gradient is rounded to the type of the hidden states, for the products
-that take it further: that is an error of 1/512 at most in each element, without a sign, in sums over the vocabulary or
-over rows whose results are 16-bit as well; the gradients of all layers below have the same.
+they would add much to a log-prob's error. Capped ones (Gemma 2) are rounded before the cap all the same. Their gradient
+is rounded to the type of the hidden states, for the products that take it further: that is an error of 1/512 at most in
+each element, without a sign, in sums over the vocabulary or over rows whose results are 16-bit as well; the gradients
+of all layers below have the same.
 
 Operation by operation a chunk of logits is gone over many times: 28 bytes for each of its elements in forward, 50 in
 backward. With a compiler no copy is made: `_score` reads the logits once or twice, `_gradient` reads them once and

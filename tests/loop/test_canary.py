@@ -53,7 +53,7 @@ class FakeActor(FakeWorkers):
     def score_canary(self, canary):
         return [-1.0] * canary.num_sampled
 
-    def lacks_bytes_for_exact(self):
+    def lacks_bytes_for_exact(self, longest):
         return self.lacks_bytes
 
     def score_exactly(self, canary):
@@ -156,7 +156,6 @@ def test_an_engine_that_owes_its_answer_is_asked_in_its_turn():
     case.guard.ask()  # nothing is owed
     assert len(case.turns) == 2
     case.push(0.0, is_owed=True)
-    assert case.guard.is_owed
     case.engines.sizes = (0.5,)
     with pytest.raises(WeightError, match="engine 0 and the trainer disagree on version 1"):
         case.guard.ask()
@@ -179,7 +178,7 @@ def test_inference_ranks_are_judged_as_engines_are():
 def test_without_memory_for_a_float32_forward_usual_rounding_is_the_measure():
     case = Case(FakeActor(0.0, lacks_bytes=3 << 30), FakeWorkers(0.03))
     case.guard.start(0)
-    assert case.warnings[0].startswith("canary: 3.0 GiB of device memory are lacking")
+    assert "could be made (3.0 GiB of device memory are lacking), so engines" in case.warnings[0]
     assert case.guard.metrics()["canary_use"] < 0.5
     with pytest.raises(WeightError, match=r"4 times what rounding to bf16 usually does \(it was not measured\)"):
         Case(FakeActor(0.0, lacks_bytes=1), FakeWorkers(0.3)).guard.start(0)
@@ -279,3 +278,78 @@ def test_a_run_that_resumes_without_a_canary_starts_one():
     case.guard.restore(None)
     case.guard.start(4)
     assert case.guard.canary is not None
+
+
+def test_an_alarm_after_a_resume_is_confirmed_on_other_answers():
+    case = Case(FakeActor(0.02), FakeWorkers(0.02))
+    case.guard.start(0)
+    resumed = Case(FakeActor(0.02), FakeWorkers(0.2, 0.02))
+    resumed.guard.restore(case.guard.state())
+    resumed.guard.start(1)
+    assert len(resumed.warnings) == 1
+    one, other = resumed.engines.requests
+    assert {request.seed for request in one}.isdisjoint(request.seed for request in other)
+
+
+class UnlikeEngines(FakeWorkers):
+    """Two engines whose gaps, one for each set of answers, differ."""
+
+    def __init__(self, *sizes: tuple[float, float]):
+        super().__init__(0.0, num_ranks=2)
+        self.pairs = sizes
+
+    def call(self, method: str, *args, ranks=None):
+        if method != "score_canary":
+            return super().call(method, *args, ranks=ranks)
+        pair = self.pairs[min(self.num_sets, len(self.pairs)) - 1]
+        return [[-1.0 + gap for gap in noise(args[0], size, salt=rank)] for rank, size in enumerate(pair)]
+
+
+def test_an_alarm_is_confirmed_by_the_engine_that_it_is_about():
+    case = Case(FakeActor(0.02), UnlikeEngines((0.02, 0.3), (0.3, 0.02), (0.02, 0.02)))
+    case.guard.start(0)  # each was beyond the limits once
+    assert len(case.warnings) == 1
+    assert "engine 1 seemed to disagree" in case.warnings[0]
+    case = Case(FakeActor(0.02), UnlikeEngines((0.02, 0.3), (0.3, 0.02), (0.3, 0.02)))
+    with pytest.raises(WeightError, match="engine 0 and the trainer disagree on version 0"):
+        case.guard.start(0)
+
+
+def test_limits_follow_the_factors_of_the_config_that_a_run_resumes_with():
+    case = Case(FakeActor(0.02), FakeWorkers(0.02))
+    case.guard.start(0)
+    resumed = Case(FakeActor(0.02), FakeWorkers(0.02), rounding_factor=8.0)
+    resumed.guard.restore(case.guard.state())
+    assert resumed.guard.limits[0].median == 2 * case.guard.limits[0].median
+
+
+class BrokenActor(FakeActor):
+    """A trainer whose float32 forward fails, or whose own log-probs are not finite."""
+
+    log_prob = -1.0
+
+    def score_canary(self, canary):
+        return [self.log_prob] * canary.num_sampled
+
+    def score_exactly(self, canary):
+        return "CUDA out of memory"
+
+
+def test_a_float32_forward_that_fails_ends_no_run():
+    case = Case(BrokenActor(0.0), FakeWorkers(0.03))
+    case.guard.start(0)
+    assert "no float32 forward of the policy could be made (CUDA out of memory)" in case.warnings[0]
+    assert case.guard.metrics()["canary_use"] < 0.5
+
+
+def test_a_trainer_without_log_probs_is_named_instead_of_an_engine():
+    actor = BrokenActor(0.0)
+    actor.log_prob = float("nan")
+    with pytest.raises(WeightError, match="the trainer's own log-probs of 1,024 of 1,024 tokens are not finite"):
+        Case(actor, FakeWorkers(0.03)).guard.start(0)
+
+
+def test_on_a_gpu_float32_products_may_round_to_ten_bits():
+    Case(FakeActor(0.0), FakeWorkers(2e-3), dtype="fp32", on_gpu=True).guard.start(0)
+    with pytest.raises(WeightError):
+        Case(FakeActor(0.0), FakeWorkers(2e-2), dtype="fp32", on_gpu=True).guard.start(0)

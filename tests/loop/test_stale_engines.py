@@ -99,7 +99,7 @@ class Pair:
         self.actor = cluster.launch("actor", Sending, args=(config.actor.model, options, "float32"))
         self.engines = cluster.launch("rollout", engine, args=(made,))
         prompts = [Prompt(index, "", (3 + index, 12, 4, 13)) for index in range(4)]
-        chosen = replace(settings.canary_settings(config), num_tokens=256)
+        chosen = replace(settings.canary_settings(config, on_gpu=False), num_tokens=256)
         self.warnings: list[str] = []
         turn = lambda phase, role: nullcontext()  # noqa: E731
         self.guard = CanaryGuard(chosen, prompts, self.actor, self.engines, None, turn, self.warnings.append)

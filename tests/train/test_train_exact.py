@@ -59,4 +59,29 @@ def test_a_weight_that_is_missing_or_unknown_is_named(model):
 
 
 def test_on_a_cpu_there_is_room(model):
-    assert missing_bytes(model[0], CPU) == 0
+    assert missing_bytes(model[0], CPU, longest=8) == 0
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Granite", "Cohere"])
+def test_what_a_model_does_to_scores_and_logits_is_part_of_it(family, tmp_path):
+    import transformers
+
+    common = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "eos_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 0}
+    own = {
+        "Gemma2": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+        "Granite": {"logits_scaling": 8.0},
+        "Cohere": {"logit_scale": 0.25},
+    }[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**common, **heads, **own, initializer_range=0.5)
+    config._attn_implementation = "eager"
+    policy = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    policy.save_pretrained(tmp_path)
+    weights = [(name, weight.detach()) for name, weight in policy.named_parameters()]
+    [sequence, _], [start, _] = SEQUENCES, STARTS
+    found = exact_log_probs(tmp_path, weights, [sequence], [start], 1.0, dtype=torch.float32, device=CPU)
+    with torch.no_grad():
+        log_p = policy(torch.tensor([sequence])).logits[0].log_softmax(-1)
+    expected = [float(log_p[token - 1, sequence[token]]) for token in range(start, len(sequence))]
+    assert found.log_probs == pytest.approx(expected, abs=1e-5)
