@@ -142,14 +142,14 @@ def _run(arguments: argparse.Namespace) -> int:
 def _resume(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from hotseat.config import load
+    from hotseat.config import loads_saved
     from hotseat.errors import UserError
 
     path = Path(arguments.run_dir)
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} holds no run: there is no {path / 'config.yaml'}")
     here = [f"run_dir={path.parent}", f"name={path.name}", "checkpoint.resume=true"]
-    config = load(path / "config.yaml", [*arguments.overrides, *here])
+    config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
     if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
         raise UserError(
             f"{path} has no checkpoints: it was run without checkpoint.every, or failed before its first. Start it"

@@ -2,6 +2,7 @@
 
 from hotseat.config.load import load, loads, to_yaml
 from hotseat.config.roles import roles_of
+from hotseat.config.saved import loads_saved, to_saved
 from hotseat.config.schema import Config
 
-__all__ = ["Config", "load", "loads", "roles_of", "to_yaml"]
+__all__ = ["Config", "load", "loads", "loads_saved", "roles_of", "to_saved", "to_yaml"]

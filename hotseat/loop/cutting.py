@@ -109,8 +109,8 @@ def too_large(use: Use, what: str, size: int, num_devices: int, error: DeviceMem
     """Ends a run in which a micro-batch of so many tokens cannot be made again, smaller."""
     tokens = max(1, size // 2 // num_devices)
     return BudgetError(
-        f"{what} with a micro-batch of {size:,} tokens ({error}), which cannot be made again here: go on with"
-        f" {use}.chosen_tokens_per_device {tokens}, as `hotseat resume` does by itself",
+        f"{what} with a micro-batch of {size:,} tokens ({error}), which cannot be made again here: set"
+        f" {use}.chosen_tokens_per_device to {tokens}, or, if there is a checkpoint, use `hotseat resume`, which does",
         use,
         tokens,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotseat import faults
-from hotseat.config import Config, loads
+from hotseat.config import Config, loads_saved
 from hotseat.config.batches import BatchAlgebra, batch_algebra, token_budget, tokens_per_micro_batch
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
@@ -164,7 +164,7 @@ def _start_rl(config: Config) -> dict[str, float]:
 def _with_budgets(config: Config, cluster: Any, found: Checkpoint | None, journal: Any) -> tuple[Config, bool]:
     """The config with its token budgets, and whether they are new: a resumed run has those of its checkpoint."""
     if found is not None:
-        config = with_budgets_of(config, loads(str(found.state["config"])))
+        config = with_budgets_of(config, loads_saved(str(found.state["config"])))
     chosen = budgets_on(config, cluster)
     if uses(config) and chosen.config == config:
         journal.say(f"micro-batches: {describe(config)} (as this run has chosen before)")
@@ -466,13 +466,18 @@ def _launched_budget(
     from hotseat.placement import GIB, DeviceKind, Node
 
     if found is not None:
-        config = with_budgets_of(config, loads(str(found.state["config"])))
+        config = with_budgets_of(config, loads_saved(str(found.state["config"])))
     has_devices = torch.cuda.is_available()
     inventory = None
     if has_devices:
         memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
         inventory = Inventory((Node(0, num_devices=num_ranks, device_kind=DeviceKind("GPU", memory_gib)),))
-    placed = config.cluster.model_copy(update={"component_placement": {"actor": f"0-{num_ranks - 1}"}})
+    alone: dict[str, Any] = {
+        "component_placement": {"actor": f"0-{num_ranks - 1}"},
+        "num_nodes": None,
+        "node_groups": [],
+    }
+    placed = config.cluster.model_copy(update=alone)
     there = config.model_copy(update={"cluster": placed})
     chosen = with_budgets(there, inventory, are_devices_logical=not has_devices)
     kept = _KeptBudget(with_budgets_of(config, chosen.config), journal, saver.keep)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from hotseat.config import Config, to_yaml
+from hotseat.config import Config, to_saved
 from hotseat.errors import UserError
 from hotseat.observe import METRICS, RECORDS, read_lines
 from hotseat.placement import Plan
@@ -29,7 +29,7 @@ def make_run_dir(config: Config) -> Path:
 def write_config(path: Path, config: Config) -> None:
     """The config as it was checked. Whether a run goes on is no part of it."""
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": False})})
-    (path / CONFIG).write_text(to_yaml(kept))
+    (path / CONFIG).write_text(to_saved(kept))
 
 
 def _named(config: Config) -> Path:

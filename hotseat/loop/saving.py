@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hotseat import faults
-from hotseat.config import Config, loads, to_yaml
+from hotseat.config import Config, loads_saved, to_saved
 from hotseat.errors import CheckpointError, DeadlineError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
 from hotseat.loop.memory import available_bytes
@@ -246,7 +246,7 @@ class Saver:
         state = {
             "step": step,
             "task": self._config.task,
-            "config": to_yaml(self._config),
+            "config": to_saved(self._config),
             "best_metric": _best(section.best_metric, evaluation),
             **copy.deepcopy(dict(parts.state())),  # of now, whatever the run does until it is written
         }
@@ -325,7 +325,7 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
 
 def compare(saved: str, config: Config) -> list[str]:
     """What has changed since a checkpoint was written, a line each. What cannot change is an error."""
-    then, now = _flat(loads(saved).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    then, now = _flat(loads_saved(saved).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     notes: list[str] = []
     refused: list[str] = []
     for key in now:

@@ -168,7 +168,8 @@ class ModelWorker(BackendWorker):
             weights=torch.zeros(int(lengths.sum())),
             sample_ids=tuple(f"canary {index}" for index in range(len(canary.sequences))),
         )
-        pieces = split_by_tokens(batch, max(_CANARY_TOKENS, int(lengths.max())))
+        most = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
+        pieces = split_by_tokens(batch, max(most, int(lengths.max())))
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
         return canary.sampled([scored[name][0].tolist() for name in batch.sample_ids])
 

@@ -235,8 +235,9 @@ def _defined(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tenso
         chunk = query[:, :, start : start + size]
         last = start + chunk.shape[2]  # nothing in the chunk sees what comes after
         arguments = (chunk, key[:, :, :last], value[:, :, :last], start, scores)
-        is_kept = size >= length or not torch.is_grad_enabled()
-        parts.append(_attend(*arguments) if is_kept else checkpoint(_attend, *arguments, use_reentrant=False))
+        # Computed again by the backward, also where there is one chunk: every layer would keep its scores.
+        has_gradient = torch.is_grad_enabled()
+        parts.append(checkpoint(_attend, *arguments, use_reentrant=False) if has_gradient else _attend(*arguments))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 

@@ -167,6 +167,13 @@ def check_length(config: Any, max_length: int) -> None:
             f"beyond {limit} tokens the angles of longrope depend on the longest sequence of a batch, and trainer and"
             f" engine would disagree: set data.max_length, which is {max_length}, to at most {limit}"
         )
+    positions = getattr(text, "max_position_embeddings", None)
+    if rope.get("rope_type") == "dynamic" and positions is not None and max_length > positions:
+        raise NotBuiltError(
+            f"beyond {positions} tokens the angles of dynamic NTK scaling depend on the longest sequence of a batch,"
+            f" and log-probs on what a sample is packed with: set data.max_length, which is {max_length}, to at most"
+            f" {positions}"
+        )
 
 
 def check_value_head(config: Any) -> None:
@@ -404,6 +411,10 @@ def _check_head(policy: Policy) -> None:
     finally:
         for hook in hooks:
             hook.remove()
+    if "hidden" not in seen:  # its forward calls a part of the body, such as a decoder
+        with torch.no_grad():
+            output = model.base_model(input_ids=probe.token_ids[None].to(model.device), use_cache=False)
+        seen["hidden"] = output.last_hidden_state
     expected = seen["logits"].float() * policy.logit_scale
     if policy.logit_cap is not None:
         expected = policy.logit_cap * torch.tanh(expected / policy.logit_cap)

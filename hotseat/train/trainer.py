@@ -419,10 +419,12 @@ class Trainer(ABC):
             self._after_scoring()
             return
         self._is_halfway = True
-        self._before_forward(True)
-        faults.reach("trial.forward")
-        outputs = self._forward(batch, 1.0, with_entropy, self._options.aux_loss_coefficient > 0)
-        self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), True)
+        # Among several ranks gradients stay whole on each of them until the last micro-batch.
+        for is_last in (False, True) if self._ranks.size > 1 else (True,):
+            self._before_forward(is_last)
+            faults.reach("trial.forward")
+            outputs = self._forward(batch, 1.0, with_entropy, self._options.aux_loss_coefficient > 0)
+            self._backward(sum((value * 0.0).sum() for value in outputs.tensors()), is_last)
         self._forget_gradients()
         self._is_halfway = False
 

@@ -141,6 +141,7 @@ def test_a_rank_that_cannot_write_ends_all(task, rank):
 def test_a_directory_that_is_taken_is_refused_by_all(task):
     (task / "runs" / "run").mkdir(parents=True)
     (task / "runs" / "run" / "config.yaml").touch()
+    (task / "runs" / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     for code, _, error in launch(task, "run", "checkpoint.every=2"):
         assert code == 1
         assert f"UserError {task}/runs/run holds a run already" in error

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hotseat import faults
 from hotseat.cli.main import main
 from hotseat.cli.openrlhf.translate import translate
-from hotseat.config import load, loads, to_yaml
+from hotseat.config import load, loads, to_saved
 from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, WorkerError
 from hotseat.faults import Fault
 from hotseat.loop.budgets import (
@@ -148,7 +148,7 @@ def test_what_a_checkpoint_chose_is_taken_over_unless_the_run_has_chosen():
 
 
 def test_what_a_checkpoint_chose_is_no_change_of_the_config():
-    saved = to_yaml(with_budget(loads(RL), "train", 4096))
+    saved = to_saved(with_budget(loads(RL), "train", 4096))
     assert compare(saved, loads(RL)) == []
     assert compare(saved, with_budget(loads(RL), "train", 2048)) == [
         "train.chosen_tokens_per_device: 4096 when the checkpoint was written, now 2048"
@@ -259,7 +259,9 @@ def test_among_several_ranks_the_error_names_the_smaller_budget():
         run(Cutter(device), device, batch_of(*[8] * 8), replace(CHOSEN, num_devices=2))
     assert (caught.value.use, caught.value.tokens) == ("train", 16)  # half of 64, on two devices
     assert "out of device memory in an update with a micro-batch of 64 tokens (CUDA out of memory)" in str(caught.value)
-    assert "go on with train.chosen_tokens_per_device 16, as `hotseat resume` does by itself" in str(caught.value)
+    assert "set train.chosen_tokens_per_device to 16, or, if there is a checkpoint, use `hotseat resume`" in str(
+        caught.value
+    )
 
 
 def test_what_the_user_set_is_not_changed_and_the_error_says_to_what_it_could_be():

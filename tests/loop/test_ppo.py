@@ -321,8 +321,8 @@ def test_models_take_the_device_one_after_another(task, monkeypatch):
     order = [name for name, _ in turns if name != "sync"]
     prepare = [f"prepare.{turn}" for turn in range(4)]  # reward, reference, critic, actor
     one_step = ["rollout", *prepare, "update.0", "update.1"]
-    assert order[:2] == ["rollout", "prepare.0"]  # the first evaluation
-    assert order[2 : 2 + len(one_step)] == one_step
+    assert order[:3] == ["rollout", "rollout", "prepare.0"]  # the canary's answers, then the first evaluation
+    assert order[3 : 3 + len(one_step)] == one_step
     assert dict(turns)["update.0"] == {("critic", part) for part in ("weights", "gradients", "optimizer")}
     assert dict(turns)["prepare.0"] == {("reward", "weights")}
     assert same(weights(task / "runs" / "plain" / "model"), weights(task / "runs" / "in_turn" / "model"))

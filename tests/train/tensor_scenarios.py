@@ -44,10 +44,15 @@ from .conformance import (
 
 NUM_SHARING = 2
 
-# They need a folder for each rank, or go on with one rank after a failure that leaves the other one waiting.
+# They need a folder for each rank, or go on with one rank after a failure that leaves the other one waiting: of several
+# ranks none makes work again that did not fit its device.
 _OF_ONE_ALONE = {
     "a_snapshot_that_cannot_be_written_says_why",
     "a_loss_that_fails_leaves_nothing_behind",
+    "an_update_without_memory_is_made_again_in_smaller_pieces",
+    "sixteen_bit_updates_without_memory_are_made_again",
+    "scores_without_memory_are_made_again",
+    "a_trial_changes_nothing",
 }
 
 
