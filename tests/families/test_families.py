@@ -208,8 +208,15 @@ def test_memory_is_priced_by_the_number_of_parameters_or_is_said_to_be_unknown(f
             },
             "beyond 8 tokens the angles of longrope .* data.max_length, which is 16, to at most 8",
         ),
+        (
+            {
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+                "max_position_embeddings": 8,
+            },
+            "beyond 8 tokens the angles of dynamic NTK scaling .* data.max_length, which is 16, to at most 8",
+        ),
     ],
-    ids=["quantized", "chunked", "longrope"],
+    ids=["quantized", "chunked", "longrope", "dynamic"],
 )
 def test_what_cannot_be_trained_is_refused_before_a_model_loads(
     settings: dict[str, Any], message: str, tmp_path: Path

@@ -48,6 +48,7 @@ def small(config: str, **settings: Any) -> Any:
         ("Phi3Config", {}),
         ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
         ("MixtralConfig", {"num_local_experts": 4}),
+        ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32, "do_layer_norm_before": True}),
     ],
 )
 @pytest.mark.parametrize("layout", ["padded", "packed"])
