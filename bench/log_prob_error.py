@@ -199,7 +199,7 @@ def _round_logits(worker: Any) -> None:
 
 
 def vllm_states(engine: Any, samples: list[dict[str, Any]]) -> list[list[Tensor]]:
-    """Of each of the first sequences: the hidden states after each quarter of the layers and after the final norm."""
+    """Hidden states of the first sequences, after each quarter of the layers and after the final norm."""
     collected: list[list[Tensor]] = []
     engine._core.call(lambda worker: _collect(worker.model_runner.model.model, collected))
     found = []

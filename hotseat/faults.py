@@ -84,7 +84,7 @@ def register(name: str, pid: int | None = None) -> None:
 
 
 def is_armed(point: str) -> bool:
-    """Whether a fault waits at a point."""
+    """Tell whether a fault waits at a point."""
     paths = [] if _directory is None else _directory.glob("*.fault")
     return any(Fault(**json.loads(path.read_text())).point == point for path in paths)
 

@@ -95,7 +95,7 @@ def limits_from(
 
 
 def growth(now: GapStatistics, first: GapStatistics, floor: GapStatistics) -> GapStatistics:
-    """By what factor rounding has grown, for each statistic; what is below the floor counts as the floor."""
+    """Return the factor by which rounding has grown, for each statistic; below the floor it counts as the floor."""
 
     def ratio(statistic: Statistic) -> float:
         return max(now.size(statistic), floor.size(statistic)) / max(first.size(statistic), floor.size(statistic))

@@ -80,7 +80,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def _words(annotation: Any) -> str:
-    """What a field takes, in words."""
+    """Describe in words what a field takes."""
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(str(member) for member in members)

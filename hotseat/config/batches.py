@@ -62,7 +62,7 @@ def nearest_divisors(number: int, of: int) -> str:
 
 
 def is_auto(section: Train | Rollout) -> bool:
-    """Whether the run chooses the size of micro-batches itself."""
+    """Tell whether the run chooses the size of micro-batches itself."""
     return section.micro_batch_size == "auto" and section.max_tokens_per_device is None
 
 

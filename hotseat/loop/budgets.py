@@ -46,13 +46,13 @@ def with_budget(config: Config, use: Use, tokens: int) -> Config:
 
 
 def uses(config: Config) -> tuple[Use, ...]:
-    """Those whose budget the run chooses itself."""
+    """List the uses (updates, scoring) whose token budget the run chooses itself."""
     names: tuple[Use, ...] = ("train", "rollout") if config.task == "rl" else ("train",)
     return tuple(use for use in names if is_auto(getattr(config, use)))
 
 
 def is_chosen(config: Config) -> bool:
-    """Whether nothing is left to choose."""
+    """Tell whether every token budget that the run chooses itself has been chosen."""
     return all(token_budget(getattr(config, use)) is not None for use in uses(config))
 
 
@@ -66,13 +66,16 @@ def with_budgets_of(config: Config, other: Config) -> Config:
 
 
 def least_tokens(config: Config) -> int:
-    """On one device, of a micro-batch with one sequence, or one pair, as long as the config allows."""
+    """Count the tokens on one device of a micro-batch with one sequence, or pair, as long as the config allows."""
     pair = 2 if config.task in ("rm", "dpo") else 1
     return -(-config.data.max_length * pair // config.train.sequence_parallel_size)
 
 
 def choose_on_cpu(config: Config, token_bytes: float | None) -> Chosen:
-    """Without accelerators. `token_bytes`: of the activations of one token in an update; None: not known."""
+    """Choose budgets without accelerators.
+
+    token_bytes: of the activations of one token in an update; None: not known.
+    """
     most = CPU_TOKENS if token_bytes is None else min(CPU_TOKENS, int(CPU_GIB * GIB / token_bytes))
     made = config
     for use in uses(config):
@@ -83,7 +86,7 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> Chosen:
 
 
 def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> Chosen:
-    """On the devices of `plan_with`, which plans a config in which nothing is left to choose.
+    """Choose budgets for the devices of `plan_with`, which plans a config in which nothing is left to choose.
 
     `num_ranks` counts those that see different samples.
     """
@@ -139,7 +142,7 @@ def _is_priced(plan: Plan) -> bool:
 
 
 def _is_no_worse(plan: Plan, lowest: Plan) -> bool:
-    """Whether every step fits well, or takes no more than with the smallest budget, and nothing more is copied."""
+    """Tell whether every step fits well, or takes no more than with the smallest budget, and no more is copied."""
     for group, small in zip(plan.groups, lowest.groups, strict=True):
         for step, least in zip(group.steps, small.steps, strict=True):
             if step.verdict != "fits" and step.used_gib > least.used_gib + _ROUNDING:
@@ -183,7 +186,7 @@ def lowered_until(fits: Callable[[int], bool], tokens: int, least: int) -> int:
 
 
 def lowered_note(why: str, use: Use, tokens: int, before: int) -> str:
-    """What is said of a budget that was lowered."""
+    """Word the note about a budget that was lowered."""
     return f"{why}: {_NAMES[use]} have at most {tokens:,} tokens on a device from now on, not {before:,}"
 
 

@@ -85,7 +85,7 @@ class CanarySettings:
 
 @dataclass(frozen=True)
 class Measured:
-    """What engines, inference ranks and trainer make of one set of answers."""
+    """Gaps of engines and inference ranks on one set of answers, and what rounding alone does to them."""
 
     canary: Canary
     gaps: Mapping[str, GapStatistics]  # by the name of who was asked
@@ -95,7 +95,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What later pushes are compared with: the largest gaps after the first push, and what rounding did then."""
+    """The largest gaps after the first push, and what rounding did then: later pushes are compared with it."""
 
     gap: GapStatistics
     rounding: GapStatistics
@@ -103,7 +103,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class CanaryState:
-    """What a guard knows, and a checkpoint holds."""
+    """Everything that a guard knows, as a checkpoint holds it."""
 
     canary: Canary
     rounding: GapStatistics  # what it does to log-probs of these answers
@@ -155,7 +155,7 @@ class CanaryGuard:
 
     @property
     def canary(self) -> Canary | None:
-        """What is scored after a push; None before the first."""
+        """The answers that are scored after a push; None before the first."""
         return None if self._state is None else self._state.canary
 
     def start(self, version: int) -> None:
@@ -176,7 +176,7 @@ class CanaryGuard:
         self._state = replace(self._state, first=Baseline(gap, measured.rounding))
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint holds; None before the first push was judged."""
+        """The guard's part of a checkpoint; None before the first push was judged."""
         return None if self._state is None or self._state.first is None else asdict(self._state)
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
@@ -216,7 +216,7 @@ class CanaryGuard:
 
     @property
     def limits(self) -> tuple[GapLimits, ...]:
-        """What gaps are judged by; all of them hold. Empty before the first push was judged."""
+        """The limits that gaps are judged by, all of which hold; empty before the first push was judged."""
         return () if self._state is None else self._limits_of(self._state)
 
     def use(self, found: GapStatistics) -> float | None:
@@ -349,7 +349,7 @@ class CanaryGuard:
         )
 
     def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
-        """What rounding alone does to log-probs of these tokens, and how that is known.
+        """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
 
         The trainer's own rounding, plus that of logits in the engine's type: the trainer computes them in float32, and
         engines may not.

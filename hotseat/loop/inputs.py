@@ -74,7 +74,7 @@ def _check_model(
 
 
 def _check_engine(config: Config, model_config: Any) -> None:
-    """Whether the engine has what a model of this config needs."""
+    """Refuse a model of this config that the engine cannot run."""
     if config.rollout.engine == "transformers":
         from hotseat.rollout.transformers_engine import check_config
 

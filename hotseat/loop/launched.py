@@ -105,7 +105,7 @@ class LedSaver:
         return self._saver.metrics()
 
     def keep(self, config: Config) -> None:
-        """As `Saver.keep`; only the first rank writes."""
+        """Keep a config as `Saver.keep` does; only the first rank writes."""
         if self._ensemble.is_first:
             self._saver.keep(config)
 

@@ -76,7 +76,7 @@ def with_budgets(
 
 
 def _activation_bytes(config: Config) -> float | None:
-    """Of one token in an update, of the model that takes most; None if the shape of one is not known."""
+    """Count the activation bytes of one token in an update, of the model that takes most; None if one is unknown."""
     found = []
     for spec in role_specs(config):
         if not isinstance(spec.memory, TrainMemory):
@@ -121,7 +121,7 @@ def plan_on(config: Config, cluster: Any) -> Plan:
 
 
 def budgets_on(config: Config, cluster: Any) -> Chosen:
-    """As `with_budgets`, on a running cluster."""
+    """Choose budgets as `with_budgets` does, on a running cluster."""
     return with_budgets(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 
 

@@ -210,7 +210,7 @@ class RlRun:
 
     @property
     def config(self) -> Config:
-        """With the token budgets that are in use."""
+        """The run's config, with the token budgets that are in use."""
         return self._config
 
     def try_budgets(self, keep: Callable[[Config], object]) -> None:
@@ -571,7 +571,7 @@ class RlRun:
         return metrics | hand_over_metrics(self._seats.spent())
 
     def _are_gaps_comparable(self) -> bool:
-        """Whether gaps of a step are those of the canary: of the whole distribution, and without dropout."""
+        """Tell whether gaps of a step compare with the canary's: of the whole distribution, and without dropout."""
         drops = self._config.train.lora.rank > 0 and self._config.train.lora.dropout > 0
         return not settings.is_filtered(self._config) and (not drops or self._policy.needs_old_log_probs)
 

@@ -280,7 +280,7 @@ class _KeptBudget:
 
     @property
     def max_tokens(self) -> int:
-        """Of a micro-batch."""
+        """The most tokens that a micro-batch may have."""
         budget = tokens_per_micro_batch(self.config, token_budget(self.config.train))
         assert budget is not None
         return budget

@@ -45,7 +45,7 @@ def _named(config: Config) -> Path:
 
 
 def _made_no_step(path: Path) -> bool:
-    """Whether a run began here and failed before its first step: it left nothing that its successor would lose."""
+    """Tell whether a run began here and failed before its first step: it left nothing that could be lost."""
     if not (path / CONFIG).exists() or any((path / name).exists() for name in ("model", "checkpoints")):
         return False
     metrics = path / METRICS

@@ -204,7 +204,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
 
 
 def is_filtered(config: Config) -> bool:
-    """Whether engines sample from a part of the distribution: their log-probs are then not those of the policy."""
+    """Tell whether engines sample from a part of the distribution: their log-probs are then not the policy's."""
     return config.rollout.top_p < 1 or config.rollout.top_k > 0
 
 

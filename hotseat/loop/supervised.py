@@ -65,7 +65,7 @@ class SupervisedWorker(BackendWorker):
         return report
 
     def step_and_budget(self) -> tuple[UpdateReport, dict[Use, int]]:
-        """Together. As `step`, and as `lowered`."""
+        """Make a `step`, together with the other ranks; return its report and the budgets that were lowered."""
         return self.step(), self.lowered()
 
     def use_budget(self, max_tokens: int) -> None:

@@ -410,7 +410,7 @@ def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -
 
 
 def token_activation_bytes(memory: TrainMemory, model: ModelShape) -> float:
-    """What all layers together keep of one token for the backward pass, without a compiler."""
+    """Count the bytes that all layers keep of one token for the backward pass, without a compiler."""
     if memory.gradient_checkpointing:
         return float(model.num_layers * model.hidden_size * memory.compute_bytes)
     return model.num_layers * layer_activation_bytes(model, memory.compute_bytes) * EAGER_ACTIVATIONS

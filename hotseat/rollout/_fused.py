@@ -43,7 +43,7 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
 
 
 def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
-    """Of every parameter that is known, under every name that it may have. `rank`: among those that share the model."""
+    """Yield the pieces of every known parameter, under every name it may have. `rank`: among those that share it."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})

@@ -147,7 +147,7 @@ def _help_of(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> list[str]
 
 
 def _effect(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a flag does, in a line."""
+    """Say what a flag does, in a line."""
     if flag.because:
         return f"no effect: {flag.because}"
     if flag.not_built:
