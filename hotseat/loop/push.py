@@ -31,7 +31,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class Proof:
-    """What one side holds after a push: digests, and log-probs of the canary's sampled tokens.
+    """Proof of what one side holds after a push: digests, and log-probs of the canary's sampled tokens.
 
     log_probs: None where there is no canary yet, or where the engine needs its cache to score and does not have it.
     """
@@ -43,7 +43,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push carried, and what both sides make of the canary afterwards."""
+    """Report of a push: its size and times, and what both sides make of the canary afterwards."""
 
     version: int
     num_buckets: int

@@ -174,7 +174,7 @@ def _with_budgets(config: Config, cluster: Any, found: Checkpoint | None, journa
 
 
 def _is_tried(has_devices: bool) -> bool:
-    """Whether budgets are tried out: on a CPU there is no memory to measure, but a test may have it run out."""
+    """Tell whether budgets are tried out: on a CPU there is no memory to measure, but a test may have it run out."""
     return has_devices or faults.is_armed("trial.forward")
 
 

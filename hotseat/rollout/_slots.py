@@ -549,7 +549,7 @@ class AnySlots:
             )
 
     def _eager_logits(self, tokens: Tensor) -> Tensor:
-        """By the attention that has everything: transformers leaves caps and sinks out of faster ones."""
+        """Compute logits by attention that has everything: transformers leaves caps and sinks out of faster ones."""
         used = self._model.config.get_text_config()._attn_implementation
         self._model.set_attn_implementation("eager")
         try:

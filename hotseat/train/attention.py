@@ -52,7 +52,7 @@ _CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 
 @dataclass(frozen=True)
 class Scores:
-    """What a layer does between queries times keys and values."""
+    """Changes that a layer makes to its scores, between queries times keys and values."""
 
     scale: float | None  # None: 1 / sqrt(head_size)
     window: int | None = None  # a token sees so many, itself included; None: all before it
@@ -61,7 +61,7 @@ class Scores:
 
     @property
     def are_plain(self) -> bool:
-        """Whether torch has kernels for them."""
+        """Tell whether torch has kernels for such scores."""
         return self.cap is None and self.sinks is None
 
 
@@ -226,7 +226,7 @@ def _is_seen(queries: Tensor, num_keys: int, window: int | None) -> Tensor:
 
 @torch.compiler.disable  # each number of chunks would be another graph
 def _defined(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """Of rows, as `_rows`, from the scores themselves. Forward and backward hold one chunk of them."""
+    """Attend over rows, as `_rows` does, from the scores themselves. Forward and backward hold one chunk of them."""
     rows, heads, length, _ = query.shape
     limit = _CHUNK_ELEMENTS.get(query.device.type, 2**27)
     size = max(1, limit // max(1, rows * heads * length))
@@ -242,7 +242,7 @@ def _defined(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tenso
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scores: Scores) -> Tensor:
-    """Of queries from position `start` on."""
+    """Attend with the queries from position `start` on."""
     copies = query.shape[1] // key.shape[1]
     if copies > 1:
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
@@ -310,7 +310,7 @@ class Watch:
         return all(scores.are_plain for _, scores in self.calls)
 
     def is_as_masked(self, num_positions: int) -> bool:
-        """Whether every call sees what its mask shows, from the last of so many positions."""
+        """Tell whether every call sees what its mask shows, from the last of so many positions."""
         position = torch.tensor(num_positions - 1)
         keys, zero = torch.arange(num_positions), torch.tensor(0)
         for mask, scores in self.calls:

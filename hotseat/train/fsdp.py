@@ -333,7 +333,7 @@ def reset_sharding(root: FSDPModule, *, by_hand: bool = False) -> None:
 
 
 def _groups(module: Any) -> list[Any]:
-    """Of weights that are gathered together. torch 2.11 and 2.12 have at most one for each module."""
+    """List groups of weights that are gathered together. torch 2.11 and 2.12 have at most one for each module."""
     state = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)
     return [group for group in (found if found is not None else [state._fsdp_param_group]) if group is not None]

@@ -15,7 +15,7 @@ _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAI
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory for what failed."""
+    """Tell whether an error says that a device had too little memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
@@ -36,7 +36,7 @@ class Peak(NamedTuple):
     limit: int
 
     def has_headroom(self, times: float = 1.0) -> bool:
-        """Whether so many times as large a micro-batch leaves a margin."""
+        """Tell whether a micro-batch so many times as large would leave a margin."""
         return self.before + times * (self.most - self.before) <= self.limit
 
 

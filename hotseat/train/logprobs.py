@@ -98,7 +98,10 @@ def _capped(
     rows: int,
     cap: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `token_log_probs`. Each chunk of logits is computed again by the backward, unless it is the only one."""
+    """Compute what `token_log_probs` does, with capped logits.
+
+    Each chunk of logits is computed again by the backward, unless it is the only one.
+    """
 
     def score(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = torch.nn.functional.linear(hidden, weight, bias)

@@ -341,7 +341,7 @@ class Trainer(ABC):
         return losses, metrics
 
     def _within_memory(self, do: Callable[[], Result], forget: Callable[[], object] = lambda: None) -> Result:
-        """What `do` returns. If the device runs out of memory, undo it where that can be, and say so.
+        """Return what `do` returns. If the device runs out of memory, undo it where that can be, and say so.
 
         `forget`: lets go of what `do` has kept elsewhere.
         """
@@ -386,7 +386,7 @@ class Trainer(ABC):
         random = self._random_states()
 
         def has_room(count: int, times: float) -> bool:
-            """Whether a micro-batch with `times` as many tokens as this one fits on every rank."""
+            """Tell whether a micro-batch with `times` as many tokens as this one fits on every rank."""
             batch = trial_batch(
                 count, max_length, self._model.config.get_text_config().vocab_size, is_padded=self.is_padded
             )
