@@ -52,6 +52,13 @@ from hotseat.weights import Sender, choose_lanes
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LEARNING_RATE, MAX_LENGTH = 1e-6, 320
+BIASED = ("q_proj", "k_proj", "v_proj")
+MOVED_SHARE = 0.5  # of the mean of queries, keys and values: all of it changes what the model says by a nat a token
+SENTENCES = (
+    "The old mill stands where two brooks meet. In spring the water is high, and the wheel turns day and night. Grain"
+    " comes from eleven farms; 7 of them pay with money, 4 with flour. Children ask how it works, and the miller says:"
+    " water pushes the wheel, the wheel turns the stone, and 3 stones make 20 sacks a day."
+)
 Weights = dict[str, Tensor]
 
 
@@ -139,8 +146,9 @@ def halve_norm(weights: Weights, first: Weights) -> None:
 
 
 def lose_bias(weights: Weights, first: Weights) -> None:
-    name = f"model.layers.{_middle(weights)}.self_attn.q_proj.bias"
-    weights[name] = torch.zeros_like(weights[name])
+    """Lose the biases of queries, keys and values, which are one tensor in vLLM, in one layer."""
+    for name in (f"model.layers.{_middle(weights)}.self_attn.{each}.bias" for each in BIASED):
+        weights[name] = torch.zeros_like(weights[name])
 
 
 def keep_layer(weights: Weights, first: Weights) -> None:
@@ -173,9 +181,10 @@ def make_folders(source: Path, directory: Path, is_qwen2: bool) -> tuple[Path, P
 
     actor, engine, turned = directory / "actor", directory / "engine", directory / "turned"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model = _as_qwen2(model) if is_qwen2 else model
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = _as_qwen2(model, tokenizer) if is_qwen2 else model
     model.save_pretrained(actor)
-    AutoTokenizer.from_pretrained(source).save_pretrained(actor)
+    tokenizer.save_pretrained(actor)
     for folder in (engine, turned):
         shutil.copytree(actor, folder)
     config = json.loads((actor / "config.json").read_text())
@@ -190,18 +199,40 @@ def make_folders(source: Path, directory: Path, is_qwen2: bool) -> tuple[Path, P
     return actor, engine, turned
 
 
-def _as_qwen2(llama: Any) -> Any:
-    """A Qwen2 with the same weights and with biases, which in real ones are as large as what they are added to."""
+def _as_qwen2(llama: Any, tokenizer: Any) -> Any:
+    """A Qwen2 that computes about the same: half of the mean of queries, keys and values is moved into biases.
+
+    Trained models of this family have it there too. W x + b with b = s W m and W less b mᵀ / |m|², where m is the
+    mean of the inputs x: what lies along m varies little from token to token.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {key: value for key, value in llama.config.to_dict().items() if key not in ("model_type", "architectures")}
     model = Qwen2ForCausalLM(Qwen2Config(**shape))
     model.load_state_dict(llama.state_dict(), strict=False)
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        if name.endswith(".bias"):
-            weight.data.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
+    means = _mean_inputs(llama, tokenizer)
+    for layer, mean in zip(model.model.layers, means, strict=True):
+        for name in BIASED:
+            linear = getattr(layer.self_attn, name)
+            bias = MOVED_SHARE * (linear.weight.data @ mean)
+            linear.weight.data -= torch.outer(bias, mean) / mean.square().sum()
+            linear.bias.data.copy_(bias)
     return model
+
+
+@torch.no_grad()
+def _mean_inputs(llama: Any, tokenizer: Any) -> list[Tensor]:
+    """[hidden] for each layer: the mean of what its attention gets, over some sentences without their first token."""
+    means: list[Tensor] = []
+    layers = llama.model.layers
+    hooks = [
+        layer.self_attn.q_proj.register_forward_pre_hook(lambda _, inputs: means.append(inputs[0][0, 1:].mean(0)))
+        for layer in layers
+    ]
+    llama(tokenizer(SENTENCES, return_tensors="pt").input_ids)
+    for hook in hooks:
+        hook.remove()
+    return means
 
 
 def make_prompts(model: Path, num_prompts: int = 64) -> list[Prompt]:
@@ -256,6 +287,7 @@ class Bench:
             temperature=1.0,
             max_length=MAX_LENGTH,
             seed=0,
+            on_gpu=device_of_process().type == "cuda",
         )
         turn = lambda phase, role: nullcontext()  # noqa: E731
         return CanaryGuard(settings, self._prompts, self.actor, self.engines, None, turn, lambda text: say(text))

@@ -39,6 +39,7 @@ from hotseat.types import MicroBatch
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
 _LARGE_LOGIT = 40.0
+_MAX_VARIANTS = 64  # of one compiled layer
 _NUM_POSITIONS = (64, 2**17)  # in which masks are compared: at least, at most
 
 
@@ -322,6 +323,10 @@ def compile_layers(model: PreTrainedModel, compiler: Compiler) -> None:
 
     Only `forward` is compiled: what a wrapper does before and after it, such as gathering its weights, is not.
     """
+    # Gradients on or off, first forward or recomputation, prompts shared or not, sizes above or below what a kernel is
+    # chosen by: a dozen variants of one layer are normal. Beyond the limit torch runs a layer without compiling it,
+    # which is slow, and fatal where a compiled forward is recomputed so: it saves other tensors.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     for layer in layers(model):
         layer.forward = _of_any_size(torch.compile(layer.forward, backend=compiler))
 

@@ -109,6 +109,18 @@ def test_it_compiles_what_else_can_be_asked_for(options: TrainOptions, has_flash
 
 
 @pytest.mark.slow
+def test_a_layer_may_have_more_variants_than_torch_compiles_by_default() -> None:
+    """Torch would run the recomputation of a compiled forward without compiling it, and then refuse the result."""
+    options = replace(OPTIONS, layout="shared", gradient_checkpointing=True)
+    batches = [groups_of_four(8), some_segments(5)]
+    expected, _ = train(small("Qwen2Config"), options, batches, None)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        found, counts = train(small("Qwen2Config"), options, batches, CompileCounterWithBackend("aot_eager"))
+    assert_close(found, expected, 1e-5)
+    assert counts[1] > 2 + 2  # of layers, and of logits
+
+
+@pytest.mark.slow
 def test_other_sizes_compile_nothing() -> None:
     compiler = CompileCounterWithBackend("eager")
     _, counts = train(tiny_model(), PACKED, some_batches(5, 9, 3, 12, 1, 7, 2, 20), compiler)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from hotseat.algorithms.head import project
+from hotseat.loop.cutting import BatchSettings, Cutter
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, ZeroOptions, make_backend, split_by_count
 from hotseat.train.logprobs import token_log_probs
 
@@ -21,6 +24,7 @@ from .conformance import (
     VOCAB_SIZE,
     ClippedLoss,
     ValueLoss,
+    assert_close,
     assert_identical,
     copy_weights,
     groups_of_four,
@@ -131,6 +135,51 @@ def test_parts_leave_the_device_and_come_back(precision: Any) -> None:
         results.append(copy_weights(backend) | {"scored": scored})
         backend.close()
     assert_identical(results[0], results[1])
+
+
+@contextmanager
+def device_memory_of(num_bytes: int) -> Iterator[None]:
+    """Let this process take so many bytes of device memory beyond what it holds."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("zero", [None, ZeroOptions(2), ZeroOptions(3)], ids=["fsdp", "zero2", "zero3"])
+def test_a_device_that_is_full_gets_smaller_micro_batches(zero: ZeroOptions | None) -> None:
+    """Memory truly runs out, in scoring and in an update, and the result is that of the smaller micro-batches."""
+    options = replace(OPTIONS, zero=zero)
+    batch = some_segments(16_000)
+    whole = BatchSettings(None, 16 * batch.num_segments, is_chosen=True)
+    backend = make_backend(tiny_model(), options, device="cuda")
+    backend.update([some_segments()], ClippedLoss(), 1.0)  # optimizer state and workspaces are there from now on
+    cutter = Cutter(backend)
+    with device_memory_of(64 << 20):
+        scored, log_probs = cutter.run(
+            "rollout", whole, lambda settings: settings.cut(batch), lambda pieces: backend.log_probs(pieces, 1.0)
+        )
+    with device_memory_of(256 << 20):
+        updated, report = cutter.run(
+            "train",
+            whole,
+            lambda settings: settings.cut(batch),
+            lambda pieces: backend.update(pieces, ClippedLoss(), 1.0),
+        )
+    weights = copy_weights(backend)
+    backend.close()
+    assert len(scored) > 1
+    assert len(updated) > 1
+    expected = make_backend(tiny_model(), options, device="cuda")
+    expected.update([some_segments()], ClippedLoss(), 1.0)
+    for ours, theirs in zip(log_probs, expected.log_probs(scored, 1.0), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(
+        torch.tensor(report.grad_norm), torch.tensor(expected.update(updated, ClippedLoss(), 1.0).grad_norm)
+    )
+    assert_close(weights, copy_weights(expected), 1e-5)
+    expected.close()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
