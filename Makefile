@@ -29,8 +29,8 @@ demo: setup
 
 test: setup lint browser
 	$(PYTEST) -n 2 -m "not slow and not ray and not long and not gpu"
-	$(PYTEST) -n 2 --dist loadfile -m "slow and not ray and not long and not gpu"
-	$(PYTEST) -m "ray and not long and not gpu"
+	$(PYTEST) -n 2 --dist loadfile --durations 40 -m "slow and not ray and not long and not gpu"
+	$(PYTEST) --durations 20 -m "ray and not long and not gpu"
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
