@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hotseat import __version__
+from hotseat.cli import completion, new
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
 
@@ -61,6 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hotseat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
+    new.add_arguments(
+        _command(commands, "new", new.run_new, "write the files of a first run: config, data, reward, model")
+    )
+
     run = _command(commands, "run", _run, "train: run a config to its end")
     _takes_config(run)
 
@@ -108,6 +113,12 @@ def make_parser() -> argparse.ArgumentParser:
     options = _command(commands, "options", _options, "list every config key with its default and meaning")
     options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
     options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
+
+    completion.add_arguments(
+        _command(
+            commands, "completion", completion.run_completion, "print a script with which a shell completes commands"
+        )
+    )
     return parser
 
 
