@@ -56,8 +56,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hotseat",
-        description="RL post-training in which models, rollout engines and simulators take turns on the same devices.",
-        epilog="`hotseat COMMAND --help` documents each command. Configs are YAML; `hotseat options` lists every key.",
+        description="RL post-training in which models and rollout engines take turns on the same devices.",
+        epilog="`hotseat COMMAND --help` documents each command. Configs are YAML; `hotseat options` lists every key."
+        " OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm and"
+        " train_dpo.",
     )
     parser.add_argument("--version", action="version", version=f"hotseat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -202,10 +204,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
+    from hotseat.config.built import not_built
     from hotseat.loop.planning import make_plan, with_budgets
 
     chosen = with_budgets(load(arguments.config, arguments.overrides), arguments.inventory)
     made = make_plan(chosen.config, arguments.inventory)
+    for key, what in not_built(chosen.config):
+        print(f"planned, but this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
     if arguments.json:
         print(made.to_json())
     else:
@@ -242,12 +247,15 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> int:
     from hotseat.config import load, to_yaml
+    from hotseat.config.built import not_built
     from hotseat.config.checks import missing
 
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")
     for key, message in missing(config):
         print(f"to start this run: {key}: {message}", file=sys.stderr)
+    for key, what in not_built(config):
+        print(f"this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
     return OK
 
 
