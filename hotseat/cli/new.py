@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hotseat.errors import UserError
 
-MODEL = "model"
+MODEL = "tiny_model"
 
 RL = """\
 # GRPO: the answers to one prompt are compared with each other by their rewards.
@@ -143,7 +143,7 @@ def texts(kind: str, model: str | None = None) -> dict[str, str]:
     chosen = KINDS[kind]
     if model is None:
         note = f"  # for the tiny model; a pretrained one wants about {chosen.rate}"
-        here = f"{MODEL}  # a tiny one, made for this folder: a checkpoint folder or a hub name goes here"
+        here = f"{MODEL}  # made for this folder; a checkpoint folder or a hub name goes here"
         values = {**TINY, "model": here}
     else:
         note = ""
@@ -185,6 +185,7 @@ def _make_model(directory: Path) -> None:
     path = directory / MODEL
     with tempfile.TemporaryDirectory() as folder:
         if not path.exists():
+            print("making a tiny model, which takes some seconds", flush=True)
             make_model(Path(folder))
             shutil.copytree(folder, path)
             return

@@ -53,7 +53,7 @@ def test_configs_are_complete_and_about_ten_lines(tmp_path, kind, model):
     assert all(len(line) <= 120 for line in files[f"{kind}.yaml"].splitlines())
     config = load(tmp_path / f"{kind}.yaml")
     assert missing(config) == []
-    assert config.actor.model == (model or "model")
+    assert config.actor.model == (model or "tiny_model")
     named = [config.data.path, config.eval.path, *([config.reward.function] if config.task == "rl" else [])]
     assert set(named) == set(files) - {f"{kind}.yaml"}
 
@@ -62,7 +62,7 @@ def test_a_pretrained_model_gets_another_learning_rate_and_room_for_answers(tmp_
     assert main(["new", "rl", str(tmp_path), "--model", "org/Some-Model"]) == 0
     config = load(tmp_path / "rl.yaml")
     assert (config.actor.optimizer.learning_rate, config.data.max_length) == (1e-6, 1024)
-    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "tiny_model").exists()
 
 
 def test_held_out_questions_are_never_trained_on():
@@ -147,11 +147,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_model_of_another_kind_is_not_replaced(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="model; give another folder"):
+    (tmp_path / "tiny_model").mkdir()
+    (tmp_path / "tiny_model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="tiny_model; give another folder"):
         write_files("rl", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny_model"]
 
 
 @pytest.mark.slow
