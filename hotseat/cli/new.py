@@ -147,7 +147,7 @@ def texts(kind: str, model: str | None = None) -> dict[str, str]:
         values = {**TINY, "model": here}
     else:
         note = ""
-        values = {**PRETRAINED, "model": model, "rate": chosen.rate}
+        values = {**PRETRAINED, "model": _as_yaml(model), "rate": chosen.rate}
     files = {f"{kind}.yaml": chosen.config.format(rate_note=note, **values)}
     if chosen.has_reward:
         files["reward.py"] = REWARD
@@ -169,13 +169,34 @@ def write_files(kind: str, directory: Path, model: str | None = None) -> list[st
     if (directory / f"{kind}.yaml").exists():
         taken = list(dict.fromkeys([f"{kind}.yaml", *taken]))
     _refuse(directory, taken)
-    if model is None:
-        _make_model(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if model is None:
+            _make_model(directory)
+        _write(directory, files)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or directory} cannot be written: {error.strerror}; give another folder"
+        ) from None
+    return [*files, *([f"{MODEL}/"] if model is None else [])]
+
+
+def _write(directory: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         if not (directory / name).exists():
             (directory / name).write_text(text)
-    return [*files, *([f"{MODEL}/"] if model is None else [])]
+
+
+def _as_yaml(text: str) -> str:
+    """Quote a text that YAML would not read as it stands."""
+    import json
+
+    import yaml
+
+    try:
+        return text if yaml.safe_load(f"key: {text}") == {"key": text} else json.dumps(text)
+    except yaml.YAMLError:
+        return json.dumps(text)
 
 
 def _make_model(directory: Path) -> None:

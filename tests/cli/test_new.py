@@ -125,6 +125,18 @@ def test_a_file_is_no_folder(tmp_path):
         write_files("rl", tmp_path / "file", "m")
 
 
+@pytest.mark.parametrize("model", ["org/Some-Model", "~/my: model #2", "{x}", "2024", "on"])
+def test_any_name_of_a_model_survives_yaml(tmp_path, model):
+    write_files("sft", tmp_path, model)
+    assert load(tmp_path / "sft.yaml").actor.model == model
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/below cannot be written: Not a directory; give another folder"):
+        write_files("rl", tmp_path / "file" / "below", "m")
+
+
 def test_a_refusal_loads_nothing_heavy(tmp_path):
     (tmp_path / "rl.yaml").write_text("")
     code = f"import sys; from hotseat.cli.main import main; print(main(['new', 'rl', {str(tmp_path)!r}]))\n"
