@@ -66,7 +66,9 @@ eval: {{path: held_out_pairs.jsonl, every: 8}}  # accuracy: share of pairs in wh
 """
 
 REWARD = '''\
-"""The reward of an answer: 1 for the right word, 0 for anything else."""
+"""The reward of an answer: 1 for the right word alone, 0.2 for the right word among others, else 0."""
+
+import re
 
 
 def reward_func(queries, prompts, labels):
@@ -74,7 +76,8 @@ def reward_func(queries, prompts, labels):
     rewards = []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
         answer = query[len(prompt) :].split("<")[0]  # without the token that ends it, such as <|end|>
-        rewards.append(1.0 if answer.strip().lower() == label else 0.0)
+        words = re.findall("[a-z]+", answer.lower())
+        rewards.append(1.0 if words == [label] else 0.2 if label in words else 0.0)
     return rewards
 '''
 

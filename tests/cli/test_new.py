@@ -79,12 +79,12 @@ def test_of_a_pair_one_answer_is_right():
     assert all(row["chosen"] == right[row["prompt"]] != row["rejected"] for row in rows)
 
 
-def test_the_reward_is_1_for_the_right_word_and_0_for_others():
+def test_the_reward_is_1_for_the_right_word_alone():
     made: dict = {}
     exec(REWARD, made)
-    answers = ["two<|end|>", " Two <|im_end|>", "three<|end|>", "two three", "<|end|>"]
+    answers = ["two<|end|>", " Two.\n<|im_end|>", "It is two", "three<|end|>", "twotwo", "<|end|>"]
     queries = ["Q:" + answer for answer in answers]
-    assert made["reward_func"](queries, ["Q:"] * 5, ["two"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert made["reward_func"](queries, ["Q:"] * 6, ["two"] * 6) == [1.0, 1.0, 0.2, 0.0, 0.0, 0.0]
 
 
 def test_what_is_next_is_printed(tmp_path, capsys, monkeypatch):
