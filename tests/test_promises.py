@@ -98,7 +98,7 @@ def test_links_between_pages_lead_somewhere(page):
 
 def test_the_long_description_renders():
     html = rendered(ROOT / "README.md")
-    assert html.count("<table>") == 2
+    assert html.count("<table>") >= 2
     assert html.count("<h2>") >= 7
     assert "```" not in html  # every block of code has an end
 

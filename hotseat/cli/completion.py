@@ -23,6 +23,7 @@ _BY_NAME: dict[str, Takes] = {
     "FILE": "file",
     "MODEL": "folder",
     "SECTION": "key",
+    "KEY": "key",
 }
 
 
