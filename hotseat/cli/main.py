@@ -19,7 +19,7 @@ OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 def entry() -> None:
     """Console entry point."""
     wait_passively()
-    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"]):
+    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"]):
         # They only print: `| head` ends them as it ends any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
