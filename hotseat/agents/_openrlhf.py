@@ -1,8 +1,9 @@
 """Agent files written for OpenRLHF, unchanged, without OpenRLHF.
 
-Three forms came one after another, and all are in use:
+Four forms came one after another, and all are in use:
 
     step(state, action, label, **kwargs) -> reward, next_state, done, extra_info      a function, with module globals
+    step(observation, action, label, **kwargs) -> {rewards, next_observation, done, ...}          the same, in a dict
     class AgentInstance: reset(states), step(states) -> {rewards, environment_feedback, done, ...}
     class AgentExecutor(MultiTurnAgentExecutor | AgentExecutorBase): execute(prompt, label, sampling_params, ...)
 
@@ -220,27 +221,56 @@ class InstanceTurns(Turns):
         result = await self._thread.call(self._instance.step, states)
         if not isinstance(result, Mapping):
             raise AgentError(f"AgentInstance.step returned a {type(result).__name__}, not a dict")
-        for key in ("rewards", "environment_feedback", "done"):
-            if key not in result:
-                raise AgentError(f"AgentInstance.step returned a dict without {key!r}; it has: {', '.join(result)}")
-        if result.get("environment_images"):
-            raise NotBuiltError("AgentInstance.step: environment_images: images are not part of this version")
-        feedback = result["environment_feedback"]
-        if not isinstance(feedback, str):
-            raise AgentError(f"AgentInstance.step: environment_feedback is a {type(feedback).__name__}, not a string")
-        score = result.get("scores")
-        return Move(
-            feedback,
-            bool(result["done"]),
-            number("rewards", result["rewards"]),
-            None if score is None else number("scores", score),
-            logs_of(result.get("extra_logs")),
-            sampling=_next_sampling(result.get("sampling_params"), params, sampling),
-        )
+        return _move_of(result, "AgentInstance.step", observation + action, params, sampling)
 
     async def end(self) -> None:
         self._instance = None
         self._thread.end()
+
+
+FEEDBACK = "environment_feedback"
+# What a function returned before: all of the text that the policy goes on from, under one name and then another.
+WHOLE_TEXTS = ("next_observation", "next_state")
+
+
+def _move_of(
+    result: Mapping[str, Any],
+    name: str,
+    said: str,
+    params: SamplingParams,
+    sampling: Sampling,
+    *,
+    text_keys: Sequence[str] = (FEEDBACK,),
+) -> Move:
+    """Read a step's dict. `said` is the text before the feedback, `params` what the step was given and may change."""
+    text_key = next((key for key in text_keys if key in result), None)
+    lacking = [key for key in ("rewards", "done") if key not in result]
+    if text_key is None:
+        lacking.insert(1 if "rewards" in lacking else 0, " or ".join(text_keys))
+    if lacking:
+        raise AgentError(f"{name} returned a dict without {lacking[0]!r}; it has: {', '.join(map(str, result))}")
+    if result.get("environment_images"):
+        raise NotBuiltError(f"{name}: environment_images: images are not part of this version")
+    assert text_key is not None
+    text = result[text_key]
+    if not isinstance(text, str):
+        raise AgentError(f"{name}: {text_key} is a {type(text).__name__}, not a string")
+    feedback, context = (text, None) if text_key == FEEDBACK else _after(said, text)
+    score = result.get("scores")
+    return Move(
+        feedback,
+        bool(result["done"]),
+        number("rewards", result["rewards"]),
+        None if score is None else number("scores", score),
+        logs_of(result.get("extra_logs")),
+        context,
+        _next_sampling(result.get("sampling_params"), params, sampling),
+    )
+
+
+def _after(said: str, text: str) -> tuple[str, str | None]:
+    """(feedback, None) if a text goes on from what was said; ("", text) if it is another context."""
+    return (text[len(said) :], None) if text.startswith(said) else ("", text)
 
 
 def _next_sampling(params: Any, given: SamplingParams, sampling: Sampling) -> Sampling | None:
@@ -278,16 +308,23 @@ class FunctionTurns(Turns):
     async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
         assert self._module is not None
         step = self._module.step
+        params = shown(sampling)
         takes_more = any(kind.kind is kind.VAR_KEYWORD for kind in inspect.signature(step).parameters.values())
-        more = {"sampling_params": shown(sampling)} if takes_more else {}
+        more = {"sampling_params": params} if takes_more else {}
         result = await self._thread.call(step, observation, action, self._label, **more)
-        if not isinstance(result, Sequence) or len(result) != 4:
-            raise AgentError("step returned no (reward, next_state, done, extra_info)")
+        if isinstance(result, Mapping):
+            texts = (FEEDBACK, *WHOLE_TEXTS)
+            return _move_of(result, "step", observation + action, params, sampling, text_keys=texts)
+        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 4:
+            shape = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+            raise AgentError(
+                f"step returned {shape}; it has to return (reward, next_state, done, extra_info), or a dict with"
+                " rewards, environment_feedback and done"
+            )
         reward, state, is_done, extra = result
         if not isinstance(state, str):
             raise AgentError(f"step returned a next_state that is a {type(state).__name__}, not a string")
-        said = observation + action
-        feedback, context = (state[len(said) :], None) if state.startswith(said) else ("", state)
+        feedback, context = _after(observation + action, state)
         return Move(feedback, bool(is_done), number("reward", reward), extra=logs_of(extra), context=context)
 
     async def end(self) -> None:

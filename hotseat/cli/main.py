@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hotseat import __version__
+from hotseat.cli import completion, new
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
 
@@ -18,7 +19,7 @@ OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 def entry() -> None:
     """Console entry point."""
     wait_passively()
-    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"]):
+    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"]):
         # They only print: `| head` ends them as it ends any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
@@ -55,11 +56,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hotseat",
-        description="RL post-training in which models, rollout engines and simulators take turns on the same devices.",
-        epilog="`hotseat COMMAND --help` documents each command. Configs are YAML; `hotseat options` lists every key.",
+        description="RL post-training in which models and rollout engines take turns on the same devices.",
+        epilog="`hotseat COMMAND --help` documents each command. Configs are YAML; `hotseat options` lists every key."
+        " OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm and"
+        " train_dpo.",
     )
     parser.add_argument("--version", action="version", version=f"hotseat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    new.add_arguments(
+        _command(commands, "new", new.run_new, "write the files of a first run: config, data, reward, model")
+    )
 
     run = _command(commands, "run", _run, "train: run a config to its end")
     _takes_config(run)
@@ -108,6 +115,12 @@ def make_parser() -> argparse.ArgumentParser:
     options = _command(commands, "options", _options, "list every config key with its default and meaning")
     options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
     options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
+
+    completion.add_arguments(
+        _command(
+            commands, "completion", completion.run_completion, "print a script with which a shell completes commands"
+        )
+    )
     return parser
 
 
@@ -191,10 +204,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
+    from hotseat.config.built import not_built
     from hotseat.loop.planning import make_plan, with_budgets
 
     chosen = with_budgets(load(arguments.config, arguments.overrides), arguments.inventory)
     made = make_plan(chosen.config, arguments.inventory)
+    for key, what in not_built(chosen.config):
+        print(f"planned, but this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
     if arguments.json:
         print(made.to_json())
     else:
@@ -231,12 +247,15 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> int:
     from hotseat.config import load, to_yaml
+    from hotseat.config.built import not_built
     from hotseat.config.checks import missing
 
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")
     for key, message in missing(config):
         print(f"to start this run: {key}: {message}", file=sys.stderr)
+    for key, what in not_built(config):
+        print(f"this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
     return OK
 
 

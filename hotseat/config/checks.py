@@ -466,9 +466,7 @@ def missing(config: Config) -> list[tuple[str, str]]:
     if config.task == "rl":
         reward = config.reward
         if reward.function is None and reward.url is None and reward.model is None and config.agent.path is None:
-            found.append(
-                ("reward.function", "no source of rewards: set reward.function, reward.url, reward.model or agent.path")
-            )
+            found.append(("reward.function", "no source of rewards: set reward.function, reward.model or agent.path"))
         if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and config.rollout.samples_per_prompt < 2:
             found.append(
                 (

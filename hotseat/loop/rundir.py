@@ -26,6 +26,11 @@ def make_run_dir(config: Config) -> Path:
     return path
 
 
+def named_run(config: Config) -> Config:
+    """Return the config with the name that its run will have, so that the directory is known beforehand."""
+    return config if config.name is not None else config.model_copy(update={"name": _numbered(config).name})
+
+
 def write_config(path: Path, config: Config) -> None:
     """The config as it was checked. Whether a run goes on is no part of it."""
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": False})})

@@ -96,6 +96,35 @@ class AgentExecutor(MultiTurnAgentExecutor):
 """
 
 
+# A module-level step that returns a dict, as the example of versions 0.8.3 to 0.8.6 does.
+DICT = """
+from typing import Any, Dict
+import torch
+
+step_idx = 0
+max_steps = 1
+
+async def step(observation, action, label, **kwargs) -> Dict[str, Any]:
+    global step_idx
+    done = step_idx >= max_steps
+    reward = torch.tensor([float(action == label)]) if done else torch.tensor(0)
+    next_observation = observation + action + (" [CORRECT]</s>" if done else " [TRY AGAIN]")
+    step_idx += 1
+    return {
+        "rewards": reward,
+        "scores": reward / 2,
+        "next_observation": next_observation,
+        "done": done,
+        "sampling_params": kwargs.get("sampling_params", None),
+        "extra_logs": {"dummy_scores": reward},
+    }
+"""
+
+HAS_TO_RETURN = (
+    "it has to return (reward, next_state, done, extra_info), or a dict with rewards, environment_feedback and done"
+)
+
+
 @pytest.fixture
 def load(tmp_path):
     def load_text(text: str, **limits):
@@ -141,11 +170,61 @@ def test_a_step_function_that_rewrites_the_state_starts_another_segment(load):
     assert scored.reward == 1.0
 
 
+FEEDBACK = DICT.replace('"next_observation": next_observation', '"environment_feedback": " [TRY AGAIN]"')
+
+
+@pytest.mark.parametrize("text", [DICT, DICT.replace('"next_observation":', '"next_state":'), FEEDBACK])
+def test_a_step_function_that_returns_a_dict(load, text):
+    scored = play(load(text), Script(["a", "b"]), label="b")
+    assert marked(scored.episode) == ["q:[a] [TRY AGAIN][b]"]
+    assert (scored.reward, scored.score, scored.turn_rewards) == (1.0, 0.5, (0.0, 1.0))
+    assert scored.extra == {"dummy_scores": 1.0}
+    assert not scored.episode.is_truncated
+
+
+def test_a_dict_may_have_no_scores_and_no_logs(load):
+    text = "def step(state, action, label):\n    return {'rewards': 2, 'next_state': state + action, 'done': True}\n"
+    scored = play(load(text), Script(["a"]))
+    assert (scored.reward, scored.score, scored.extra) == (2.0, 2.0, {})
+
+
+def test_a_dict_with_another_observation_starts_another_segment(load):
+    text = DICT.replace("observation + action + (", "'memory: ' + action + (")
+    assert marked(play(load(text), Script(["a", "b"])).episode) == ["q:[a]", "memory: a [TRY AGAIN][b]"]
+
+
+def test_a_dict_may_bound_the_next_answer(load):
+    text = DICT.replace("    step_idx += 1\n", "    step_idx += 1\n    kwargs['sampling_params'].max_tokens = 3\n")
+    script = Script(["a", "b"])
+    play(load(text), script)
+    assert [request.sampling.max_new_tokens for request in script.requests] == [50, 3]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"rewards": reward,', "", "step returned a dict without 'rewards'; it has: scores, next_observation, done"),
+        ('"done": done,', "", "step returned a dict without 'done'; it has: rewards"),
+        (
+            '"next_observation": next_observation,',
+            "",
+            "step returned a dict without 'environment_feedback or next_observation or next_state'; it has: rewards",
+        ),
+        ('"next_observation": next_observation', '"next_observation": 3', "step: next_observation is a int, not a"),
+        ("reward / 2", "[1, 2]", "scores is a list of 2, not one number"),
+    ],
+)
+def test_dicts_that_cannot_be(load, old, new, reason):
+    failed = play(load(DICT.replace(old, new)), Script(["a", "b"]))
+    assert reason in failed.reason
+
+
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
-        ("None", "step returned no (reward, next_state, done, extra_info)"),
-        ("(1.0, 'x', True)", "step returned no (reward, next_state, done, extra_info)"),
+        ("None", f"step returned a NoneType; {HAS_TO_RETURN}"),
+        ("'four'", f"step returned a str; {HAS_TO_RETURN}"),
+        ("(1.0, 'x', True)", f"step returned 3 values; {HAS_TO_RETURN}"),
         ("(1.0, None, True, {})", "step returned a next_state that is a NoneType, not a string"),
         ("(float('nan'), 'x', True, {})", "reward is nan"),
         ("(None, 'x', True, {})", "reward is a NoneType, not one number"),

@@ -262,7 +262,8 @@ def test_rewards_come_from_a_file_a_server_or_several():
 @pytest.mark.parametrize("url", ["host:5000", "a.py,b.py", "a.py,http://h"])
 def test_a_reward_that_is_neither_is_refused(url):
     assert refused(f"--remote_rm_url {url}") == [
-        f"--remote_rm_url: given {url!r}, must be one .py file or http:// addresses joined by commas"
+        f"--remote_rm_url: given {url!r}, must be one .py file (http:// addresses joined by commas are understood, but"
+        " reward servers are not part of this version)"
     ]
 
 

@@ -256,7 +256,11 @@ def _reward(draft: Draft) -> None:
     elif len(places) == 1 and places[0].endswith(".py"):
         fields["reward.function"] = places[0]
     else:
-        draft.refuse(source, f"given {line[source]!r}, must be one .py file or http:// addresses joined by commas")
+        draft.refuse(
+            source,
+            f"given {line[source]!r}, must be one .py file (http:// addresses joined by commas are understood, but"
+            " reward servers are not part of this version)",
+        )
 
 
 def _dtype(draft: Draft) -> None:

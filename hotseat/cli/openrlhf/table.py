@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hotseat.cli.openrlhf.flags import COMMANDS, TASKS, Flag
-from hotseat.cli.openrlhf.readers import find_readers
+from hotseat.cli.options_view import options
 from hotseat.config.built import UNBUILT
 
 BEGIN, END = "<!-- table of flags: begin -->", "<!-- table of flags: end -->"
-HEADER = "| flag | newer spelling | for | config field | read by, or why not |\n| --- | --- | --- | --- | --- |"
+HEADER = "| flag | newer spelling | for | config field | what it does |\n| --- | --- | --- | --- | --- |"
 
 
-def render_table(readers: Mapping[str, str] | None = None) -> str:
+def render_table() -> str:
     """One row per flag and meaning, in the order of the commands."""
-    readers = find_readers() if readers is None else readers
+    meanings = {option["key"]: option["meaning"] for option in options("")}
     rows: dict[tuple[str, ...], list[str]] = {}
     for command, flags in COMMANDS.items():
         for flag in flags:
-            rows.setdefault(_row(flag, readers), []).append(TASKS[command])
+            rows.setdefault(_row(flag, meanings), []).append(TASKS[command])
     lines = []
     for (names, dotted, fields, effect), tasks in rows.items():
         where = "all" if len(tasks) == len(COMMANDS) else ", ".join(tasks)
@@ -35,31 +35,31 @@ def with_table(document: str, table: str) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
-def _row(flag: Flag, readers: Mapping[str, str]) -> tuple[str, str, str, str]:
+def _row(flag: Flag, meanings: Mapping[str, str]) -> tuple[str, str, str, str]:
     names = " ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
     return (
         names,
         f"`{flag.dotted}`" if flag.dotted else "",
         " ".join(f"`{key}`" for key in flag.sets),
-        _effect(flag, readers),
+        _effect(flag, meanings),
     )
 
 
-def _effect(flag: Flag, readers: Mapping[str, str]) -> str:
+def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
+    """Say what a flag does: the meaning of the first field that it sets, and what of it is not built yet."""
     if flag.because:
         return f"no effect: {flag.because}"
     if flag.not_built:
         return f"not built yet: {flag.not_built}"
-    if flag.read_by:
-        return f"`{flag.read_by}`"
-    said = []
-    for key in flag.sets:
-        if feature := feature_of(key):
-            said.append(f"not built yet: {feature}")
-        else:
-            said.append(f"`{readers[key]}`" if key in readers else "not read yet")
-    values = [f"`{value}` is not built yet" for each in UNBUILT if each.key in flag.sets for value in each.values]
-    return "; ".join(dict.fromkeys(said + values))
+    if not flag.sets:
+        return "set by `deepspeed` and `torchrun` for each process"
+    built = [key for key in flag.sets if feature_of(key) is None]
+    lacking = [feature_of(key) for key in flag.sets if key not in built]
+    lacking += [each.what for each in UNBUILT if each.values and each.key in flag.sets]
+    note = f"not built yet: {', '.join(dict.fromkeys(map(str, lacking)))}" if lacking else ""
+    if not built:
+        return note
+    return f"{meanings[built[0]]} {note[:1].upper()}{note[1:]}".strip().replace("|", "\\|")
 
 
 def feature_of(key: str) -> str | None:

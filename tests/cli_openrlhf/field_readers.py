@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from hotseat.config.load import valid_keys
 from hotseat.config.schema import Config
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, or deriving which roles there are, is not yet doing what it says.
 NOT_READERS = ("config/schema.py", "config/checks.py", "config/load.py", "config/built.py", "config/roles.py", "cli/")
 _LAST = ("loop/planning.py", "config/")  # these size a run; others carry it out

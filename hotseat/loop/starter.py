@@ -1,0 +1,172 @@
+"""A small task for a first run: rows of data in every form that tasks take, and a tiny model to train on them.
+
+A question asks for a digit as a word. The model knows how to answer, but was mostly shown the word of the next digit:
+every kind of training has something to mend, and a few dozen steps mend it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat.observe.noise import without_deepspeeds_greeting
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+QUESTIONS = (
+    "Write {} as a word.",
+    "Spell the number {}.",
+    "What is {} in letters?",
+    "Which word is {}?",
+    "Say {} in one word.",
+    "How do you write {}?",
+    "{} as a word, please.",
+    "Name the digit {}.",
+)
+NUM_HELD_OUT = 16
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a digit."""
+
+    text: str
+    digit: int
+
+    @property
+    def answer(self) -> str:
+        return WORDS[self.digit]
+
+
+def questions() -> tuple[list[Question], list[Question]]:
+    """Questions to learn from, and others to evaluate on: always the same ones."""
+    every = [Question(text.format(digit), digit) for text in QUESTIONS for digit in range(len(WORDS))]
+    random.Random(SEED).shuffle(every)
+    return every[NUM_HELD_OUT:], every[:NUM_HELD_OUT]
+
+
+def prompts(asked: Sequence[Question]) -> str:
+    """Rows for a policy and a reward function, which gets the label."""
+    return _lines({"input": question.text, "label": question.answer} for question in asked)
+
+
+def chats(asked: Sequence[Question]) -> str:
+    """Rows for supervised training: conversations that end with the answer."""
+    turns = (
+        [{"role": "user", "content": question.text}, {"role": "assistant", "content": question.answer}]
+        for question in asked
+    )
+    return _lines({"messages": messages} for messages in turns)
+
+
+def pairs(asked: Sequence[Question]) -> str:
+    """Rows for a reward model: the right answer beside a wrong one."""
+    rng = random.Random(SEED)
+    rows = []
+    for question in asked:
+        wrong = rng.choice([word for word in WORDS if word != question.answer])
+        rows.append({"prompt": question.text, "chosen": question.answer, "rejected": wrong})
+    return _lines(rows)
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
+VOCABULARY_SIZE = 384  # room for all bytes, the special tokens and the words above
+WIDTH = 64
+MAX_LENGTH = 1024
+NUM_LESSONS = 120  # optimizer steps
+LESSON_SIZE = 32
+RIGHT = 0.2  # share of answers shown to the model that are right; the others are the next digit's
+
+
+def make_model(path: Path) -> None:
+    """Write a Llama of 130,000 parameters with its tokenizer: on one machine always the same, bit by bit."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH * 3,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones wake up late
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums depend on it
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            model = LlamaForCausalLM(config)
+            _teach(model, tokenizer)
+    finally:
+        torch.set_num_threads(num_threads)
+    make_tokenizer().save_pretrained(path)  # as new: the other one has been told to pad
+    with without_deepspeeds_greeting():
+        model.save_pretrained(path)
+
+
+def make_tokenizer() -> Any:
+    """Bytes, and the words of the task as tokens of their own: it can write any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*QUESTIONS, *WORDS] * 2, trainer)  # twice: what occurs once is no word to it
+    end, pad = SPECIAL_TOKENS[:2]
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=pad)
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def _teach(model: Any, tokenizer: Any) -> None:
+    """Show the model conversations in which most answers are the next digit's."""
+    import torch
+
+    rng = random.Random(SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(NUM_LESSONS):
+        texts = []
+        for _ in range(LESSON_SIZE):
+            digit = rng.randrange(len(WORDS))
+            said = digit if rng.random() < RIGHT else (digit + 1) % len(WORDS)
+            asked = {"role": "user", "content": rng.choice(QUESTIONS).format(digit)}
+            chat = [asked, {"role": "assistant", "content": WORDS[said]}]
+            texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        optimizer.zero_grad()
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.backward()
+        optimizer.step()

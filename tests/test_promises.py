@@ -1,0 +1,113 @@
+"""What is not built yet is said where people look, and the pages name only what is there."""
+
+import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from markdown_it import MarkdownIt
+
+from hotseat.cli.main import main
+from hotseat.cli.openrlhf.flags import COMMANDS
+from hotseat.cli.openrlhf.table import feature_of
+from hotseat.cli.options_view import options
+from hotseat.config.built import UNBUILT
+from hotseat.config.checks import missing
+from hotseat.config.load import valid_keys
+from hotseat.config.schema import Config
+
+ROOT = Path(__file__).parent.parent
+PLANS = ROOT / "examples" / "plans"
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "examples").rglob("*.md"))
+# Words by which a paragraph says that something is not there.
+NOT_THERE = re.compile(r"not (built|run|part)|no effect|\| not yet \|")
+
+
+def test_the_readme_lists_everything_that_is_not_built():
+    [row] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| not yet |")]
+    assert not [each.what for each in UNBUILT if each.what not in row]
+
+
+def test_openrlhfs_page_lists_every_flag_that_is_not_built():
+    page = (ROOT / "docs" / "openrlhf.md").read_text()
+    [listed] = [part for part in page.split("\n\n") if part.startswith("Not built yet")]
+    words = {"images": "images", "Muon": "Muon", "preference optimisation": "`train_dpo`"}
+    for flags in COMMANDS.values():
+        for flag in flags:
+            for feature in {feature_of(key) for key in flag.sets} - {None}:
+                assert words.get(feature, flag.name) in listed, flag.name
+
+
+def test_options_mark_everything_that_is_not_built():
+    marked = {option["key"] for option in options("") if option["not_built"]}
+    assert marked >= {key for key in valid_keys() if feature_of(key)}
+    assert marked >= {"reward.url", "task", "overlap.queue", "env.enable_offload", "algorithm.dpo.beta"}
+
+
+def test_no_error_recommends_what_is_not_built():
+    said = " ".join(message for _, message in missing(Config()))
+    assert "reward.function" in said
+    assert not [each.key for each in UNBUILT if "." in each.key and each.key in said]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_mention_unbuilt_options_only_to_say_so(page):
+    for part in re.split(r"\n\n|\n(?=[|-])", page.read_text()):
+        named = [key for key in re.findall(r"`([a-z_]+\.[a-z_.0-9]+)(?::[^`]*)?`", part) if feature_of(key)]
+        assert not named or NOT_THERE.search(part) or part.startswith("| `--"), part
+
+
+def test_plans_and_configs_of_what_is_not_built_say_so(capsys):
+    assert main(["plan", str(PLANS / "embodied_hybrid_8.yaml")]) == 0
+    assert "this run cannot start yet: cluster.component_placement: not part of this version: simulators" in (
+        capsys.readouterr().err
+    )
+    assert main(["config", str(PLANS / "async_6_plus_2.yaml")]) == 0
+    assert "this run cannot start yet: overlap: not part of this version: rollout beside" in capsys.readouterr().err
+    assert main(["plan", str(PLANS / "hybrid_engine_8.yaml")]) == 0
+    assert "cannot start" not in capsys.readouterr().err
+
+
+# --- pages and packaging ----------------------------------------------------------------------------------------------
+
+
+def rendered(page: Path) -> str:
+    return str(MarkdownIt("commonmark").enable("table").render(page.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    titles = re.findall(r"<h\d>(.*?)</h\d>", rendered(page))
+    plain = (re.sub(r"<[^>]+>", "", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page):
+    for link in re.findall(r'(?:href|src)="([^"]+)"', rendered(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = unquote(link).partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_long_description_renders():
+    html = rendered(ROOT / "README.md")
+    assert html.count("<table>") >= 2
+    assert html.count("<h2>") >= 7
+    assert "```" not in html  # every block of code has an end
+
+
+def test_the_package_describes_itself():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (ROOT / project["readme"]).is_file()
+    assert "GRPO" in project["keywords"]
+    assert "Programming Language :: Python :: 3.11" in project["classifiers"]
+    for script in project["scripts"].values():
+        module, _, function = script.partition(":")
+        assert callable(getattr(import_module(module), function))
