@@ -191,20 +191,23 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
-    from hotseat.loop.planning import make_plan, with_budgets
+    from hotseat.loop.planning import make_plan, on_all_devices, with_budgets
 
-    chosen = with_budgets(load(arguments.config, arguments.overrides), arguments.inventory)
+    config = load(arguments.config, arguments.overrides)
+    placed = on_all_devices(config, arguments.inventory)
+    chosen = with_budgets(placed, arguments.inventory)
     made = make_plan(chosen.config, arguments.inventory)
     if arguments.json:
         print(made.to_json())
     else:
         from rich.console import Console
 
-        from hotseat.cli.plan_view import render
+        from hotseat.cli.plan_view import notes, render
+        from hotseat.loop.advice import advise
 
         console = Console()
-        render(made, console, explain=arguments.explain)
-        for note in chosen.notes:
+        render(made, console, arguments.explain, lambda: advise(config, arguments.inventory))
+        for note in notes(config, placed, chosen, made):
             console.print()
             console.print(note, markup=False, highlight=False)
     return REFUSED if made.verdict == "does_not_fit" else OK
@@ -213,12 +216,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
-    from hotseat.loop.planning import make_plan, num_data_parallel, with_budgets
+    from hotseat.loop.planning import make_plan, num_data_parallel, on_all_devices, with_budgets
 
-    config = load(arguments.config, arguments.overrides)
+    config = on_all_devices(load(arguments.config, arguments.overrides), arguments.inventory)
     if arguments.num_rows is not None and arguments.num_rows < 1:
         raise UserError(f"--num-rows {arguments.num_rows}: must be at least 1")
-    config = with_budgets(config, arguments.inventory).config
+    chosen = with_budgets(config, arguments.inventory)
+    config = chosen.config if chosen.is_priced else config
     num_ranks = num_data_parallel(config, make_plan(config, arguments.inventory))
     algebra = batch_algebra(config, num_ranks, arguments.num_rows)
     rows = explain(algebra, config)
