@@ -444,8 +444,8 @@ def _one_node(inventory: Inventory, request: Request, rank: int, devices: tuple[
         raise PlacementError(
             f"{request.role}: engine {rank} of tensor parallel size {request.engine_size} would span nodes"
             f" {format_ranks(nodes)} (devices {format_ranks(devices)}): an engine stays on one node;"
-            f" set {request.role}.tensor_parallel_size to {fits}, or choose ranks so that {request.engine_size} in a row"
-            " are on one"
+            f" set {request.role}.tensor_parallel_size to {fits}, or choose ranks so that {request.engine_size} in a"
+            " row are on one"
         )
     raise PlacementError(
         f"{request.role}: process {rank} would have devices {format_ranks(devices)} on nodes {format_ranks(nodes)}:"
