@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hotseat.config.checks import no_effect
 from hotseat.config.load import nearest_key, valid_keys
 from hotseat.config.saved import loads_saved
 from hotseat.config.schema import Config
@@ -120,13 +121,15 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     allowed = config.checkpoint.allow_changes
     _check_keys(allowed)
     free = [key for _, keys in may_change(config.task) for key in keys]
+    different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
+    idle = {key for key, _ in no_effect(config, different)}
     found: list[Change] = []
     refused: list[Change] = []
-    for key in dict.fromkeys((*now, *then)):
+    for key in different:
         before, after = then.get(key), now.get(key)
         # Budgets that are not set are taken from the checkpoint.
         is_taken_over = key.endswith("chosen_tokens_per_device") and after is None
-        if before == after or is_taken_over or _is_below(key, _SILENT):
+        if is_taken_over or key in idle or _is_below(key, _SILENT):
             continue
         if _is_below(key, free):
             found.append(Change(key, before, after))
@@ -137,10 +140,10 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     if refused:
         raise UserError(_refusal(refused))
     used = [change.key for change in found if change.is_allowed]
-    idle = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
-    if idle:
+    unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
+    if unused:
         raise UserError(
-            f"--allow-change {idle[0]} has no effect: it is as it was when the checkpoint was written, or may change"
+            f"--allow-change {unused[0]} has no effect: it is as it was when the checkpoint was written, or may change"
             " without; leave it out"
         )
     return found
@@ -152,10 +155,7 @@ def _refusal(refused: Iterable[Change]) -> str:
     allow = "".join(f" --allow-change {key}" for key in keys)
     hint = "set them back, or start a new run"
     if keys:
-        hint += (
-            f". To resume all the same, not as the run would have gone on: `hotseat resume`{allow}, or"
-            f" checkpoint.allow_changes: [{', '.join(keys)}]"
-        )
+        hint += f"; to resume all the same, though not as the run would have gone on: hotseat resume RUN_DIR{allow}"
     return "\n".join(["this run cannot go on with another config:", *lines, hint])
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from hotseat.cli.main import main
-from hotseat.config import loads, to_saved
+from hotseat.cli.openrlhf.translate import translate
+from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import Change, changes_between, may_change
 from hotseat.config.load import fields_of, valid_keys
 from hotseat.config.schema import Config
@@ -54,9 +55,8 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
         "this run cannot go on with another config:\n"
         "  seed: 42 when the checkpoint was written, now 1\n"
         "  rollout.temperature: 1.0 when the checkpoint was written, now 0.5\n"
-        "set them back, or start a new run. To resume all the same, not as the run would have gone on:"
-        " `hotseat resume` --allow-change seed --allow-change rollout.temperature, or"
-        " checkpoint.allow_changes: [seed, rollout.temperature]"
+        "set them back, or start a new run; to resume all the same, though not as the run would have gone on:"
+        " hotseat resume RUN_DIR --allow-change seed --allow-change rollout.temperature"
     )
 
 
@@ -88,6 +88,23 @@ def test_allowing_what_is_unknown_or_needs_no_leave_is_refused():
         loads("checkpoint: {allow_changes: [seed]}")
 
 
+def test_what_a_change_leaves_without_effect_is_no_change_and_in_nobodys_way():
+    """An engine with slots of its own becomes vLLM; a KL that adapts is turned off, and the reference with it."""
+    then = to_saved(
+        loads(
+            "rollout: {num_slots: 8}\nreference: {model: m}\nalgorithm: {kl: {coef: 0.1, target: 1.0, estimator: k3}}\n"
+        )
+    )
+    config = loads_saved(then, [RESUMED, "rollout.engine=vllm", "algorithm.kl.coef=0"])
+    assert (config.rollout.num_slots, config.reference.model) == (64, None)
+    assert changes_between(then, config) == [
+        Change("rollout.engine", "transformers", "vllm"),
+        Change("algorithm.kl.coef", 0.1, 0.0),
+    ]
+    with pytest.raises(ConfigError, match="rollout.num_slots: has no effect"):  # what is given now, is looked at
+        loads_saved(then, [RESUMED, "rollout.engine=vllm", "rollout.num_slots=4"])
+
+
 def test_passes_are_steps_in_supervised_training_and_maths_in_rl():
     assert between("task: sft", "train.max_epochs=3") == [Change("train.max_epochs", 1, 3)]
     with pytest.raises(UserError, match="train.max_epochs: 1 when"):
@@ -109,3 +126,22 @@ def test_help_lists_what_may_change(capsys):
     for subject, keys in may_change():
         assert f"{subject}: {', '.join(keys)}" in out
     assert "--allow-change KEY" in out
+
+
+def test_openrlhfs_commands_resume_the_same_way():
+    line = ["--pretrain", "m", "--dataset", "d", "--save_steps", "10"]
+    then = to_saved(translate("train_sft", line, {}).config)
+    config = translate(
+        "train_sft", [*line, "--load_checkpoint", "--learning_rate", "1e-5", "--max_epochs", "5"], {}
+    ).config
+    assert {change.key for change in changes_between(then, config)} == {
+        "actor.optimizer.learning_rate",
+        "train.max_epochs",
+    }
+    other = [*line, "--load_checkpoint", "--train_batch_size", "64"]
+    with pytest.raises(UserError, match="train.batch_size: 128 when"):
+        changes_between(then, translate("train_sft", other, {}).config)
+    allowed = translate("train_sft", [*other, "--allow_change", "train.batch_size"], {}).config
+    assert changes_between(then, allowed) == [Change("train.batch_size", 128, 64, is_allowed=True)]
+    made = translate("train_sft", [*line, "--allow_change", "train.batch_size"], {})
+    assert made.no_effect == [("--allow_change", "--load_checkpoint is false, so the run starts anew")]
