@@ -139,8 +139,12 @@ def test_openrlhfs_commands_resume_the_same_way():
         "train.max_epochs",
     }
     other = [*line, "--load_checkpoint", "--train_batch_size", "64"]
-    with pytest.raises(UserError, match="train.batch_size: 128 when"):
-        changes_between(then, translate("train_sft", other, {}).config)
+    refused = translate("train_sft", other, {})
+    with pytest.raises(UserError, match="train.batch_size: 128 when") as caught:
+        changes_between(then, refused.config)
+    said = refused.in_flags(str(caught.value))
+    assert "  --train_batch_size: 128 when the checkpoint was written, now 64" in said
+    assert said.endswith("--allow-change train.batch_size")  # which takes a key, not a flag
     allowed = translate("train_sft", [*other, "--allow_change", "train.batch_size"], {}).config
     assert changes_between(then, allowed) == [Change("train.batch_size", 128, 64, is_allowed=True)]
     made = translate("train_sft", [*line, "--allow_change", "train.batch_size"], {})
