@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hotseat.config import Config
-from hotseat.loop.advice import Advice
+from hotseat.loop.advice import MAX_SEARCHED, Advice
 from hotseat.loop.budgets import Chosen, describe
 from hotseat.placement import (
     DeviceGroup,
@@ -66,7 +66,7 @@ def render(
         _explain(plan, console)
     _too_large(plan, console)
     if plan.verdict == "does_not_fit" and advise is not None:
-        _advice(advise(), console)
+        _advice(advise(), plan, console)
     if plan.warnings:
         console.print()
         console.print(Text("Warnings", style="bold yellow"))
@@ -350,7 +350,7 @@ def _too_large(plan: Plan, console: Console) -> None:
             console.print(Text(text, style="bold red"))
 
 
-def _advice(advice: Sequence[Advice], console: Console) -> None:
+def _advice(advice: Sequence[Advice], plan: Plan, console: Console) -> None:
     """What would make the plan fit, as YAML and as arguments of the command."""
     console.print()
     if not advice:
@@ -358,6 +358,8 @@ def _advice(advice: Sequence[Advice], console: Console) -> None:
             "No setting that was tried makes it fit, nor do more devices of this sort: use a smaller model, adapters"
             " (train.lora.rank), shorter sequences (data.max_length) or larger devices"
         )
+        if plan.inventory.num_devices > MAX_SEARCHED:
+            text = f"What would make it fit is searched for up to {MAX_SEARCHED:,} devices: plan fewer nodes to see it"
         console.print(Text(text, style="bold"))
         return
     for index, each in enumerate(advice):

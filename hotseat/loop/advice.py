@@ -16,7 +16,7 @@ from hotseat.config import Config, loads, to_yaml
 from hotseat.config.batches import batch_algebra
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import BatchError, UserError
-from hotseat.loop.budgets import with_least_budgets
+from hotseat.loop.budgets import with_least_budgets, with_whole_steps
 from hotseat.loop.planning import (
     DEFAULT_ENGINE_SHARE,
     make_plan,
@@ -31,6 +31,7 @@ Settings = Mapping[str, Any]  # dotted keys of the config, and what to set them 
 
 MAX_SINGLES = 3  # single settings that are named, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried
+MAX_SEARCHED = 1024  # devices of an inventory for which settings are searched: plans take time
 _PLACEMENT = "cluster.component_placement"
 
 
@@ -81,14 +82,17 @@ def _flow(value: Any) -> str:
 
 
 def advise(config: Config, inventory: str | None = None) -> list[Advice]:
-    """Ways to make a plan fit, each by itself; nothing where none was found.
+    """Ways to make a plan fit, each by itself; nothing where none was found, or the inventory is too large to search.
 
     A config without a placement is planned on all devices of the inventory, and the advice says so.
     """
     placed = on_all_devices(config, inventory)
     assumed = {} if placed == config else {_PLACEMENT: {"actor": "all"}}
     config, trials = placed, _Trials(placed, inventory)
-    knobs = list(_knobs(config, trials.plan({})))
+    as_it_is = trials.plan({})
+    if as_it_is is not None and as_it_is.inventory.num_devices > MAX_SEARCHED:
+        return []
+    knobs = list(_knobs(config, as_it_is))
     more_knobs = [*knobs, *_last_resorts(config)]
     for is_goal, tried in ((trials.has_room, knobs), (_fits, more_knobs)):
         singles = [found for knob in tried if (found := trials.first({}, knob, is_goal)) is not None]
@@ -97,7 +101,7 @@ def advise(config: Config, inventory: str | None = None) -> list[Advice]:
         together = _together(trials, tried, is_goal)
         if together is not None:
             return [trials.advice({**assumed, **together})]
-    return _on_more_devices(config, trials.plan({}), assumed)
+    return _on_more_devices(config, as_it_is, assumed)
 
 
 Goal = Callable[[Plan | None], bool]
@@ -129,7 +133,9 @@ class _Trials:
             made = plan_as_is(with_least_budgets(config), self._inventory)
             if made.verdict == "does_not_fit" and config.train.backend == "fsdp":
                 # A budget that takes a whole optimizer step at once does without whole gradients.
-                made = make_plan(config, self._inventory)
+                at_once = with_least_budgets(with_whole_steps(config, num_data_parallel(config, made)))
+                other = plan_as_is(at_once, self._inventory)
+                made = other if other.verdict == "fits" else made
         except UserError:
             return None
         # Batch sizes that did not divide before are no reason against a setting.

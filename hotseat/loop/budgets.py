@@ -77,6 +77,13 @@ def with_least_budgets(config: Config) -> Config:
     return config
 
 
+def with_whole_steps(config: Config, num_ranks: int) -> Config:
+    """The config with a token budget, where the run chooses it, that takes a rank's optimizer step at once."""
+    if "train" not in uses(config) or config.train.chosen_tokens_per_device is not None:
+        return config
+    return with_budget(config, "train", _most(config, "train", num_ranks, least_tokens(config)))
+
+
 def least_tokens(config: Config) -> int:
     """Count the tokens on one device of a micro-batch with one sequence, or pair, as long as the config allows."""
     pair = 2 if config.task in ("rm", "dpo") else 1

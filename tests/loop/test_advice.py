@@ -122,6 +122,23 @@ def test_where_nothing_helps_that_is_said(tmp_path, capsys):
     assert "No setting that was tried makes it fit, nor do more devices of this sort: use a smaller model" in out
 
 
+def test_inventories_that_take_too_long_to_search_are_not(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(SFT + "cluster: {component_placement: {actor: 0-7}}\n")
+    assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "129x8x4G"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "What would make it fit is searched for up to 1,024 devices: plan fewer nodes to see it" in out
+
+
+def test_a_step_that_is_one_micro_batch_needs_no_whole_gradients():
+    """8B over 8 x 40 GiB with FSDP: 30 GiB of whole gradients do not fit beside the shards, 3.7 do."""
+    text = SFT + (
+        "data: {max_length: 512}\ntrain: {batch_size: 64, micro_batch_size: 1, gradient_checkpointing: true}\n"
+        "cluster: {component_placement: {actor: all}}\n"
+    )
+    assert make_plan(loads(text), "1x8x40G").verdict == "does_not_fit"
+    assert {"train.micro_batch_size": "auto"} in check(text, "1x8x40G")
+
+
 def test_batch_sizes_that_divide_go_on_dividing():
     """Six ranks do not divide 128 samples: that placement is not advised."""
     text = SFT + "cluster: {component_placement: {actor: 0}}\ntrain: {batch_size: 128}\n"
