@@ -175,7 +175,6 @@ def test_seventy_billion_parameters_in_turn_use_the_actors_sixteen_devices():
     assert plan.verdict == "does_not_fit"  # without gradient checkpointing
     update = next(step for step in plan.group_of(0).steps if step.step == "update.1")
     assert update.verdict == "does_not_fit"
-    assert update.changes
     config = load(PLANS / "llama70b_hybrid_16.yaml")
     eased = ["train.gradient_checkpointing=true", "train.micro_batch_size=1", "train.deepspeed.adam_offload=true"]
     assert make_plan(load(PLANS / "llama70b_hybrid_16.yaml", eased), "2x8xA100-80G").verdict != "does_not_fit"

@@ -18,7 +18,7 @@ LAYERS = (
     ("rollout", "train", "weights", "cluster"),
     ("agents", "rewards", "data", "observe"),
     ("algorithms", "placement"),
-    ("config", "types", "errors", "faults", "openmp"),
+    ("config", "types", "errors", "faults", "openmp", "clock"),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 

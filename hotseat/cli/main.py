@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from hotseat import __version__
+from hotseat import __version__, clock
 from hotseat.cli import completion, new
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
@@ -27,6 +27,7 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand and return its exit code."""
+    clock.begin()
     arguments = parse(argv)
     try:
         return int(arguments.run(arguments))
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of a command. Overrides may stand anywhere, also behind options."""
-    parser = make_parser()
+    parser = make_parser(argv[0] if argv else "")
     arguments, rest = parser.parse_known_args(argv)
     strangers = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if strangers:
@@ -53,7 +54,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(command: str = "") -> argparse.ArgumentParser:
+    """Make the parser of all commands. `command`: the one that is used; what its help takes from the config is read."""
     parser = argparse.ArgumentParser(
         prog="hotseat",
         description="RL post-training in which models and rollout engines take turns on the same devices.",
@@ -73,7 +75,23 @@ def make_parser() -> argparse.ArgumentParser:
 
     resume = _command(commands, "resume", _resume, "go on with a run from its newest checkpoint")
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
-    resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys that may change, such as log.every=5")
+    resume.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="settings that are others from now on, such as actor.optimizer.learning_rate=5e-7; recorded in the run",
+    )
+    resume.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let KEY, or all below it, differ from the checkpoint although it is not listed below: the run then does"
+        " not go on as it would have",
+    )
+    if command == "resume":
+        resume.formatter_class = argparse.RawDescriptionHelpFormatter
+        resume.epilog = _what_may_change()
 
     ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or tell the history of one")
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
@@ -132,6 +150,23 @@ def _command(commands: argparse._SubParsersAction, name: str, run: object, text:
     return command
 
 
+def _what_may_change() -> str:
+    """List what may change when a run resumes, for the end of `hotseat resume --help`."""
+    import textwrap
+
+    from hotseat.config.changes import may_change
+
+    lines = ["what may change, and changes from the next step on:"]
+    for subject, keys in may_change():
+        text = f"{subject}: {', '.join(keys)}"
+        lines += textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+    lines.append("  (train.max_epochs: not in rl, where it is passes over each rollout)")
+    lines.append("")
+    lines.append("Everything else is refused unless --allow-change names it. With another number of steps the learning")
+    lines.append("rate follows the schedule of the new length. Reports mark where a run was changed.")
+    return "\n".join(lines)
+
+
 def _takes_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("config", metavar="CONFIG", help="YAML file")
     command.add_argument(
@@ -162,6 +197,8 @@ def _resume(arguments: argparse.Namespace) -> int:
     if not (path / "config.yaml").is_file():
         raise UserError(f"{path} holds no run: there is no {path / 'config.yaml'}")
     here = [f"run_dir={path.parent}", f"name={path.name}", "checkpoint.resume=true"]
+    if arguments.allow_change:
+        here.append(f"checkpoint.allow_changes=[{', '.join(arguments.allow_change)}]")
     config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
     if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
         raise UserError(
@@ -205,9 +242,11 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.built import not_built
-    from hotseat.loop.planning import make_plan, with_budgets
+    from hotseat.loop.planning import make_plan, on_all_devices, with_budgets
 
-    chosen = with_budgets(load(arguments.config, arguments.overrides), arguments.inventory)
+    config = load(arguments.config, arguments.overrides)
+    placed = on_all_devices(config, arguments.inventory)
+    chosen = with_budgets(placed, arguments.inventory)
     made = make_plan(chosen.config, arguments.inventory)
     for key, what in not_built(chosen.config):
         print(f"planned, but this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)
@@ -216,11 +255,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from hotseat.cli.plan_view import render
+        from hotseat.cli.plan_view import notes, render
+        from hotseat.loop.advice import advise
 
         console = Console()
-        render(made, console, explain=arguments.explain)
-        for note in chosen.notes:
+        render(made, console, arguments.explain, lambda: advise(config, arguments.inventory))
+        for note in notes(config, placed, chosen, made):
             console.print()
             console.print(note, markup=False, highlight=False)
     return REFUSED if made.verdict == "does_not_fit" else OK
@@ -229,12 +269,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
-    from hotseat.loop.planning import make_plan, num_data_parallel, with_budgets
+    from hotseat.loop.planning import make_plan, num_data_parallel, on_all_devices, with_budgets
 
-    config = load(arguments.config, arguments.overrides)
+    config = on_all_devices(load(arguments.config, arguments.overrides), arguments.inventory)
     if arguments.num_rows is not None and arguments.num_rows < 1:
         raise UserError(f"--num-rows {arguments.num_rows}: must be at least 1")
-    config = with_budgets(config, arguments.inventory).config
+    chosen = with_budgets(config, arguments.inventory)
+    config = chosen.config if chosen.is_priced else config
     num_ranks = num_data_parallel(config, make_plan(config, arguments.inventory))
     algebra = batch_algebra(config, num_ranks, arguments.num_rows)
     rows = explain(algebra, config)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hotseat.config import Config
+from hotseat.loop.advice import MAX_SEARCHED, Advice
+from hotseat.loop.budgets import Chosen, describe
 from hotseat.placement import (
-    Change,
     DeviceGroup,
     GroupStep,
     HandOver,
@@ -44,8 +46,10 @@ _LEAVING = {"copied": "to host", "dropped": "dropped"}
 _COMING = {"restored": "from host", "allocated": "allocated", "pushed": "pushed by actor"}
 
 
-def render(plan: Plan, console: Console, explain: bool = False) -> None:
-    """Print a plan. `explain` adds every memory term with its arithmetic."""
+def render(
+    plan: Plan, console: Console, explain: bool = False, advise: Callable[[], Sequence[Advice]] | None = None
+) -> None:
+    """Print a plan. `explain` adds every memory term with its arithmetic, `advise` finds what would make it fit."""
     console.print(_headline(plan))
     _section(console, "Roles", _roles(plan))
     if plan.groups:
@@ -60,12 +64,37 @@ def render(plan: Plan, console: Console, explain: bool = False) -> None:
     _section(console, "Host memory", _hosts(plan))
     if explain:
         _explain(plan, console)
-    _changes(plan, console)
+    _too_large(plan, console)
+    if plan.verdict == "does_not_fit" and advise is not None:
+        _advice(advise(), plan, console)
     if plan.warnings:
         console.print()
         console.print(Text("Warnings", style="bold yellow"))
         for warning in plan.warnings:
             console.print(Text(f"- {warning}"))
+
+
+def notes(config: Config, placed: Config, chosen: Chosen, plan: Plan) -> list[str]:
+    """List what `hotseat plan` says below a plan: about a placement that it assumed, and about micro-batches."""
+    found = []
+    if placed != config:
+        found.append(
+            f"placement: none is set, so this is the plan for all {plan.inventory.num_devices} devices; a run without"
+            " one uses one device. To run as planned: cluster: {component_placement: {actor: all}}"
+        )
+    if chosen.is_priced:
+        return [*found, *chosen.notes]
+    if not chosen.notes:  # their sizes are set
+        return found
+    lacking = "without the devices: give --inventory, such as 1x8xH100-80G, or set cluster.inventory"
+    if all(group.memory_gib is not None for group in plan.groups):
+        lacking = "without the shape of every model: name one that is at hand, or set actor.shape"
+    return [
+        *found,
+        f"micro-batches: their size is not known {lacking}. A run chooses it when it starts; the figures above are for"
+        f" {describe(chosen.config)}",
+        *chosen.notes[1:],
+    ]
 
 
 def _section(console: Console, title: str, body: Table) -> None:
@@ -283,32 +312,6 @@ def _explain(plan: Plan, console: Console) -> None:
         console.print(table)
 
 
-# The planner's settings under the names that the config has for them, where it has one.
-_CONFIG_KEYS = {
-    "share": "rollout.memory_share",
-    "slots": "rollout.num_slots",
-    "cuda_graphs": "rollout.enforce_eager",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "zero_stage": "train.deepspeed.zero_stage",
-    "gradient_checkpointing": "train.gradient_checkpointing",
-    "micro_batch": "train.micro_batch_size",
-    "forward_micro_batch": "rollout.micro_batch_size",
-    "optimizer_offload": "train.deepspeed.adam_offload",
-}
-
-
-def _in_config(change: Change) -> str:
-    """A change in the config's words: `set train.micro_batch_size to 1 (then 21.4 GiB)`."""
-    key = _CONFIG_KEYS.get(change.setting)
-    if change.setting == "micro_batch" and change.role not in ("actor", "critic"):
-        key = "rollout.micro_batch_size"
-    if key is None:
-        return str(change)
-    value = not change.value if change.setting == "cuda_graphs" else change.value
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"set {key} to {text} (then {change.gib_after:.1f} GiB)"
-
-
 def _too_small_a_share(plan: Plan, group: DeviceGroup, step: GroupStep) -> str:
     """Of an engine that finds room on the device, but not in what it may take of it."""
     assert group.memory_gib is not None
@@ -323,8 +326,8 @@ def _too_small_a_share(plan: Plan, group: DeviceGroup, step: GroupStep) -> str:
     )
 
 
-def _changes(plan: Plan, console: Console) -> None:
-    """What does not fit, and what would."""
+def _too_large(plan: Plan, console: Console) -> None:
+    """What does not fit, and by how much."""
     for group in plan.groups:
         for step in group.steps:
             # Where nobody works there is nothing to change: what lies there is too much in a step of its own too.
@@ -337,13 +340,6 @@ def _changes(plan: Plan, console: Console) -> None:
             if over <= 0:
                 takes = _too_small_a_share(plan, group, step)
             console.print(Text(f"{step.step} does not fit on {where}: {takes}", style="bold red"))
-            if not step.changes:
-                console.print(Text("No setting makes it fit: use a smaller model or larger devices"))
-            joined = [change for change in step.changes if change.together]
-            if joined:
-                console.print(Text("All of these together make it fit:"))
-            for change in step.changes:
-                console.print(Text(f"- {_in_config(change)}"))
     for host in plan.hosts:
         if host.verdict == "does_not_fit":
             console.print()
@@ -352,3 +348,28 @@ def _changes(plan: Plan, console: Console) -> None:
                 f" {host.memory_gib:.0f} GiB. Put less aside: a smaller engine share leaves more on the devices"
             )
             console.print(Text(text, style="bold red"))
+
+
+def _advice(advice: Sequence[Advice], plan: Plan, console: Console) -> None:
+    """What would make the plan fit, as YAML and as arguments of the command."""
+    console.print()
+    if not advice:
+        text = (
+            "No setting that was tried makes it fit, nor do more devices of this sort: use a smaller model, adapters"
+            " (train.lora.rank), shorter sequences (data.max_length) or larger devices"
+        )
+        if plan.inventory.num_devices > MAX_SEARCHED:
+            text = f"What would make it fit is searched for up to {MAX_SEARCHED:,} devices: plan fewer nodes to see it"
+        console.print(Text(text, style="bold"))
+        return
+    for index, each in enumerate(advice):
+        console.print(Text(("Or with" if index else "It fits with") + _how(each), style="bold"))
+        for form in (each.as_yaml(), f"as arguments: {each.as_arguments()}"):
+            console.print(form.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _how(advice: Advice) -> str:
+    """` this (at most 58% of a device, 512 GiB of host memory on a node):`."""
+    where = f" --inventory {advice.inventory} and" if advice.inventory is not None else ""
+    host = max(host.used_gib for host in advice.plan.hosts)
+    return f"{where} this (at most {advice.used:.0%} of a device, {host:,.0f} GiB of host memory on a node):"

@@ -270,6 +270,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.checkpoint.every is not None,
         _says("checkpoint.every is not set, so no checkpoint is made"),
     ),
+    Rule(
+        ("checkpoint.allow_changes",),
+        lambda c: c.checkpoint.resume,
+        _says("checkpoint.resume is false, so the run starts anew"),
+    ),
     Rule(("checkpoint.best_metric",), lambda c: c.eval.path is not None, _says("eval.path is not set")),
     Rule(
         ("log.wandb.org", "log.wandb.project", "log.wandb.group", "log.wandb.run_name"),

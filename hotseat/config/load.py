@@ -28,11 +28,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return loads(text, overrides, file=str(path))
 
 
-def loads(text: str, overrides: Sequence[str] = (), file: str | None = None) -> Config:
-    """As `load`, from the text itself."""
+def loads(text: str, overrides: Sequence[str] = (), file: str | None = None, *, forget_idle: bool = False) -> Config:
+    """As `load`, from the text itself. `forget_idle`: what it sets and overrides leave without effect is left out."""
     document = read_yaml(text, file)
     for override in overrides:
         _apply_override(document, override)
+    if forget_idle:
+        _forget_idle(document)
     config, problems = check(document)
     if problems:
         raise ConfigError(sorted(problems, key=lambda problem: (problem.file != file, problem.line or 0)))
@@ -165,6 +167,17 @@ def _apply_override(document: Document, override: str) -> None:
     document.origins[path] = origin
     if path[-1] in ("micro_batch_size", "max_tokens_per_device"):
         node.pop("chosen_tokens_per_device", None)  # that the run in the file chose, and is not to use any more
+
+
+def _forget_idle(document: Document) -> None:
+    """Take out of a document what can have no effect, unless an override has set it."""
+    while True:
+        config, _ = validate(document)
+        paths = [path for path in set_keys(document.values) if path not in document.origins]
+        idle = checks.no_effect(config, [dotted(path) for path in paths])
+        if not idle:
+            return
+        document.values = _without(document.values, [_path_of(key, paths) for key, _ in idle])
 
 
 def _path_of(key: str, paths: Iterable[KeyPath]) -> KeyPath:

@@ -331,6 +331,8 @@ class Data(Section):
     """Prompts longer than this are dropped and counted; unset is half of `max_length`."""
     max_length: Positive = 2048
     """Tokens of a whole sequence at most."""
+    max_lost_fraction: Fraction = 0.05
+    """Share of rows that length limits may drop or cut before the run refuses to start; 1 only warns."""
 
 
 # --- algorithms -------------------------------------------------------------------------------------------------------
@@ -551,6 +553,8 @@ class Checkpoint(Section):
     """Disk space all checkpoints may take; unset is no bound."""
     resume: bool = False
     """Go on from the newest checkpoint."""
+    allow_changes: list[str] = []
+    """Keys that may differ from the checkpoint's although the run then goes on otherwise than it would have."""
     best_metric: str | None = None
     """Evaluation metric whose best checkpoint is kept; unset is the first one, `none` keeps no best."""
     save_state: bool = True

@@ -11,6 +11,7 @@ Everything wrong with the data raises one `DataError` that names file, line and 
 """
 
 from hotseat.data.examples import Example, ExampleReport, make_examples
+from hotseat.data.lost import check_lost
 from hotseat.data.order import PromptOrder, digest_of
 from hotseat.data.pairs import Pair, PairReport, make_pairs
 from hotseat.data.prompts import PromptReport, make_prompts
@@ -24,6 +25,7 @@ __all__ = [
     "PromptOrder",
     "PromptReport",
     "Row",
+    "check_lost",
     "digest_of",
     "load_rows",
     "make_examples",

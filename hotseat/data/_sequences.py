@@ -35,6 +35,8 @@ class TokenSequence:
     token_ids: Tensor  # [num_tokens] int64
     mask: Tensor  # [num_tokens] bool
     is_truncated: bool
+    num_tokens: int  # before it was cut
+    first_answer_token: int  # of those to learn, before it was cut
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -154,13 +156,14 @@ class Tokeniser:
         for begin, stop in (*spans, (end, len(ids))):
             mask[begin:stop] = True
         mask[0] = False  # the first token follows nothing: it has no log-prob
+        first = int(mask.to(torch.uint8).argmax())
         is_truncated = self._max_length is not None and len(ids) > self._max_length
         token_ids = torch.from_numpy(np.array(ids, dtype=np.int64))
         if is_truncated:
             token_ids, mask = token_ids[: self._max_length].clone(), mask[: self._max_length].clone()
             if self._keep_end:
                 token_ids[-1] = self._tokenizer.eos_token_id
-        return TokenSequence(token_ids, mask, is_truncated)
+        return TokenSequence(token_ids, mask, is_truncated, len(ids), first)
 
 
 def encode(tokenizer: Any, texts: list[str], *, with_offsets: bool = False) -> list[tuple[list[int], Any]]:

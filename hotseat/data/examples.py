@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hotseat.data._chat import ChatTemplate, messages_of
 from hotseat.data._problems import BadValue, Problems, text_of
-from hotseat.data._sequences import Draft, Tokeniser, chat_draft, plain_draft, whole_draft
+from hotseat.data._sequences import Draft, Tokeniser, TokenSequence, chat_draft, plain_draft, whole_draft
+from hotseat.data.lost import Lost, LostCount, LostRow, shown
 from hotseat.data.prompts import check_input_template, fill_in
 from hotseat.data.rows import Row
 from hotseat.errors import DataError
@@ -34,6 +36,7 @@ class ExampleReport:
     num_truncated: int  # cut at `max_length`, and kept
     num_dropped_no_answer: int  # of which nothing was left to learn
     num_learned_tokens: int
+    lost: Lost
 
 
 def make_examples(
@@ -83,18 +86,30 @@ def make_examples(
             return whole_draft(template.render(messages, input_key), input_key)
         return chat_draft(template, messages, output_key or input_key, every_turn=multiturn)
 
-    examples, num_truncated, num_dropped, num_learned = [], 0, 0, 0
+    examples, num_truncated, num_dropped, num_learned, count = [], 0, 0, 0, LostCount()
     for row, sequence in zip(rows, sequences_of(rows, draft_of, tokeniser), strict=True):
         num_tokens = int(sequence.mask.sum())
+        count.see(sequence.num_tokens)
+        if sequence.is_truncated:
+            count.add(partial(lost_row, row, draft_of, sequence), is_dropped=num_tokens == 0)
         if num_tokens == 0:
             num_dropped += 1
             continue
         num_truncated += sequence.is_truncated
         num_learned += num_tokens
         examples.append(Example(sequence.token_ids, sequence.mask, row.where))
+    lost = count.total()
     if not examples:
-        raise DataError(f"none of the {len(rows)} rows has an answer within data.max_length {max_length}")
-    return examples, ExampleReport(len(rows), len(examples), num_truncated, num_dropped, num_learned)
+        raise DataError(f"none of the {len(rows)} rows has an answer within data.max_length {max_length}{shown(lost)}")
+    return examples, ExampleReport(len(rows), len(examples), num_truncated, num_dropped, num_learned, lost)
+
+
+def lost_row(row: Row, draft_of: Callable[[Mapping[str, Any]], Draft], sequence: TokenSequence) -> LostRow:
+    """The row of a sequence that was cut, as it is shown."""
+    draft = draft_of(row.values)
+    has_prompt = draft.prompt is not None or bool(draft.beginnings) or bool(draft.marks)
+    first = sequence.first_answer_token if has_prompt else None
+    return LostRow(row.where, row.values, draft.text, sequence.num_tokens, first)
 
 
 def sequences_of(rows: Sequence[Row], draft_of: Any, tokeniser: Tokeniser) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from hotseat.data._chat import ChatTemplate, messages_of
 from hotseat.data._problems import BadValue, kind_of, text_of, value_of
 from hotseat.data._sequences import Draft, Tokeniser, chat_draft, continued_draft, plain_draft, whole_draft
-from hotseat.data.examples import Example, sequences_of
+from hotseat.data.examples import Example, lost_row, sequences_of
+from hotseat.data.lost import Lost, LostCount, shown
 from hotseat.data.prompts import check_input_template, fill_in
 from hotseat.data.rows import Row
 from hotseat.errors import DataError
@@ -36,6 +38,7 @@ class PairReport:
     num_truncated: int  # kept, with one answer or both cut at `max_length`
     num_dropped_no_answer: int  # the prompt leaves no room for an answer
     num_dropped_identical: int  # both answers are the same within `max_length`
+    lost: Lost
 
 
 def make_pairs(
@@ -81,8 +84,13 @@ def make_pairs(
 
     chosen = sequences_of(rows, lambda values: draft_of(values, chosen_key), tokeniser)
     rejected = sequences_of(rows, lambda values: draft_of(values, rejected_key), tokeniser)
-    pairs, num_truncated, num_no_answer, num_identical = [], 0, 0, 0
+    pairs, num_truncated, num_no_answer, num_identical, count = [], 0, 0, 0, LostCount()
     for row, better, worse in zip(rows, chosen, rejected, strict=True):
+        is_pair = bool(better.mask.any() and worse.mask.any()) and not torch.equal(better.token_ids, worse.token_ids)
+        longer, key = (better, chosen_key) if better.num_tokens >= worse.num_tokens else (worse, rejected_key)
+        count.see(longer.num_tokens)
+        if better.is_truncated or worse.is_truncated:
+            count.add(partial(lost_row, row, partial(draft_of, key=key), longer), is_dropped=not is_pair)
         if not better.mask.any() or not worse.mask.any():
             num_no_answer += 1
         elif torch.equal(better.token_ids, worse.token_ids):
@@ -96,12 +104,13 @@ def make_pairs(
                     _margin(row, margin_key),
                 )
             )
+    lost = count.total()
     if not pairs:
         raise DataError(
             f"none of the {len(rows)} rows is a pair: {num_identical} have the same answer twice and {num_no_answer}"
-            f" have none within data.max_length {max_length}"
+            f" have none within data.max_length {max_length}{shown(lost)}"
         )
-    return pairs, PairReport(len(rows), len(pairs), num_truncated, num_no_answer, num_identical)
+    return pairs, PairReport(len(rows), len(pairs), num_truncated, num_no_answer, num_identical, lost)
 
 
 def _margin(row: Row, key: str) -> float:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hotseat.data._chat import ChatTemplate, messages_of
 from hotseat.data._problems import BadValue, Problems, text_of, value_of
 from hotseat.data._sequences import encode
+from hotseat.data.lost import Lost, LostCount, LostRow, shown
 from hotseat.data.rows import Row
 from hotseat.errors import DataError
 from hotseat.types import Prompt
@@ -23,6 +25,7 @@ class PromptReport:
     num_prompts: int
     num_dropped_too_long: int
     max_length: int  # tokens of the longest prompt that was kept
+    lost: Lost
 
 
 def make_prompts(
@@ -61,21 +64,24 @@ def make_prompts(
     problems.raise_if_any()
 
     prompts: list[Prompt] = []
-    num_too_long = 0
+    count = LostCount()
     encoded = encode_in_chunks(tokenizer, [text for text, _, _ in drafts])
     for row, (text, label, source), ids in zip(rows, drafts, encoded, strict=True):
         if not ids:
             problems.add(row.where, f"{input_key}: the prompt {text!r} has no tokens")
-        elif prompt_max_length is not None and len(ids) > prompt_max_length:
-            num_too_long += 1
+            continue
+        count.see(len(ids))
+        if prompt_max_length is not None and len(ids) > prompt_max_length:
+            count.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
         else:
             prompts.append(Prompt(len(prompts), text, tuple(ids), label, source))
     problems.raise_if_any()
+    lost = count.total()
     if not prompts:
-        limit = f" with at most {prompt_max_length} tokens: raise data.prompt_max_length" if num_too_long else ""
-        raise DataError(f"none of the {len(rows)} rows is a prompt{limit}")
+        limit = f" with at most {prompt_max_length} tokens: raise data.prompt_max_length" if lost.count else ""
+        raise DataError(f"none of the {len(rows)} rows is a prompt{limit}{shown(lost)}")
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    return prompts, PromptReport(len(rows), len(prompts), num_too_long, longest)
+    return prompts, PromptReport(len(rows), len(prompts), lost.count, longest, lost)
 
 
 def _label(values: Mapping[str, Any], key: str | None) -> str | None:

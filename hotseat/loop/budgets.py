@@ -33,10 +33,14 @@ _NAMES: Mapping[Use, str] = {"train": "micro-batches of updates", "rollout": "mi
 
 @dataclass(frozen=True)
 class Chosen:
-    """A config with its token budgets, and what there is to say about them, a line each."""
+    """A config with its token budgets, and what there is to say about them, a line each.
+
+    is_priced: the memory of models and devices is known; otherwise the budgets are a constant.
+    """
 
     config: Config
     notes: tuple[str, ...] = ()
+    is_priced: bool = True
 
 
 def with_budget(config: Config, use: Use, tokens: int) -> Config:
@@ -63,6 +67,21 @@ def with_budgets_of(config: Config, other: Config) -> Config:
         if tokens is not None and getattr(config, use).chosen_tokens_per_device is None:
             config = with_budget(config, use, tokens)
     return config
+
+
+def with_least_budgets(config: Config) -> Config:
+    """The config with the smallest token budgets wherever the run chooses them: a plan fits with these if with any."""
+    for use in uses(config):
+        if getattr(config, use).chosen_tokens_per_device is None:
+            config = with_budget(config, use, least_tokens(config))
+    return config
+
+
+def with_whole_steps(config: Config, num_ranks: int) -> Config:
+    """The config with a token budget, where the run chooses it, that takes a rank's optimizer step at once."""
+    if "train" not in uses(config) or config.train.chosen_tokens_per_device is not None:
+        return config
+    return with_budget(config, "train", _most(config, "train", num_ranks, least_tokens(config)))
 
 
 def least_tokens(config: Config) -> int:
@@ -100,7 +119,7 @@ def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) 
         for use in open_uses:
             made = with_budget(made, use, max(least, UNPRICED_TOKENS))
         why = "a constant: the plan does not know the memory of every model or of the device"
-        return Chosen(made, _notes(config, made, why))
+        return Chosen(made, _notes(config, made, why), is_priced=False)
     for use in open_uses:
 
         def fits(tokens: int, before: Config = made, use: Use = use) -> bool:
@@ -110,7 +129,10 @@ def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) 
                 return False
 
         made = with_budget(made, use, _largest(least, _most(config, use, num_ranks, least), fits))
-    return Chosen(made, _notes(config, made, "the largest that fits and is of use"))
+    why = "the largest that fits and is of use"
+    if lowest.verdict == "does_not_fit":
+        why = "the largest that makes the plan, which does not fit, no worse"
+    return Chosen(made, _notes(config, made, why))
 
 
 def _most(config: Config, use: Use, num_ranks: int, least: int) -> int:

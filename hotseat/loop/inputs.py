@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from hotseat.config import Config
 from hotseat.config.maths import prompt_max_length
 from hotseat.config.roles import has_critic, has_reference, has_reward_model
-from hotseat.data import PairReport, Row, load_rows, make_examples, make_pairs, make_prompts
+from hotseat.config.schema import Data
+from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop.lessons import Imitation, Lesson, Preference
 from hotseat.loop.value_models import critic_model
@@ -108,7 +109,7 @@ def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """(prompts to learn from, prompts to evaluate on, what to tell the user)."""
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
-    notes = [_described("prompts", report)]
+    notes = [_described("prompts", report), *_lost(config, report, evaluation)]
     if evaluation is None:
         return prompts, [], notes
     return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
@@ -133,13 +134,15 @@ def _imitation(config: Config, tokenizer: Any) -> Taught:
     (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
     notes = [
         f"{report.num_examples:,} examples, {report.num_learned_tokens:,} tokens to learn"
-        f" ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped without an answer)"
+        f" ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped without an answer)",
+        *_lost(config, report, evaluation),
     ]
     return Taught(Imitation(), examples, [] if evaluation is None else evaluation[0], notes)
 
 
 def _preference(config: Config, tokenizer: Any) -> Taught:
     (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
+    lost = _lost(config, report, evaluation)
     section = config.algorithm.reward_modelling
     if section.margin and not any(pair.margin for pair in pairs):
         raise UserError(
@@ -150,8 +153,8 @@ def _preference(config: Config, tokenizer: Any) -> Taught:
     lesson = Preference(section.loss, section.margin, pad_token_id)
     if evaluation is None:
         without = "no pairs are held out (eval.path): the model's mean and std are of pairs it learned from"
-        return Taught(lesson, pairs, [], [_told("pairs", report), without, *notes])
-    told = [_told("pairs", report), _told("held-out pairs", evaluation[1])]
+        return Taught(lesson, pairs, [], [_told("pairs", report), *lost, without, *notes])
+    told = [_told("pairs", report), _told("held-out pairs", evaluation[1]), *lost]
     return Taught(lesson, pairs, evaluation[0], told + notes)
 
 
@@ -193,6 +196,28 @@ def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made
             evaluation.path, split=evaluation.split, probs=probs, seed=config.seed, max_samples=evaluation.max_samples
         )
     )
+
+
+def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
+    """Warn of rows that are too long, of the data to learn from and to evaluate on; too many are refused."""
+    limit = f"data.max_length {config.data.max_length}"
+    fix = "raise data.max_length"
+    if config.task == "rl":
+        limit = f"data.prompt_max_length {prompt_max_length(config)}"
+        fix = "raise data.prompt_max_length and data.max_length"
+    notes = []
+    for source, each in (("data.path", report), ("eval.path", None if evaluation is None else evaluation[1])):
+        if each is not None:
+            notes += check_lost(
+                each.lost,
+                each.num_rows,
+                source=source,
+                limit=limit,
+                fix=fix,
+                max_fraction=config.data.max_lost_fraction,
+                warn_above=Data().max_lost_fraction,
+            )
+    return notes
 
 
 def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:

@@ -75,6 +75,23 @@ def with_budgets(
     return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False))
 
 
+def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> Config:
+    """The config with the actor, and so every role, on all devices of a known inventory, if it places no role."""
+    given = inventory if inventory is not None else config.cluster.inventory
+    if given is None or config.cluster.component_placement:
+        return config
+    known = given if isinstance(given, Inventory) else Inventory.parse(given)
+    if known.num_devices < 2:
+        return config
+    cluster = config.cluster.model_copy(update={"component_placement": {"actor": "all"}})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def plan_as_is(config: Config, inventory: str | Inventory | None = None) -> Plan:
+    """The plan of a config in which nothing is left to choose; see `make_plan`."""
+    return _make_plan(config, inventory, False)
+
+
 def _activation_bytes(config: Config) -> float | None:
     """Count the activation bytes of one token in an update, of the model that takes most; None if one is unknown."""
     found = []
@@ -324,6 +341,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
     has_master = train.fp32_master and compute < 4
     max_tokens, micro_batch = _train_batch(config)
     score_tokens, score_batch = _score_batch(config)
+    pair = 2 if config.task in ("rm", "dpo") else 1
     return TrainMemory(
         max_tokens=max_tokens,
         micro_batch=micro_batch,
@@ -344,6 +362,8 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         packing=train.packing,
         sends_weights=config.task == "rl" and role == "actor",
         adapter_rank=train.lora.rank,
+        batch_tokens=train.batch_size * pair * config.data.max_length,
+        group_tokens=config.data.max_length * (config.rollout.samples_per_prompt if config.task == "rl" else pair),
         has_average=train.ema.enabled and role == "actor",
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 from hotseat import faults
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.cluster import Cluster, Group, Ref
-from hotseat.config import Config
+from hotseat.config import Config, loads_saved
 from hotseat.config.batches import BatchAlgebra, token_budget
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP
 from hotseat.data import PromptOrder, digest_of
@@ -518,7 +518,8 @@ class RlRun:
         """From where a checkpoint was made."""
         state = found.state
         self._order = self._order.at(state["order"])
-        self._kl = replace(self._kl, coefficient=float(state["kl_coefficient"]))
+        if loads_saved(str(state["config"])).algorithm.kl.coef == self._config.algorithm.kl.coef:  # else it begins anew
+            self._kl = replace(self._kl, coefficient=float(state["kl_coefficient"]))
         self._policy = self._policy_settings()
         self._version = int(state["version"])
         self._guard.restore(state.get("canary"))

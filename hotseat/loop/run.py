@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotseat import faults
+from hotseat import clock, faults
 from hotseat.config import Config, loads_saved
 from hotseat.config.batches import BatchAlgebra, batch_algebra, token_budget, tokens_per_micro_batch
 from hotseat.config.built import not_built
@@ -37,7 +37,15 @@ from hotseat.loop.budgets import (
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.launched import Ensemble, LedSaver
 from hotseat.loop.planning import budgets_on, make_plan, num_data_parallel, plan_notes, plan_on, with_budgets
-from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
+from hotseat.loop.rundir import (
+    LOGS,
+    forget_records,
+    kept_config,
+    make_run_dir,
+    record_changes,
+    save_plan,
+    write_config,
+)
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
 from hotseat.loop.value_models import check_readers
 from hotseat.placement import Inventory, Plan
@@ -50,11 +58,12 @@ MAX_LOGICAL_DEVICES = 64
 
 def start(config: Config, launched: bool = False) -> dict[str, float]:
     """Run a config to its end. `launched`: this process is one rank of several that a launcher started."""
-    refuse_what_cannot_start(config)
-    _quieten_transformers()
-    if config.task == "rl":
-        return _start_rl(config)
-    return _start_supervised(config, launched)
+    with clock.of_one_run():
+        refuse_what_cannot_start(config)
+        _quieten_transformers()
+        if config.task == "rl":
+            return _start_rl(config)
+        return _start_supervised(config, launched)
 
 
 def refuse_what_cannot_start(config: Config) -> None:
@@ -125,7 +134,7 @@ def _start_rl(config: Config) -> dict[str, float]:
             f" would never learn; set it to {(algebra.num_steps or 1) - 1} or less, or add data"
         )
     with ExitStack() as stack:
-        run_dir, saver, found = _open_run(config, stack, notes, prompts, tokenizer)
+        config, run_dir, saver, found = _open_run(config, stack, notes, prompts, tokenizer)
         if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
@@ -204,7 +213,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
     algebra = batch_algebra(config, num_ranks, len(taught.items))
     _check_training(config, algebra)
     with ExitStack() as stack:
-        run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer)
+        config, run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer)
         if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
@@ -407,22 +416,22 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
         *_supervised_args(config, algebra, taught), rank=rank // num_sharing, num_ranks=algebra.num_ranks
     )
     ensemble = Ensemble(worker, rank)
-    run_dir, saver, journal = Path(config.run_dir), Saver(config, Path(config.run_dir)), Silence()
+    saver, journal = Saver(config, Path(config.run_dir)), Silence()
     try:
         with ExitStack() as stack:
 
-            def begin() -> tuple[Checkpoint | None, bool]:
-                nonlocal run_dir, saver, journal
+            def begin() -> tuple[Config, Path, Checkpoint | None, bool]:
+                nonlocal saver, journal
                 again = "go on after step {step}: start it again with checkpoint.resume=true"
-                run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer, again)
+                opened, run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer, again)
                 if found is not None and _is_finished(config, found, algebra, run_dir):
-                    return found, True
+                    return opened, run_dir, found, True
                 columns = _supervised_columns(taught)
                 journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
                 stack.callback(_report, run_dir, journal)
                 if found is not None:
                     ensemble.call("go_on", str(found.path / BACKEND), dict(found.state))
-                return found, False
+                return opened, run_dir, found, False
 
             def parts(evaluation: dict[str, float]) -> Parts:
                 return Parts(
@@ -434,22 +443,24 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
 
             if rank > 0:
                 stack.enter_context(_stoppable()).append(saver)
-            found, is_finished = ensemble.led(begin)
+            config, run_dir, found, is_finished = ensemble.led(begin)
             if found is not None and is_finished:
                 return dict(found.state["evaluation"])
             led = LedSaver(saver, ensemble)
             kept = _launched_budget(config, num_ranks, worker, found, journal, led)
-            final = _train_supervised(
-                config,
-                algebra,
-                taught,
-                lambda: kept.noted(*worker.step_and_budget()),
-                worker.evaluate,
-                journal,
-                led,
-                parts,
-                found,
-            )
+            # A rank that runs out of memory ends alone, so whichever it is writes the budget for all.
+            with smaller_budget_kept(lambda: kept.config, lambda smaller: write_config(run_dir, smaller)):
+                final = _train_supervised(
+                    config,
+                    algebra,
+                    taught,
+                    lambda: kept.noted(*worker.step_and_budget()),
+                    worker.evaluate,
+                    journal,
+                    led,
+                    parts,
+                    found,
+                )
             written = tokenizer if rank == 0 else None
             _export(config, run_dir, lambda path, *how: worker.export(str(path), *how), written, journal)
         return final
@@ -525,11 +536,17 @@ def _open_run(
     rows: Sequence[Any],
     tokenizer: Any,
     advice: str = "go on after step {step}: hotseat resume {run_dir}",
-) -> tuple[Path, Saver, Checkpoint | None]:
-    """The run's directory, for this process alone, and the checkpoint it goes on from."""
+) -> tuple[Config, Path, Saver, Checkpoint | None]:
+    """Open the run's directory for this process alone, and find the checkpoint it goes on from.
+
+    The config that is returned has the token budgets that the run kept, which may be smaller than the checkpoint's.
+    """
     savers = stack.enter_context(_stoppable())
     run_dir = make_run_dir(config)
     stack.enter_context(sole_owner(run_dir))
+    kept = kept_config(run_dir) if config.checkpoint.resume else None
+    if kept is not None and kept.task == config.task:
+        config = with_budgets_of(config, kept)
     saver = Saver(config, run_dir, tokenizer)
     savers.append(saver)
     stack.enter_context(_advice(saver, run_dir, advice))
@@ -540,8 +557,10 @@ def _open_run(
         if (run_dir / "model").exists():
             raise UserError(f"{run_dir} holds a run that was finished without checkpoints: choose another name")
         forget_records(run_dir)
+    else:
+        record_changes(run_dir, found.step, saver.changes)
     write_config(run_dir, config)
-    return run_dir, saver, found
+    return config, run_dir, saver, found
 
 
 @contextmanager
@@ -558,6 +577,12 @@ def _advice(saver: Saver, run_dir: Path, advice: str) -> Iterator[None]:
 
 def _is_finished(config: Config, found: Checkpoint, algebra: BatchAlgebra, run_dir: Path) -> bool:
     """Whether the checkpoint is of the last step and the model was exported; says so."""
+    if found.step > (algebra.num_steps or 0):
+        raise UserError(
+            f"{found.path} is of step {found.step}, and this run would end after {algebra.num_steps}: set"
+            f" {'train.num_episodes' if config.task == 'rl' else 'train.max_epochs'} higher, or use the model of that"
+            " checkpoint"
+        )
     model = _model_folder(config, run_dir)
     exported = model / "config.json"
     # `export_path` may hold the model of an earlier run.
@@ -616,12 +641,13 @@ def _journal(
         log_every=config.log.every,
         tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
         last_step=None if found is None else found.step,
+        started_s=clock.began_s(),
     )
     wandb = _wandb(config, run_dir, journal.say, is_resumed=found is not None)
     if wandb is not None:
         journal.add(wandb)
     for note in notes:
-        journal.say(note)
+        journal.say(note, kind="warning" if note.startswith("warning:") else "note")
     return journal
 
 

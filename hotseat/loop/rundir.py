@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from hotseat.config import Config, to_saved
+from hotseat.config import Config, loads_saved, to_saved
+from hotseat.config.changes import Change
 from hotseat.errors import UserError
-from hotseat.observe import METRICS, RECORDS, read_lines
+from hotseat.observe import METRICS, RECORDS, JsonLines, read_lines
 from hotseat.placement import Plan
 
 CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
 LOGS = "logs"  # of vLLM, a file per engine
+CHANGES = "changes.jsonl"  # settings that were others before the run was resumed
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 
@@ -32,8 +36,9 @@ def named_run(config: Config) -> Config:
 
 
 def write_config(path: Path, config: Config) -> None:
-    """The config as it was checked. Whether a run goes on is no part of it."""
-    kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": False})})
+    """The config as it was checked. Whether and how a run goes on is no part of it."""
+    how = {"resume": False, "allow_changes": []}
+    kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=how)})
     (path / CONFIG).write_text(to_saved(kept))
 
 
@@ -69,8 +74,33 @@ def _numbered(config: Config) -> Path:
 
 def forget_records(path: Path) -> None:
     """What an earlier run wrote here that never came to a checkpoint: this one starts anew."""
-    for name in (*RECORDS, LEDGER, HANGS):
+    for name in (*RECORDS, LEDGER, HANGS, CHANGES):
         (path / name).unlink(missing_ok=True)
+
+
+def record_changes(path: Path, last_step: int, changes: Sequence[Change]) -> None:
+    """Record what is another from the step after `last_step` on; what was recorded of later steps never was."""
+    file = path / CHANGES
+    if not changes and not file.exists():
+        return
+    with JsonLines(file, last_step) as lines:
+        for change in changes:
+            lines.write(
+                {
+                    "step": last_step + 1,
+                    "time": time.time(),
+                    "key": change.key,
+                    "from": change.before,
+                    "to": change.after,
+                    "is_allowed": change.is_allowed,
+                }
+            )
+
+
+def kept_config(path: Path) -> Config | None:
+    """The config that a run keeps in its directory, with what it has changed itself; None where there is none."""
+    file = path / CONFIG
+    return loads_saved(file.read_text()) if file.is_file() else None
 
 
 def save_plan(path: Path, plan: Plan) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hotseat import faults
-from hotseat.config import Config, loads_saved, to_saved
+from hotseat.config import Config, to_saved
+from hotseat.config.changes import Change, changes_between
 from hotseat.errors import CheckpointError, DeadlineError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
 from hotseat.loop.memory import available_bytes
@@ -33,34 +34,6 @@ _ROOM_FOR_A_COPY = 2
 # For a save that is under way when a run fails. Long enough to be worth it, and an error is not kept back for long.
 _LAST_WAIT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-
-# What may be another when a run goes on: it changes where, how fast or how loud, and nothing that is learned.
-FREE = (
-    "name",
-    "run_dir",
-    "cluster",
-    "log",
-    "eval",
-    "checkpoint",
-    "agent.max_concurrent",
-    "agent.timeout_s",
-    "train.spike_factor",
-    "train.on_spike",
-    "reward.timeout_s",
-    "reward.retries",
-    "reward.max_failed_fraction",
-    "reward.max_memory_gib",
-    "rollout.num_slots",
-    "rollout.canary",
-    "rollout.micro_batch_size",
-    "rollout.max_tokens_per_device",
-    "rollout.chosen_tokens_per_device",
-    "train.micro_batch_size",
-    "train.max_tokens_per_device",
-    "train.chosen_tokens_per_device",
-    "train.sequence_parallel_size",
-    "train.deepspeed.tensor_parallel_size",
-)
 
 
 @dataclass(frozen=True)
@@ -147,6 +120,7 @@ class Saver:
         self._timeout_s = config.cluster.call_timeout_s
         self._flight: _Flight | None = None
         self._stood_still_s: float | None = None  # since `metrics` was asked
+        self.changes: list[Change] = []  # since the checkpoint that `find` returned
         self.is_stopping = False  # after the step that is under way; set by a signal, so at any moment
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
@@ -179,8 +153,9 @@ class Saver:
                 f"{found.path} holds a model but not what resuming needs (it was written with"
                 " checkpoint.save_state=false): start anew with that model"
             )
-        for note in compare(str(found.state["config"]), self._config):
-            say(note)
+        self.changes = changes_between(str(found.state["config"]), self._config)
+        for change in self.changes:
+            say(f"{change}{' (allowed)' * change.is_allowed}")
         say(f"going on from {found.path}, after step {found.step}")
         return found
 
@@ -321,37 +296,6 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
     if value is None:
         raise UserError(f"checkpoint.best_metric {name!r} was not measured; there are {', '.join(evaluation)}")
     return -value if name.endswith("loss") else value
-
-
-def compare(saved: str, config: Config) -> list[str]:
-    """What has changed since a checkpoint was written, a line each. What cannot change is an error."""
-    then, now = _flat(loads_saved(saved).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    notes: list[str] = []
-    refused: list[str] = []
-    for key in now:
-        is_taken_over = key.endswith("chosen_tokens_per_device") and now[key] is None
-        if then.get(key) == now[key] or is_taken_over:
-            continue
-        line = f"{key}: {then.get(key)} when the checkpoint was written, now {now[key]}"
-        is_free = any(key == free or key.startswith(f"{free}.") for free in FREE)
-        (notes if is_free else refused).append(line)
-    if refused:
-        raise UserError(
-            "this run cannot go on with another config:\n"
-            + "\n".join(f"  {line}" for line in refused)
-            + "\nset them back, or start a new run"
-        )
-    return [note for note in notes if not note.startswith(("checkpoint.resume:", "name:", "run_dir:"))]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 @contextmanager

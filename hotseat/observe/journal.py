@@ -26,7 +26,7 @@ AFTERWARDS = ("save", "export")  # phases that come when the numbers of their st
 
 MAX_VALUES = 64  # different ones in a distribution; above that they are binned
 
-Kind = Literal["note", "warning", "fault"]
+Kind = Literal["start", "note", "warning", "fault"]  # start: of a command, at its time
 
 
 class Sink(Protocol):
@@ -49,7 +49,9 @@ class Journal(Closing):
         log_every: int = 1,
         tensorboard: Path | None = None,
         last_step: int | None = None,
+        started_s: float | None = None,
     ):
+        """`started_s`: when the command began, for the record."""
         self._view = view
         self._num_steps = num_steps
         self._log_every = log_every
@@ -69,6 +71,9 @@ class Journal(Closing):
             stack.enter_context(view)
             self._stack = stack.pop_all()
         self._sinks: list[Sink] = []
+        text = "started" if last_step is None else f"resumed after step {last_step}"
+        when_s = time.time() if started_s is None else started_s
+        self._events.write({"time": when_s, "step": max(0, self._step), "kind": "start", "text": text})
 
     def add(self, sink: Sink) -> None:
         """Somebody else who gets the numbers, and is closed before everything here."""

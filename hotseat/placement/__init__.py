@@ -5,7 +5,6 @@ roles = [RoleSpec("actor", "all", ...), RoleSpec("rollout", "@actor", share=0.5,
 plan(inventory, roles, default_flow("rl", ["actor", "rollout"]))
 """
 
-from hotseat.placement.advice import Change
 from hotseat.placement.flow import (
     Flow,
     Overlap,
@@ -67,7 +66,6 @@ __all__ = [
     "UNKNOWN_KIND",
     "AssumedShape",
     "Blocks",
-    "Change",
     "CpuProcesses",
     "DeviceGroup",
     "DeviceKind",

@@ -384,8 +384,8 @@ def _check_said(request: Request, spots: _Spots, counts: Sequence[int]) -> None:
         if width != request.engine_size:
             raise PlacementError(
                 f"{request.role}: {request.selection} gives an engine {width} device{'s' * (width > 1)}, tensor"
-                f" parallel size is {request.engine_size}: set tensor_parallel_size to {width} or write the ranks"
-                f" without processes"
+                f" parallel size is {request.engine_size}: set {request.role}.tensor_parallel_size to {width} or write"
+                f" the ranks without processes"
             )
 
 
@@ -399,10 +399,12 @@ def _engine_layout(request: Request, spots: _Spots, size: int, target: str) -> l
     for piece in pieces:
         if len(piece) % size:
             what = "a block of" if is_blocks else "its"
+            owner = target if target != role else role
             raise PlacementError(
-                f"{role}: {what} {len(piece)} devices cannot be cut into engines of tensor parallel size {size}:"
-                f" set tensor_parallel_size to {_divisor_at_most(len(piece), size)} or give it"
-                f" {'blocks' if is_blocks else 'a number of devices'} that {size} divides"
+                f"{role}: {what} {_devices(len(piece))} cannot be cut into engines of tensor parallel size {size}: set"
+                f" {role}.tensor_parallel_size to {_divisor_at_most(len(piece), size)}, or"
+                f" cluster.component_placement.{owner} to {'blocks' if is_blocks else 'a number of devices'} that"
+                f" {size} divides"
             )
     return [(piece, len(piece) // size) for piece in pieces]
 
@@ -424,6 +426,10 @@ def _engines_do_not_match(request: Request, size: int, num_devices: int, target:
     )
 
 
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
+
+
 def _divisor_at_most(number: int, limit: int) -> int:
     return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
@@ -438,7 +444,8 @@ def _one_node(inventory: Inventory, request: Request, rank: int, devices: tuple[
         raise PlacementError(
             f"{request.role}: engine {rank} of tensor parallel size {request.engine_size} would span nodes"
             f" {format_ranks(nodes)} (devices {format_ranks(devices)}): an engine stays on one node;"
-            f" set tensor_parallel_size to {fits}, or choose ranks so that {request.engine_size} in a row are on one"
+            f" set {request.role}.tensor_parallel_size to {fits}, or choose ranks so that {request.engine_size} in a"
+            " row are on one"
         )
     raise PlacementError(
         f"{request.role}: process {rank} would have devices {format_ranks(devices)} on nodes {format_ranks(nodes)}:"

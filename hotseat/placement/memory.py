@@ -7,7 +7,7 @@ parameters of the model, GiB are 2^30 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -84,6 +84,8 @@ class TrainMemory:
     chunked_logprobs: bool = True
     sends_weights: bool = False  # to engines: the blocks for it are kept from push to push
     adapter_rank: int = 0  # 0: all weights are trained
+    batch_tokens: int | None = None  # of an optimizer step on all ranks, at most; None: it is one micro-batch
+    group_tokens: int = 0  # by which the share of one rank may exceed an even one
     has_average: bool = False  # a moving average of what is trained is kept on the host, in fp32
 
     def __post_init__(self) -> None:
@@ -96,6 +98,13 @@ class TrainMemory:
     def num_trained(self, model: ModelShape) -> int:
         """Parameters that have gradients and optimizer state."""
         return model.num_adapter_parameters(self.adapter_rank) if self.adapter_rank else model.num_parameters
+
+    def accumulates(self, num_ranks: int) -> bool:
+        """Tell whether an optimizer step may take several micro-batches, among ranks that see different samples."""
+        if self.batch_tokens is None:
+            return False
+        share = self.batch_tokens if num_ranks == 1 else -(-self.batch_tokens // num_ranks) + self.group_tokens
+        return share > self.micro_batch * self.max_tokens
 
     @property
     def is_sharded(self) -> bool:
@@ -306,6 +315,10 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.backend == "fsdp":
         # They exist from the first backward of an update to its end: no part to be kept, working memory.
         training = (replace(gradients, part=None),)
+        if gradient_cut > 1 and memory.accumulates(shards // memory.sequence_parallel):
+            # Only the last micro-batch sums them over ranks and shards them; until then they add up whole, in fp32.
+            name = "gradients, whole until the last micro-batch"
+            training = (_bytes(role, name, trained[0] * FP32, f"{trained[1]} x {FP32} B"),)
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
     back = [*gathered, *_reduce(role, memory, model, shards, tp), *_activations(role, memory, model, tp)]
@@ -586,26 +599,3 @@ def _simulator(role: str, memory: SimulatorMemory | None, layout: Layout) -> Rol
     else:
         return None
     return RoleMemory(fixed, {Part.SIMULATOR: (state,)}, {}, tuple(host))
-
-
-def savings(memory: Memory, is_training: bool) -> list[tuple[str, Sequence[bool | int]]]:
-    """Settings with values that take less memory, each value less than the one before; cheapest settings first."""
-    found: list[tuple[str, Sequence[bool | int]]] = []
-    if isinstance(memory, TrainMemory):
-        is_deepspeed = memory.backend == "deepspeed"
-        found.append(("zero_stage", [3] * (is_deepspeed and memory.zero_stage < 3)))
-        found.append(("chunked_logprobs", [True] * (not memory.chunked_logprobs)))
-        if is_training:
-            found.append(("gradient_checkpointing", [True] * (not memory.gradient_checkpointing)))
-            found.append(("micro_batch", range(memory.micro_batch - 1, 0, -1)))
-            found.append(("optimizer_offload", [True] * (is_deepspeed and not memory.optimizer_offload)))
-        else:
-            found.append(("forward_micro_batch", range((memory.forward_micro_batch or memory.micro_batch) - 1, 0, -1)))
-    elif isinstance(memory, ForwardMemory):
-        found.append(("is_sharded", [True] * (not memory.is_sharded)))
-        found.append(("chunked_logprobs", [True] * (not memory.chunked_logprobs)))
-        found.append(("micro_batch", range(memory.micro_batch - 1, 0, -1)))
-    elif isinstance(memory, EngineMemory):
-        found.append(("cuda_graphs", [False] * (memory.engine == "vllm" and memory.cuda_graphs)))
-        found.append(("slots", range(memory.slots - 1, 0, -1)))
-    return [(setting, values) for setting, values in found if values]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hotseat.errors import PlacementError
-from hotseat.placement.advice import Change, Settings, advise, can_start
+from hotseat.placement.advice import Settings, can_start, smaller_shares
 from hotseat.placement.flow import Flow, Step, check_flow, make_steps
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
 from hotseat.placement.locate import Located, Process, Request, Where, locate
@@ -107,7 +107,6 @@ class GroupStep:
     terms: tuple[Term, ...]
     used_gib: float
     verdict: Verdict
-    changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +190,8 @@ class Plan:
 def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
     """The plan, or a PlacementError that says what to change.
 
-    A plan whose memory does not fit is returned with that verdict and with changes that would make it fit; a part that
-    must leave a device but may not is an error.
+    A plan whose memory does not fit is returned with that verdict; a part that must leave a device but may not is an
+    error.
     """
     specs = _checked(roles)
     selections = {spec.name: _selection(spec) for spec in roles}
@@ -306,12 +305,15 @@ def _check_parallel(spec: RoleSpec, found: Located) -> None:
     sequence = spec.memory.sequence_parallel if isinstance(spec.memory, TrainMemory | ForwardMemory) else 1
     size = spec.tensor_parallel * sequence
     if len(found.processes) % size:
-        what = f"tensor parallel size {spec.tensor_parallel}" + (
-            f" x sequence parallel size {sequence}" * (sequence > 1)
-        )
+        sizes = {
+            "train.deepspeed.tensor_parallel_size": spec.tensor_parallel,
+            "train.sequence_parallel_size": sequence,
+        }
+        product = " x ".join(f"{key} {value}" for key, value in sizes.items() if value > 1)
         raise PlacementError(
-            f"{spec.name}: {len(found.processes)} processes cannot be cut into groups of {size} ({what}):"
-            f" choose sizes whose product divides {len(found.processes)}"
+            f"{spec.name}: {len(found.processes)} process{'es' * (len(found.processes) > 1)} cannot be cut into groups"
+            f" of {size} ({product}): choose sizes whose product divides {len(found.processes)}, or give {spec.name}"
+            f" another number of devices (cluster.component_placement.{spec.name})"
         )
 
 
@@ -401,8 +403,8 @@ def _group(
     tenants = [Tenant(name, own.estimate(name), _modes(specs[name], flow)) for name, own in settings.items()]
     holdings, stuck = settle(tenants, steps, memory_gib)
     if stuck is not None and memory_gib is not None:
-        changes = advise(tenants, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
-        raise PlacementError(_stuck(stuck, steps[stuck.step].name, text, memory_gib, changes))
+        shares = smaller_shares(tenants, settings, steps[stuck.step], holdings[stuck.step], memory_gib)
+        raise PlacementError(_stuck(stuck, steps[stuck.step].name, text, memory_gib, shares))
     return DeviceGroup(
         devices=devices,
         kind=kind,
@@ -415,13 +417,13 @@ def _group(
     )
 
 
-def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, changes: Sequence[Change]) -> str:
+def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mapping[str, float]) -> str:
     why = (
         f"{stuck.role}.enable_offload is false: unset it, or set it to true"
         if stuck.mode == "never"
         else "its backend cannot put that aside: use one that can"
     )
-    others = "".join(f", or {change}" for change in changes[:3] if not change.together)
+    others = "".join(f", or set {role}.memory_share to {share:g}" for role, share in shares.items())
     return (
         f"{stuck.role}: its {stuck.part} ({stuck.gib:.1f} GiB) must leave {devices} in step {step}, which needs"
         f" {stuck.needed_gib:.1f} of {capacity:.1f} GiB and finds {stuck.free_gib:.1f} free, but {why}{others}, or give"
@@ -449,7 +451,7 @@ def _check_shares(settings: Mapping[str, Settings], steps: Sequence[Step], devic
                 for role, claim in claims.items()
             )
             fix = (
-                f"set the share of {largest} to at most {int((rest / count + _ROUNDING) * 100) / 100:g}"
+                f"set {largest}.memory_share to at most {int((rest / count + _ROUNDING) * 100) / 100:g}"
                 if rest / count >= 0.01
                 else "lower several of them"
             )
@@ -489,10 +491,7 @@ def _group_step(
         )
         is_over = capacity is not None and (needed > capacity + _ROUNDING or not starts)
         verdict = "does_not_fit" if is_over else "unknown"
-    changes: tuple[Change, ...] = ()
-    if verdict == "does_not_fit" and capacity is not None:
-        changes = advise(tenants, settings, step, holdings, capacity)
-    return GroupStep(step.name, tuple(work.role for work in works), holdings, terms, used, verdict, changes)
+    return GroupStep(step.name, tuple(work.role for work in works), holdings, terms, used, verdict)
 
 
 def _verdict(used: float, capacity: float | None) -> Verdict:

@@ -55,7 +55,7 @@ def test_plan_that_does_not_fit_exits_with_2(capsys):
     assert main(plan) == 2
     out = capsys.readouterr().out
     assert "does not fit" in out
-    assert "train.gradient_checkpointing" in out
+    assert "as arguments: train.micro_batch_size=auto" in out
 
 
 def test_plan_that_is_refused_exits_with_2_and_says_why(capsys):

@@ -61,6 +61,7 @@ WITHOUT_EFFECT = {
     "eval.every": ("eval: {every: 5}", "nothing is evaluated"),
     "checkpoint.keep_last": ("checkpoint: {keep_last: 2}", "no checkpoint is made"),
     "checkpoint.background": ("checkpoint: {background: true}", "no checkpoint is made"),
+    "checkpoint.allow_changes": ("checkpoint: {allow_changes: [seed]}", "the run starts anew"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
     "reward.max_memory_gib": ("reward: {url: u, max_memory_gib: 2}", "rewards do not come from reward.function"),

@@ -55,7 +55,11 @@ def test_prompts_over_the_limit_are_dropped_and_counted_and_those_at_it_are_kept
 
 def test_nothing_left_is_an_error():
     message = fails([{"input": "abcde"}], prompt_max_length=4)
-    assert message == "none of the 1 rows is a prompt with at most 4 tokens: raise data.prompt_max_length"
+    assert message == (
+        "none of the 1 rows is a prompt with at most 4 tokens: raise data.prompt_max_length\n"
+        '  data.jsonl:1 before: {"input": "abcde"}\n'
+        "  after the template, 5 tokens: 'abcde'"
+    )
     assert fails([]) == "none of the 0 rows is a prompt"
 
 

@@ -15,7 +15,7 @@ from loop_cases import make_task, sft_yaml
 from rank_cases import meeting
 from safetensors.torch import load_file
 
-from hotseat.config import loads
+from hotseat.config import load, loads
 from hotseat.errors import RunError, UserError
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.checkpoints import CheckpointStore
@@ -126,6 +126,23 @@ def test_what_the_first_rank_cannot_do_all_are_told(task, point):
         assert code == 1
         assert f"RunError a fault at {point}" in error
     assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_writes_the_smaller_budget_for_all(task):
+    """Whichever it is: the others only see it go. Started again, all of them use that budget."""
+    chosen = "train={dtype: fp32, batch_size: 4, max_epochs: 4, chosen_tokens_per_device: 64}"
+    faults = {1: Fault("update.forward", "out-of-memory", skip=2)}
+    (first, *_), (second, _, error) = launch(task, "run", chosen, "checkpoint.every=1", faults=faults)
+    assert (first, second) == (1, 1)
+    assert "BudgetError" in error
+    kept = load(task / "runs" / "run" / "config.yaml").train.chosen_tokens_per_device
+    assert kept < 64
+    auto = "train={dtype: fp32, batch_size: 4, max_epochs: 4}"
+    (code, out, error), (second, *_) = launch(task, "run", auto, "checkpoint.every=1", "checkpoint.resume=true")
+    assert (code, second) == (0, 0), error
+    assert f"train.chosen_tokens_per_device: 64 when the checkpoint was written, now {kept}" in out
+    assert load(task / "runs" / "run" / "config.yaml").train.chosen_tokens_per_device == kept
 
 
 @pytest.mark.slow

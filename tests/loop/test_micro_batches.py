@@ -12,6 +12,7 @@ from hotseat import faults
 from hotseat.cli.main import main
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import load, loads, to_saved
+from hotseat.config.changes import changes_between
 from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, WorkerError
 from hotseat.faults import Fault
 from hotseat.loop.budgets import (
@@ -28,7 +29,6 @@ from hotseat.loop.budgets import (
 from hotseat.loop.cutting import BatchSettings, Cutter
 from hotseat.loop.planning import make_plan, with_budgets
 from hotseat.loop.run import start
-from hotseat.loop.saving import compare
 from hotseat.observe import read_lines
 from hotseat.placement import GIB
 from hotseat.train.headroom import Peak, is_out_of_memory, trial_batch
@@ -149,8 +149,8 @@ def test_what_a_checkpoint_chose_is_taken_over_unless_the_run_has_chosen():
 
 def test_what_a_checkpoint_chose_is_no_change_of_the_config():
     saved = to_saved(with_budget(loads(RL), "train", 4096))
-    assert compare(saved, loads(RL)) == []
-    assert compare(saved, with_budget(loads(RL), "train", 2048)) == [
+    assert changes_between(saved, loads(RL)) == []
+    assert [str(change) for change in changes_between(saved, with_budget(loads(RL), "train", 2048))] == [
         "train.chosen_tokens_per_device: 4096 when the checkpoint was written, now 2048"
     ]
 
@@ -436,6 +436,26 @@ def test_supervised_training_is_made_again_too(tmp_path, faulty, capsys):
     faulty(Fault("trial.forward", "out-of-memory"))
     start(loads(sft_yaml(task, name="tried", train="{dtype: fp32, batch_size: 4}")))
     assert load(runs / "tried" / "config.yaml").train.chosen_tokens_per_device == CPU_TOKENS // 2
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_again_takes_the_budget_that_it_kept_not_the_checkpoints(tmp_path, capsys):
+    """As `hotseat run` with checkpoint.resume=true does it, and OpenRLHF's --load_checkpoint."""
+    task = make_task(tmp_path)
+    text = sft_yaml(task, train="{dtype: fp32, batch_size: 4, max_epochs: 4}", checkpoint="{every: 4}")
+    start(loads(text))
+    run_dir = tmp_path / "runs" / "sft"
+    state = json.loads((run_dir / "checkpoints" / "step-000008" / "state.json").read_text())
+    assert loads(state["config"]).train.chosen_tokens_per_device == CPU_TOKENS
+    # As it is when memory ran out after the checkpoint.
+    (run_dir / "config.yaml").write_text(to_saved(with_budget(load(run_dir / "config.yaml"), "train", 256)))
+    (run_dir / "model").rename(tmp_path / "model-before")
+    capsys.readouterr()
+    start(loads(text, ["checkpoint.resume=true"]))
+    out = " ".join(capsys.readouterr().out.split())
+    assert "train.chosen_tokens_per_device: 8192 when the checkpoint was written, now 256" in out
+    assert "micro-batches: updates of at most 256 tokens on a device (as this run has chosen before)" in out
+    assert load(run_dir / "config.yaml").train.chosen_tokens_per_device == 256
 
 
 @pytest.mark.slow

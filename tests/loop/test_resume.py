@@ -1,6 +1,5 @@
 """A run that goes on from a checkpoint ends as if nothing had happened."""
 
-import json
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from hotseat.errors import CheckpointError, UserError
 from hotseat.faults import Fault
 from hotseat.loop.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.saving import compare, sole_owner
+from hotseat.loop.saving import sole_owner
 from hotseat.observe import read_lines
 from hotseat.types import SampleKey
 
@@ -198,16 +197,74 @@ def test_a_changed_config_is_reported_and_what_cannot_change_is_refused(task, ca
     """Scenario 24."""
     run(task, "rl", "run", "checkpoint.every=2")
     directory = str(task / "runs" / "run")
-    assert main(["resume", directory, "seed=9", "actor.optimizer.learning_rate=0.5"]) == 2
+    assert main(["resume", directory, "seed=9", "actor.optimizer.eps=0.5"]) == 2
     error = capsys.readouterr().err
     assert "seed: 3 when the checkpoint was written, now 9" in error
-    assert "actor.optimizer.learning_rate: 0.01 when the checkpoint was written, now 0.5" in error
-    saved = json.loads((task / "runs" / "run" / "checkpoints" / "step-000004" / "state.json").read_text())["config"]
-    config = loads(saved, ["log.every=7", "train.micro_batch_size=4"])
-    assert compare(saved, config) == [
-        "train.micro_batch_size: 8 when the checkpoint was written, now 4",
-        "log.every: 1 when the checkpoint was written, now 7",
+    assert "actor.optimizer.eps: 1e-08 when the checkpoint was written, now 0.5" in error
+
+
+def changes(task: Path, name: str) -> list[tuple]:
+    lines = read_lines(task / "runs" / name / "changes.jsonl")
+    return [(line["step"], line["key"], line["from"], line["to"], line["is_allowed"]) for line in lines]
+
+
+def test_settings_change_from_the_next_step_on_and_are_recorded(task, monkeypatch, capsys):
+    """Learning rate, KL coefficient, engine and number of steps; a change that was taken back never was."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            run(task, "rl", "run", "checkpoint.every=2")
+    directory = str(task / "runs" / "run")
+    with monkeypatch.context() as patch:  # fails before its first step, and is resumed otherwise
+        patch.setattr("hotseat.loop.rl.RlRun.update", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(["resume", directory, "actor.optimizer.learning_rate=0.5", "log.every=2"])
+    assert changes(task, "run") == [
+        (3, "actor.optimizer.learning_rate", 0.01, 0.5, False),
+        (3, "log.every", 1, 2, False),
     ]
+    given = ["actor.optimizer.learning_rate=0.002", "algorithm.kl.coef=0.3", "train.num_episodes=3", "log.every=1"]
+    assert main(["resume", directory, *given, "rollout.num_slots=4"]) == 0
+    assert sorted(changes(task, "run")) == [
+        (3, "actor.optimizer.learning_rate", 0.01, 0.002, False),
+        (3, "algorithm.kl.coef", 0.1, 0.3, False),
+        (3, "rollout.num_slots", 8, 4, False),
+        (3, "train.num_episodes", 2, 3, False),
+    ]
+    assert "algorithm.kl.coef: 0.1 when the checkpoint was written, now 0.3" in capsys.readouterr().out
+    lines = read_lines(task / "runs" / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
+    assert [line["learning_rate"] for line in lines[1:]] == [0.01] * 2 + [0.002] * 4
+    assert lines[2]["kl_coefficient"] < 0.2
+    assert lines[3]["kl_coefficient"] == pytest.approx(0.3, rel=0.05)  # one adaptation from the new value
+    # What was changed is the run's own from then on: resuming once more changes nothing.
+    (task / "runs" / "run" / "model").rename(task / "model-before")
+    assert main(["resume", directory]) == 0
+    assert len(changes(task, "run")) == 4
+
+
+def test_what_breaks_exactness_is_refused_unless_it_is_allowed(task, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            run(task, "rl", "run", "checkpoint.every=2")
+    directory = str(task / "runs" / "run")
+    assert main(["resume", directory, "algorithm.clip_high=0.3"]) == 2
+    assert "hotseat resume RUN_DIR --allow-change algorithm.clip_high" in capsys.readouterr().err
+    assert main(["resume", directory, "algorithm.clip_high=0.3", "--allow-change", "algorithm.clip_high"]) == 0
+    assert changes(task, "run") == [(3, "algorithm.clip_high", 0.2, 0.3, True)]
+    config = (task / "runs" / "run" / "config.yaml").read_text()
+    assert "clip_high: 0.3" in config
+    assert "allow_changes" not in config
+    assert main(["resume", directory, "--allow-change", "algorithm.clip_high"]) == 2
+    assert "--allow-change algorithm.clip_high has no effect" in capsys.readouterr().err
+
+
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_made(task, capsys):
+    run(task, "sft", "run", "checkpoint.every=2")
+    assert main(["resume", str(task / "runs" / "run"), "train.max_epochs=2"]) == 2
+    error = capsys.readouterr().err
+    assert "is of step 8, and this run would end after 4: set train.max_epochs higher" in error
 
 
 def test_what_holds_no_run_or_no_checkpoint_is_said(task, tmp_path, capsys):

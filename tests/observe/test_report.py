@@ -289,7 +289,7 @@ def test_the_facts_are_those_of_all_steps(tmp_path):
     facts = {fact["label"]: (fact["value"], fact["note"]) for fact in run_of(metrics_run(tmp_path, records))["facts"]}
     assert facts == {
         "Steps": ("2", "45 s each (median)"),
-        "Wall time": ("1 min 30 s", "in steps"),
+        "Time in steps": ("1 min 30 s", "without start, evaluations and end"),
         "eval/accuracy": ("0.5", "best 0.75 at step 1"),
         "Tokens per second": ("300", "mean over the run"),  # (30 * 100 + 60 * 400) / 90
         "Engine restarts": ("2", ""),
@@ -300,6 +300,72 @@ def test_of_a_loss_the_lowest_is_told(tmp_path):
     records = [{"step": step, "loss": loss} for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0))]
     fact = run_of(metrics_run(tmp_path, records))["facts"][1]
     assert (fact["label"], fact["value"], fact["note"]) == ("loss", "2", "lowest 1 at step 2")
+
+
+def test_the_time_in_all_is_that_of_the_commands_from_their_beginning(tmp_path):
+    """Two commands: 36 s to the last event, and 10 s to the end of a phase that said nothing, an hour later."""
+    run = metrics_run(tmp_path, [{"step": 1, "step_s": 4.6}])
+    events = [
+        {"time": 1000.0, "kind": "start", "text": "started"},
+        {"time": 1030.0, "kind": "note", "text": "colocated"},
+        {"time": 1036.0, "kind": "note", "text": "model: m"},
+        {"time": 4600.0, "kind": "start", "text": "resumed after step 1"},
+        {"time": 4601.0, "kind": "note", "text": "going on"},
+    ]
+    write_lines(run / "events.jsonl", events[:3])
+
+    def facts() -> dict:
+        return {fact["label"]: (fact["value"], fact["note"]) for fact in run_of(run)["facts"]}
+
+    assert facts()["Time in all"] == ("36.0 s", "from the command to the end")
+    assert facts()["Time in steps"][0] == "4.6 s"
+    write_lines(run / "events.jsonl", events)
+    phase = {"name": "update", "ph": "X", "ts": 4_604e6, "dur": 6e6, "pid": 1, "tid": 1, "args": {"step": 2}}
+    (run / "timeline.json").write_text("[\n" + json.dumps(phase) + ",\n")
+    assert facts()["Time in all"] == ("46.0 s", "of 2 commands, each to its end")
+    write_lines(run / "events.jsonl", events[1:3])  # of a version that did not record it
+    assert "Time in all" not in facts()
+
+
+def test_runs_side_by_side_are_known_by_the_same_metrics(tmp_path):
+    """One is evaluated, the other is not: what both have is there for both."""
+    records = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
+    evaluated = [{**record, "eval/accuracy": 0.5} for record in records]
+    paths = []
+    for name, lines in (("one", records), ("two", evaluated)):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "metrics.jsonl", lines)
+        paths.append(tmp_path / name)
+    runs = data_of(write_report(paths, tmp_path / "both.html"))["runs"]
+    facts = [{fact["label"]: fact["value"] for fact in run["facts"]} for run in runs]
+    assert facts[0]["reward"] == facts[1]["reward"] == "0.3"
+    assert "eval/accuracy" not in facts[0]
+    assert facts[1]["eval/accuracy"] == "0.5"
+    alone = data_of(write_report([tmp_path / "two"], tmp_path / "two.html"))["runs"][0]
+    assert "reward" not in {fact["label"] for fact in alone["facts"]}
+
+
+def test_changes_are_read_with_their_place_on_both_axes(tmp_path):
+    run = metrics_run(tmp_path, [{"step": step, "step_s": 2.0} for step in (1, 2, 3)])
+    assert run_of(run)["changes"] == []
+    write_lines(
+        run / "changes.jsonl",
+        [
+            {"step": 3, "time": 1.0, "key": "actor.optimizer.learning_rate", "from": 1e-6, "to": 5e-7},
+            {"step": 3, "key": "reward.url", "from": None, "to": "http://me:secret@host/x", "is_allowed": True},
+            {"text": "no change"},
+        ],
+    )
+    first, second = run_of(run)["changes"]
+    assert first == {
+        "step": 3,
+        "seconds": 4.0,
+        "key": "actor.optimizer.learning_rate",
+        "from": "1e-06",
+        "to": "5e-07",
+        "is_allowed": False,
+    }
+    assert (second["from"], second["to"], second["is_allowed"]) == ("null", "http://***@host/x", True)
 
 
 def test_restarts_are_counted_across_a_resume():

@@ -41,12 +41,16 @@ def reports(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
     one = make_run(path / "carry", num_steps=60)
     two = make_run(path / "slow", num_steps=40, seed=3, learning_rate=3e-4)
+    changed = make_run(path / "changed", num_steps=20)
+    change = {"step": 11, "key": "actor.optimizer.learning_rate", "from": 1e-3, "to": 5e-4, "is_allowed": False}
+    write_lines(changed / "changes.jsonl", [change])
     attack = make_run(path / "attack", num_steps=10, attack=ATTACK)
     examples = path / "sft"
     examples.mkdir()
     (examples / "config.yaml").write_text("task: sft\n")
     write_lines(examples / "metrics.jsonl", [{"step": step, "loss": 3 / step} for step in range(1, 30)])
     runs = {"one": [one], "several": [one, two, examples], "attack": [attack], "examples": [examples]}
+    runs |= {"changed": [changed], "unchanged": [make_run(path / "unchanged", num_steps=20)]}
     return {name: write_report(run_dirs, path / f"{name}.html") for name, run_dirs in runs.items()}
 
 
@@ -109,6 +113,22 @@ def test_every_section_shows_something(open_report):
         page.locator(f"#{section} .chart").last.scroll_into_view_if_needed()
         page.wait_for_selector(f"#{section} canvas")
         assert page.locator(f"#{section} .chart canvas").count() == num_charts, section
+
+
+def test_changes_of_a_resumed_run_are_marked_in_curves_and_listed(open_report):
+    card = '[data-metric="reward"]'
+    page = open_report("changed")
+    marked = drawing(page, card)
+    assert "Dashed lines: settings were changed there" in page.locator("#curves").inner_text()
+    row = page.locator("#setup table.changes tbody tr").inner_text().split()
+    assert row == ["11", "actor.optimizer.learning_rate", "0.001", "0.0005"]
+    page.locator("#curves button[data-value=seconds]").click()
+    by_time = drawing(page, card)
+    plain = open_report("unchanged")
+    assert drawing(plain, card) != marked
+    plain.locator("#curves button[data-value=seconds]").click()
+    assert drawing(plain, card) != by_time
+    assert plain.locator("#setup table.changes").count() == 0
 
 
 def test_smoothing_changes_the_curve(open_report):

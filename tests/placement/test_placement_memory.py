@@ -91,6 +91,25 @@ def test_what_each_stage_shards(backend, stage, weights, of_gradients, optimizer
     assert sum(parts(found, Part.OPTIMIZER).values()) == optimizer
 
 
+def test_fsdp_keeps_whole_gradients_until_the_last_of_several_micro_batches():
+    """24 tokens a micro-batch, on 4 ranks: 96 tokens are one each, 97 are not; in fp32 whatever the weights have."""
+    one = train(backend="fsdp", batch_tokens=96)
+    assert gradients(one) == 340 * 4 / 4
+    several = train(backend="fsdp", batch_tokens=97, gradient_bytes=2)
+    terms = in_bytes(several.working["train"])
+    assert terms["gradients, whole until the last micro-batch"] == 340 * 4
+    assert "gradients" not in terms
+    # Whole groups go to a rank, so one may have more than an even share.
+    uneven = in_bytes(train(backend="fsdp", batch_tokens=96, group_tokens=8).working["train"])
+    assert uneven["gradients, whole until the last micro-batch"] == 340 * 4
+    # Two ranks that share sequences hold twice as many tokens of a step.
+    shared = in_bytes(train(backend="fsdp", batch_tokens=96, sequence_parallel=2).working["train"])
+    assert shared["gradients, whole until the last micro-batch"] == 340 * 4
+    alone = in_bytes(train(backend="fsdp", num_procs=1, batch_tokens=1000, gradient_bytes=2).working["train"])
+    assert alone["gradients"] == 340 * 2  # one rank has them whole in any case
+    assert gradients(train(backend="deepspeed", zero_stage=2, batch_tokens=1000)) == 340 * 4 / 4  # sums every one
+
+
 def test_dtypes():
     pure = train(num_procs=1, weight_bytes=2, gradient_bytes=2, master_bytes=0, moment_bytes=2)
     assert sum(parts(pure, Part.OPTIMIZER).values()) == 340 * 4

@@ -283,7 +283,7 @@ def test_a_part_that_must_leave_but_may_not_is_refused():
         "of 139.0 GiB",
         "actor.enable_offload is false: unset it, or set it to true",
         # The actor has 52.4 GiB of parts and 1.4 fixed, the engine 1.5 beside its share: (139 - 55.3) / 139.
-        "set rollout.memory_share to 0.6 ",
+        "or set rollout.memory_share to 0.6, or",
         "give actor devices of its own",
     ):
         make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=0.7)])
@@ -296,7 +296,7 @@ def test_a_part_that_must_leave_but_may_not_is_refused():
 def test_the_share_that_the_refusal_proposes_fits():
     with pytest.raises(Exception, match="rollout.memory_share to") as caught:
         make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=0.7)])
-    share = float(str(caught.value).split("rollout.memory_share to ")[1].split(" ")[0])
+    share = float(str(caught.value).split("rollout.memory_share to ")[1].split(",")[0])
     assert make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=share)]).verdict in ("fits", "tight")
     with refused("must leave"):
         make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=share + 0.01)])
@@ -306,74 +306,14 @@ def step_of(found: Plan, name: str, device: int = 0):
     return next(step for step in found.group_of(device).steps if step.step == name)
 
 
-def settings_of(changes):
-    return {f"{change.role}.{change.setting}": change.value for change in changes}
-
-
-def test_what_does_not_fit_comes_with_changes_that_make_it_fit():
-    memory = TrainMemory(8192, micro_batch=8, zero_stage=1, backend="deepspeed", chunked_logprobs=False)
-    found = make_plan("1x8xA100-80G", [actor(memory=memory)], task="sft")
-    assert found.verdict == "does_not_fit"
-    changes = settings_of(step_of(found, "update").changes)
-    # Full logits of 65,536 tokens are 94 GiB, so no other single change can help.
-    assert changes == {"actor.chunked_logprobs": True} or "actor.micro_batch" in changes
-    for name, value in changes.items():
-        setting = name.removeprefix("actor.")
-        fixed = make_plan("1x8xA100-80G", [actor(memory=replace(memory, **{setting: value}))], task="sft")
-        assert fixed.verdict in ("fits", "tight"), name
-    micro_batch = changes.get("actor.micro_batch")
-    if micro_batch:
-        larger = replace(memory, micro_batch=micro_batch + 1)
-        assert make_plan("1x8xA100-80G", [actor(memory=larger)], task="sft").verdict == "does_not_fit"
-
-
-def test_the_largest_micro_batch_that_fits_is_proposed():
-    memory = TrainMemory(8192, micro_batch=64)
-    found = make_plan("1x8xA100-80G", [actor(memory=memory)], task="sft")
-    (change,) = [c for c in step_of(found, "update").changes if c.setting == "micro_batch"]
-    assert str(change) == f"set actor.micro_batch to {change.value} (then {change.gib_after:.1f} GiB)"
-
-    def verdict(size):
-        return make_plan("1x8xA100-80G", [actor(memory=replace(memory, micro_batch=size))], task="sft").verdict
-
-    assert verdict(change.value) == "tight"
-    assert verdict(change.value + 1) == "does_not_fit"
-
-
-def test_changes_that_only_help_together_are_marked():
-    memory = TrainMemory(
-        4096, 8, backend="deepspeed", gradient_checkpointing=False, chunked_logprobs=False, packing=False
-    )
-    found = make_plan("1x1x40G", [actor(model="Qwen2.5-3B", memory=memory)], task="sft")
-    changes = step_of(found, "update").changes
-    assert len(changes) > 1
-    assert all(change.together for change in changes)
-    fixed = replace(memory, **{change.setting: change.value for change in changes})
-    assert make_plan("1x1x40G", [actor(model="Qwen2.5-3B", memory=fixed)], task="sft").verdict != "does_not_fit"
-
-
-def test_more_devices_are_proposed_where_no_setting_helps():
-    # 69e9 x 18 bytes of weights, gradients and state are 1,156 GiB: 72 on each of 16 devices, and 9.5 and more to work
-    # with, do not fit 80; 36 on each of 32 do. On two devices the gradients alone are 128 GiB.
-    found = make_plan("1x2xA100-80G", [actor(model="Llama-2-70B")], task="sft")
-    assert settings_of(step_of(found, "update").changes) == {"actor.num_devices": 32}
-    tiny = make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft")
-    assert step_of(tiny, "update").changes == ()
-    # An eighth of the weights is 16.1 GiB; with 5.0 of cache, 1.2 of graphs, 1.4 fixed and workspace just over 24.
-    small = make_plan("1x2x24G", [rollout("all", model="Llama-2-70B", tensor_parallel=2), actor("cpu*1")])
-    assert settings_of(step_of(small, "rollout").changes) == {"rollout.tensor_parallel_size": 16}
-
-
 def test_an_engine_share_too_small_to_start_does_not_fit():
     found = make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.15)])
     step = step_of(found, "rollout", device=4)
     assert step.verdict == "does_not_fit"
     assert step_of(found, "sync", device=4).verdict == "fits"  # no cache there
-    share = settings_of(step.changes)["rollout.share"]
-    assert share == pytest.approx(0.23, abs=0.02)
-    assert make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=share)]).verdict == "fits"
-    too_small = rollout("4-7", share=share - 0.01)
-    assert make_plan("1x8xA100-80G", [actor("0-3"), too_small]).verdict == "does_not_fit"
+    # 15.0 GiB of weights, 1.0 of buffers and the workspace of 8,192 tokens and 64 sequences are between 0.22 and 0.24.
+    assert make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.24)]).verdict == "fits"
+    assert make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.21)]).verdict == "does_not_fit"
 
 
 def test_memory_that_is_not_known_is_not_judged():
@@ -464,13 +404,13 @@ def test_memory_shares_over_one_are_refused():
 
     with refused(
         "step rollout on devices 0-3: memory shares sum to 1.30, over 1 (env 0.4 + rollout 0.9)",
-        "set the share of rollout to at most 0.6",
+        "set rollout.memory_share to at most 0.6",
         "separate devices",
     ):
         shares(0.4, 0.9)
-    with refused("memory shares sum to 1.20", "(rollout 2 x 0.6)", "set the share of rollout to at most 0.5"):
+    with refused("memory shares sum to 1.20", "(rollout 2 x 0.6)", "set rollout.memory_share to at most 0.5"):
         shares(None, 0.6, on="4-5:0-3")
-    with refused("memory shares sum to 1.85", "set the share of rollout to at most 0.1,"):
+    with refused("memory shares sum to 1.85", "set rollout.memory_share to at most 0.1,"):
         shares(0.9, 0.95)
     with refused("memory shares sum to 2.00", "lower several of them"):
         shares(1.0, 1.0)
@@ -499,10 +439,12 @@ def test_roles_that_cannot_be_planned_are_refused():
         make_plan("1x8", [*bare(actor="all"), RoleSpec("rollout", "all", num_procs=0)])
     with refused("rollout: its memory share is 1.5", "at most 1"):
         make_plan("1x8", [*bare(actor="all"), RoleSpec("rollout", "all", share=1.5)])
-    with refused("8 processes cannot be cut into groups of 3 (tensor parallel size 3)", "product divides 8"):
+    with refused(
+        "8 processes cannot be cut into groups of 3 (train.deepspeed.tensor_parallel_size 3)", "product divides 8"
+    ):
         make_plan("1x8", [RoleSpec("actor", "all", tensor_parallel=3)], task="sft")
     memory = TrainMemory(1024, sequence_parallel=8)
-    with refused("groups of 16 (tensor parallel size 2 x sequence parallel size 8)"):
+    with refused("groups of 16 (train.deepspeed.tensor_parallel_size 2 x train.sequence_parallel_size 8)"):
         make_plan("1x8", [RoleSpec("actor", "all", tensor_parallel=2, memory=memory)], task="sft")
     with refused("rank 8 is out of range"):
         make_plan("1x8", bare(actor="8"), task="sft")

@@ -132,24 +132,16 @@ def test_steps_that_do_not_fit_side_by_side_make_a_second_table():
     assert "27.6G of ?" in printed(make_plan("1x4", [actor(), rollout("none")]))
 
 
-def test_what_does_not_fit_says_what_would():
+def test_what_does_not_fit_says_by_how_much():
     text = printed(make_plan("1x8xA100-80G", [actor(memory=TrainMemory(8192, micro_batch=64))], task="sft"))
     assert "does not fit" in lines(text)[0]
     assert "update does not fit on node 0: 0-7: it takes" in text
     assert re.search(r"it takes ([\d.]+)\s+of\s+80\s+GiB,\s+([\d.]+)\s+GiB\s+too\s+much", text)
-    assert "- set train.micro_batch_size to" in text
     engine = printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.1)]))
     assert "the engine's memory share has no room for its weights and one" in engine
-    assert "- set rollout.memory_share to 0.2" in engine
     short = r"they take ([\d.]+) GiB, 0.1 of 80 GiB is 8.0 GiB, ([\d.]+) GiB too little"
     found = re.search(short, " ".join(engine.split()))
     assert float(found[1]) - 8.0 == pytest.approx(float(found[2]), abs=0.11)
-    assert "No setting makes it fit" in printed(make_plan("1x2x8G", [actor(model="Llama-2-70B")], task="sft"))
-    memory = TrainMemory(
-        4096, 8, backend="deepspeed", gradient_checkpointing=False, chunked_logprobs=False, packing=False
-    )
-    both = make_plan("1x1x40G", [actor(model="Qwen2.5-3B", memory=memory)], task="sft")
-    assert "All of these together make it fit:" in printed(both)
 
 
 def test_host_memory_that_does_not_fit():

@@ -68,8 +68,10 @@ def test_prompts_at_the_limit_are_used_and_those_above_are_dropped_and_counted(t
     rows = [{"input": "1" * length + "=", "label": "1"} for length in (3, 3, 3, 3, 4, 5, 14)]
     (task / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (task / "model" / "model.safetensors").write_bytes((task / "weights").read_bytes())
-    start(loads(rl_yaml(task), ["data.prompt_max_length=4"]))
-    assert "4 prompts, 3 dropped as too long" in capsys.readouterr().out
+    start(loads(rl_yaml(task), ["data.prompt_max_length=4", "data.max_lost_fraction=1"]))
+    out = capsys.readouterr().out
+    assert "4 prompts, 3 dropped as too long" in out
+    assert "warning: data.path: data.prompt_max_length 4 takes something of 3 of 7 rows (43%): 3 dropped" in out
     assert len(read_lines(task / "runs" / "run" / "metrics.jsonl")) == 2
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from moved import assert_moved_alike
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from hotseat.errors import DeviceMemoryError, RunError, UserError
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, split_by_count
-from hotseat.train.fsdp import reset_sharding
+from hotseat.train.fsdp import _groups, reset_sharding
 
 from . import adapters, conformance, fsdp_factory
 from .conformance import OPTIONS, ClippedLoss, assert_identical, copy_weights, some_segments, tiny_model
@@ -55,6 +56,29 @@ def test_older_versions_of_torch_are_reset_by_hand() -> None:
     assert_identical(copy_weights(backends[0]), copy_weights(backends[1]))
     for backend in backends:
         backend.close()
+
+
+@pytest.mark.slow
+def test_gradients_are_whole_and_in_32_bits_until_the_last_micro_batch() -> None:
+    """As the planner prices them (`TrainMemory.accumulates`): FSDP sums and shards them with the last one alone."""
+    model = tiny_model()
+    backend = fsdp_factory.make(model, replace(OPTIONS, precision="bf16_master"))
+    held: list[tuple[int, int]] = []
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        groups = [
+            group for each in backend._wrapped.modules() if isinstance(each, FSDPModule) for group in _groups(each)
+        ]
+        whole = [weight.unsharded_accumulated_grad for group in groups for weight in group.fsdp_params]
+        found = [gradient for gradient in whole if gradient is not None]
+        held.append((sum(gradient.numel() for gradient in found), sum(gradient.nbytes for gradient in found)))
+        return ClippedLoss()(outputs, batch)
+
+    backend.update(split_by_count(some_segments(), 2), loss, 1.0)
+    count = sum(weight.numel() for weight in model.parameters())
+    assert held[0] == (0, 0)
+    assert held[1:] == [(count, 4 * count)] * (len(held) - 1)
+    backend.close()
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------

@@ -117,6 +117,8 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _flag("--backend", None, "train.backend", default="deepspeed", aliases=("--dist_backend",)),
         _flag("--engine", None, "rollout.engine", default="vllm", by="engine"),
         _flag("--inventory", None, "cluster.inventory"),
+        _flag("--allow_change", None, "checkpoint.allow_changes", num_values=(1, MANY)),
+        _float("--max_lost_fraction", None, 1.0, "data.max_lost_fraction"),
         # model
         _text("--pretrain", f"--{model}.model_name_or_path", None, "actor.model"),
         _switch("--use_ms", None, "use_modelscope"),

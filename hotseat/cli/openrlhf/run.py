@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hotseat import clock
 from hotseat.cli.openrlhf.argv import hide_secrets
 from hotseat.cli.openrlhf.flags import COMMANDS, MANY, TASKS, Flag
 from hotseat.errors import HotseatError, NotBuiltError, UserError
@@ -35,6 +36,7 @@ def main(
     start: Callable[..., Any] | None = None,
 ) -> int:
     """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.run.start` unless given."""
+    clock.begin()
     try:
         return _run(command, argv, os.environ if env is None else env, start)
     except UserError as error:

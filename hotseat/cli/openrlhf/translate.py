@@ -165,7 +165,10 @@ class _Words:
             for key in given.flag.sets:
                 self._names[key] = given.flag.name
         known = sorted(valid_keys(), key=len, reverse=True)
-        self._pattern = re.compile("|".join(rf"(?<![\w.-]){re.escape(key)}(?![\w.])" for key in known if "." in key))
+        self._pattern = re.compile(
+            # What --allow-change takes stays a key.
+            "|".join(rf"(?<![\w.-])(?<!--allow-change ){re.escape(key)}(?![\w.])" for key in known if "." in key)
+        )
 
     def flag_of(self, key: str) -> str:
         """The flag that sets a key, or the key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,27 @@ from hotseat.observe.report.curves import Table
 HEADLINES = ("eval/accuracy", "eval/reward", "eval/loss", "reward", "loss")
 
 
-def make_facts(table: Table, counts: Mapping[str, Any] | None) -> list[dict[str, str]]:
-    """Label, value and a note for each tile. What a run did not measure is left out."""
+def make_facts(
+    table: Table,
+    counts: Mapping[str, Any] | None,
+    total: tuple[float, int] | None = None,
+    headlines: Iterable[str] = (),
+) -> list[dict[str, str]]:
+    """Label, value and a note for each tile. What a run did not measure is left out.
+
+    total: seconds from its commands to their ends, and their number. headlines: metrics by which runs beside this one
+    are known; it is known by them too, where it has them.
+    """
     facts = [_fact("Steps", f"{int(table.steps[-1]):,}" if len(table.steps) else "0", _pace(table))]
-    seconds = table.seconds
-    if seconds is not None:
-        facts.append(_fact("Wall time", duration(float(seconds[-1])), "in steps"))
-    headline = headline_metric(table)
-    if headline is not None:
-        facts.append(_headline_fact(table, headline))
+    if total is not None:
+        seconds, num_commands = total
+        note = "from the command to the end" if num_commands == 1 else f"of {num_commands} commands, each to its end"
+        facts.append(_fact("Time in all", duration(seconds), note))
+    if table.seconds is not None:
+        facts.append(_fact("Time in steps", duration(float(table.seconds[-1])), "without start, evaluations and end"))
+    own = headline_metric(table)
+    names = dict.fromkeys([*([own] if own is not None else []), *headlines])
+    facts += [_headline_fact(table, name) for name in names if len(table.values(name)[0])]
     speed = _tokens_per_s(table)
     if speed is not None:
         facts.append(_fact("Tokens per second", f"{speed:,.0f}", "mean over the run"))

@@ -14,6 +14,7 @@ from typing import Any
 
 from hotseat import __version__
 from hotseat.errors import UserError
+from hotseat.observe.report.changes import read_changes
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, without_surplus
 from hotseat.observe.report.distributions import make_heat_maps, read_spreads
 from hotseat.observe.report.encoding import encoded, largest_that_fits
@@ -21,6 +22,7 @@ from hotseat.observe.report.facts import headline_metric, make_facts
 from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline import read_timeline
+from hotseat.observe.report.times import read_total
 
 MAX_BYTES = 4_800_000  # of the whole file
 MAX_RUNS = 24
@@ -71,7 +73,9 @@ def make_page(run_dirs: Sequence[Path]) -> bytes:
     taken = sum(map(len, (style, library, script, template)))
     budget = (MAX_BYTES - taken) // len(run_dirs)
     labels = label_runs(run_dirs)
-    runs = [read_run(run_dir, label, budget) for run_dir, label in zip(run_dirs, labels, strict=True)]
+    known_by = [headline_metric(read_table(run_dir)) for run_dir in run_dirs] if len(run_dirs) > 1 else []
+    headlines = [name for name in known_by if name is not None]
+    runs = [read_run(run_dir, label, budget, headlines) for run_dir, label in zip(run_dirs, labels, strict=True)]
     data = encoded({"version": __version__, "runs": runs})
     contents = {
         b"POLICY": content_policy(library, script),
@@ -113,8 +117,11 @@ def label_runs(run_dirs: Sequence[Path]) -> list[str]:
     return labels
 
 
-def read_run(run_dir: Path, label: str, budget: int) -> dict[str, Any]:
-    """Everything the page shows of a run, in about `budget` bytes. What is missing is None."""
+def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything the page shows of a run, in about `budget` bytes. What is missing is None.
+
+    headlines: metrics by which the runs beside it are known.
+    """
     table = read_table(run_dir)
     config = read_config(run_dir)
     counts = count_samples(run_dir)
@@ -122,7 +129,8 @@ def read_run(run_dir: Path, label: str, budget: int) -> dict[str, Any]:
     run: dict[str, Any] = {
         "label": label,
         "task": None if config is None else config["keys"].get("task", DEFAULT_TASK),
-        "facts": make_facts(table, counts),
+        "facts": make_facts(table, counts, read_total(run_dir), headlines),
+        "changes": read_changes(run_dir, table),
         "headline": headline_metric(table),
         "counts": counts,
         "config": config,

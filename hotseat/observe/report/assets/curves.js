@@ -138,6 +138,7 @@ function curveNotes() {
   return notes(
     thinningNote(),
     timelessNote(),
+    changesNote(),
     ...surplus.map(
       ({ label, curves }) => `${label}: ${plural(curves.num_left_out, 'metric')} left out for lack of room.`,
     ),
@@ -152,6 +153,12 @@ function thinningNote() {
     `${plural(grid.num_steps, 'step')} are drawn as ${plural(grid.steps.length, 'point')}: each is the mean of its ` +
     'neighbours, and the band reaches from their lowest to their highest value.'
   );
+}
+
+function changesNote() {
+  const changed = runs.filter((run) => run.changes.length);
+  if (!changed.length) return null;
+  return 'Dashed lines: settings were changed there when the run was resumed. Setup lists them.';
 }
 
 function timelessNote() {
@@ -274,10 +281,12 @@ function addCurveChart(container, label, pickRuns, name) {
 function curveOption(picked, name) {
   const isTime = view.x === 'seconds';
   const usable = picked.filter(([run]) => !isTime || run.curves.grids.every((grid) => grid.seconds));
-  const series = usable.flatMap(([run, index]) => [
-    ...lines(run, index, name),
-    ...(isMeasured(name) ? [] : marks(run, index, `eval/${name}`, 'dotted')),
-  ]);
+  const series = usable.flatMap(([run, index]) =>
+    withChanges(run, index, [
+      ...lines(run, index, name),
+      ...(isMeasured(name) ? [] : marks(run, index, `eval/${name}`, 'dotted')),
+    ]),
+  );
   return {
     xAxis: stepAxis(isTime ? formatSeconds : undefined),
     yAxis: axis({ type: 'value', scale: true, splitNumber: 4, axisLabel: { formatter: formatNumber } }),
@@ -285,6 +294,22 @@ function curveOption(picked, name) {
     tooltip: tooltip('axis', (parameters) => curveTooltip(parameters, name)),
     series,
   };
+}
+
+/** A dashed line, at the last of a run's series, where settings were changed when the run was resumed. */
+function withChanges(run, index, series) {
+  const places = [...new Set(run.changes.map((change) => (view.x === 'seconds' ? change.seconds : change.step)))];
+  const shown = places.filter((place) => place !== null);
+  if (!series.length || !shown.length) return series;
+  const markLine = {
+    silent: true,
+    symbol: 'none',
+    animation: false,
+    label: { show: false },
+    lineStyle: { color: isComparison ? runColour(index) : colour('muted'), type: 'dashed', width: 1 },
+    data: shown.map((place) => ({ xAxis: place })),
+  };
+  return [...series.slice(0, -1), { ...series[series.length - 1], markLine }];
 }
 
 function lines(run, index, name) {

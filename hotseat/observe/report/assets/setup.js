@@ -15,6 +15,8 @@ function showSetup() {
 }
 
 function fillSetup(body, run) {
+  if (run.changes.length)
+    body.append(el('div', { class: 'card' }, el('h3', {}, 'Changed when resumed'), changes(run.changes)));
   body.append(
     el('div', { class: 'card' }, el('h3', {}, 'Events'), events(run)),
     el(
@@ -40,6 +42,20 @@ function configDifferences() {
   return rows.length
     ? table(['Key', ...runs.map((run) => run.label)], rows, { class: 'differences' })
     : absent('They are alike.');
+}
+
+function changes(found) {
+  return table(
+    ['From step', 'Key', 'Before', 'After', ''],
+    found.map((change) => [
+      change.step.toLocaleString('en-US'),
+      change.key,
+      change.from,
+      change.to,
+      change.is_allowed ? 'allowed: not as the run would have gone on' : '',
+    ]),
+    { class: 'changes' },
+  );
 }
 
 function config(run) {
@@ -128,7 +144,7 @@ function eventItem(event) {
   const time = event.time === null ? '' : new Date(event.time * 1000).toLocaleString();
   return el(
     'li',
-    { class: `event kind-${['note', 'warning', 'fault'].includes(event.kind) ? event.kind : 'note'}` },
+    { class: `event kind-${['start', 'note', 'warning', 'fault'].includes(event.kind) ? event.kind : 'note'}` },
     el('span', { class: 'badge' }, event.kind),
     el(
       'span',

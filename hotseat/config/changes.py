@@ -1,0 +1,180 @@
+"""What may be another when a run resumes, and what the differences between two configs of a run are.
+
+Everything that a resumed run needs to end bit for bit as if uninterrupted is refused, unless the user names its key
+(`checkpoint.allow_changes`). `may_change` lists the rest, by subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hotseat.config.checks import no_effect
+from hotseat.config.load import nearest_key, valid_keys
+from hotseat.config.saved import loads_saved
+from hotseat.config.schema import Config
+from hotseat.errors import UserError
+
+
+def _of_optimizers(*names: str) -> tuple[str, ...]:
+    return tuple(f"{role}.optimizer.{name}" for role in ("actor", "critic") for name in names)
+
+
+# Subject and keys; a section covers all below it. What is learned changes from the next step on by the first three;
+# the others change where, how fast or how loud.
+_MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "learning rate and schedule",
+        _of_optimizers("learning_rate", "schedule", "warmup_ratio", "min_learning_rate_ratio"),
+    ),
+    ("KL coefficient", ("algorithm.kl.coef", "algorithm.kl.target", "algorithm.kl.horizon")),
+    ("number of steps", ("train.num_episodes",)),
+    ("evaluation", ("eval",)),
+    ("logging", ("log", "name", "run_dir")),
+    ("checkpoint policy", ("checkpoint",)),
+    (
+        "placement",
+        (
+            "cluster",
+            "train.sequence_parallel_size",
+            "train.deepspeed.tensor_parallel_size",
+            *(
+                f"{role}.enable_offload"
+                for role in ("actor", "critic", "reference", "reward", "rollout", "inference", "env")
+            ),
+        ),
+    ),
+    (
+        "engine",
+        tuple(
+            f"rollout.{name}"
+            for name in (
+                "engine",
+                "num_engines",
+                "tensor_parallel_size",
+                "memory_share",
+                "num_slots",
+                "prefix_caching",
+                "enforce_eager",
+                "fp32_head",
+                "weight_transport",
+                "canary",
+            )
+        ),
+    ),
+    (
+        "micro-batches",
+        tuple(
+            f"{section}.{name}"
+            for section in ("train", "rollout")
+            for name in ("micro_batch_size", "max_tokens_per_device", "chosen_tokens_per_device")
+        ),
+    ),
+    (
+        "limits and warnings",
+        (
+            "agent.max_concurrent",
+            "agent.timeout_s",
+            "data.max_lost_fraction",
+            "train.spike_factor",
+            "train.on_spike",
+            "reward.timeout_s",
+            "reward.retries",
+            "reward.max_failed_fraction",
+            "reward.max_memory_gib",
+        ),
+    ),
+)
+_PASSES = "train.max_epochs"  # over the data, of supervised training; over each rollout in rl, where it is maths
+_NEVER = ("task",)  # not even if it is allowed
+_SILENT = ("checkpoint.resume", "checkpoint.allow_changes", "name", "run_dir")  # how a run is resumed, not what it does
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value was another when the checkpoint was written. `is_allowed`: only because the user named it."""
+
+    key: str
+    before: Any
+    after: Any
+    is_allowed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} when the checkpoint was written, now {self.after}"
+
+
+def may_change(task: str | None = None) -> list[tuple[str, tuple[str, ...]]]:
+    """(subject, keys) of what may change without being asked for; of any task where none is given."""
+    found = []
+    for subject, keys in _MAY_CHANGE:
+        if subject == "number of steps" and task != "rl":
+            keys = (_PASSES,) if task is not None else (*keys, _PASSES)
+        found.append((subject, keys))
+    return found
+
+
+def changes_between(saved: str, config: Config) -> list[Change]:
+    """List what has changed since a checkpoint with the `saved` config was written, or refuse what cannot."""
+    then = _flat(loads_saved(saved).model_dump(mode="json"))
+    now = _flat(config.model_dump(mode="json"))
+    allowed = config.checkpoint.allow_changes
+    _check_keys(allowed)
+    free = [key for _, keys in may_change(config.task) for key in keys]
+    different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
+    idle = {key for key, _ in no_effect(config, different)}
+    found: list[Change] = []
+    refused: list[Change] = []
+    for key in different:
+        before, after = then.get(key), now.get(key)
+        # Budgets that are not set are taken from the checkpoint.
+        is_taken_over = key.endswith("chosen_tokens_per_device") and after is None
+        if is_taken_over or key in idle or _is_below(key, _SILENT):
+            continue
+        if _is_below(key, free):
+            found.append(Change(key, before, after))
+        elif _is_below(key, allowed) and not _is_below(key, _NEVER):
+            found.append(Change(key, before, after, is_allowed=True))
+        else:
+            refused.append(Change(key, before, after))
+    if refused:
+        raise UserError(_refusal(refused))
+    used = [change.key for change in found if change.is_allowed]
+    unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
+    if unused:
+        raise UserError(
+            f"--allow-change {unused[0]} has no effect: it is as it was when the checkpoint was written, or may change"
+            " without; leave it out"
+        )
+    return found
+
+
+def _refusal(refused: Iterable[Change]) -> str:
+    lines = [f"  {change}" for change in refused]
+    keys = [change.key for change in refused if not _is_below(change.key, _NEVER)]
+    allow = "".join(f" --allow-change {key}" for key in keys)
+    hint = "set them back, or start a new run"
+    if keys:
+        hint += f"; to resume all the same, though not as the run would have gone on: hotseat resume RUN_DIR{allow}"
+    return "\n".join(["this run cannot go on with another config:", *lines, hint])
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    known = list(valid_keys())
+    for key in keys:
+        if not any(_is_below(each, [key]) for each in known):
+            raise UserError(f"--allow-change {key}: unknown key; {nearest_key(tuple(key.split('.')))}")
+
+
+def _is_below(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

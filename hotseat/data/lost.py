@@ -1,0 +1,100 @@
+"""Rows of which limits on their tokens leave nothing, or only a part: counted, and one of them shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hotseat.errors import DataError
+
+_SHOWN_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class LostRow:
+    """A row that is dropped or cut: as it is in the file, after the template, and how long that is."""
+
+    where: str
+    values: Mapping[str, Any]
+    text: str
+    num_tokens: int
+    first_answer_token: int | None = None  # from 0; None: it has no answer of its own
+
+    def __str__(self) -> str:
+        answer = "" if self.first_answer_token is None else f", the answer from token {self.first_answer_token + 1} on"
+        return (
+            f"  {self.where} before: {_short(json.dumps(dict(self.values), ensure_ascii=False, default=str))}\n"
+            f"  after the template, {self.num_tokens} tokens{answer}: {_short(repr(self.text))}"
+        )
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Rows that a limit drops or cuts, the first of them, and the number of tokens of the longest row."""
+
+    num_dropped: int
+    num_cut: int
+    longest: int
+    first: LostRow | None = None
+
+    @property
+    def count(self) -> int:
+        return self.num_dropped + self.num_cut
+
+
+class LostCount:
+    """Counts lost rows one by one."""
+
+    def __init__(self) -> None:
+        self._num_dropped = self._num_cut = self._longest = 0
+        self._first: LostRow | None = None
+
+    def see(self, num_tokens: int) -> None:
+        """Take the length of a row into account, lost or not."""
+        self._longest = max(self._longest, num_tokens)
+
+    def add(self, make_row: Callable[[], LostRow], *, is_dropped: bool) -> None:
+        """Count a row; only the first is made, to be shown."""
+        self._num_dropped += is_dropped
+        self._num_cut += not is_dropped
+        if self._first is None:
+            self._first = make_row()
+
+    def total(self) -> Lost:
+        return Lost(self._num_dropped, self._num_cut, self._longest, self._first)
+
+
+def shown(lost: Lost) -> str:
+    """The first lost row on lines of its own, or nothing."""
+    return f"\n{lost.first}" if lost.first is not None else ""
+
+
+def check_lost(
+    lost: Lost, num_rows: int, *, source: str, limit: str, fix: str, max_fraction: float, warn_above: float
+) -> list[str]:
+    """Refuse data of which a limit takes more than `max_fraction`; otherwise return a warning, if it is due.
+
+    source: the key that names the data. limit: what takes it, with its value. fix: what to set instead.
+    """
+    share = lost.count / num_rows if num_rows else 0.0
+    if share <= min(max_fraction, warn_above):
+        return []
+    parts = [f"{lost.num_dropped:,} dropped"] if lost.num_dropped else []
+    parts += [f"{lost.num_cut:,} cut"] if lost.num_cut else []
+    what = f"{limit} takes something of {lost.count:,} of {num_rows:,} rows ({share:.0%}): {', '.join(parts)}"
+    cure = f"{fix} (the longest row has {lost.longest:,} tokens)"
+    if share <= max_fraction:
+        return [f"warning: {source}: {what}; {cure}. The first of them:{shown(lost)}"]
+    raise DataError(
+        f"{source}: {what}; data.max_lost_fraction allows {max_fraction:.0%}. The first of them:{shown(lost)}\n{cure},"
+        " shorten the rows, or set data.max_lost_fraction to 1 if that is as it should be"
+    )
+
+
+def _short(text: str) -> str:
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]} ... {text[-half:]}"

@@ -1,0 +1,35 @@
+"""How long a run took from its commands on, beside what its steps took."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+from hotseat.observe.report.reading import finite, json_lines
+from hotseat.observe.report.timeline import Trace
+
+START = "start"  # kind of the event that a command leaves: its time is that of the command
+
+
+def read_total(run_dir: Path) -> tuple[float, int] | None:
+    """Seconds from each command of a run to the last that is known of it, and the number of commands.
+
+    A run that was resumed has several; the time between them is not counted. None where no command was recorded.
+    """
+    starts: list[float] = []
+    times: list[float] = []
+    for record in json_lines(run_dir / "events.jsonl"):
+        time = finite(record.get("time"))
+        if time is not None:
+            (starts if record.get("kind") == START else times).append(time)
+    if not starts:
+        return None
+    path = run_dir / "timeline.json"
+    ends = (span.end / 1e6 for span in Trace().spans(path)) if path.is_file() else ()
+    # The last moment of each command: that before the next one began.
+    last = list(starts)
+    for time in chain(times, ends):
+        number = sum(start <= time for start in starts) - 1
+        if number >= 0:
+            last[number] = max(last[number], time)
+    return sum(end - start for start, end in zip(starts, last, strict=True)), len(starts)

@@ -1,0 +1,151 @@
+"""What may be another when a run resumes."""
+
+import pytest
+
+from hotseat.cli.main import main
+from hotseat.cli.openrlhf.translate import translate
+from hotseat.config import loads, loads_saved, to_saved
+from hotseat.config.changes import Change, changes_between, may_change
+from hotseat.config.load import fields_of, valid_keys
+from hotseat.config.schema import Config
+from hotseat.errors import ConfigError, UserError
+
+RESUMED = "checkpoint.resume=true"
+
+
+def between(then: str, *overrides: str, allowed: str = "") -> list[Change]:
+    allow = [f"checkpoint.allow_changes=[{allowed}]"] if allowed else []
+    return changes_between(to_saved(loads(then)), loads(then, [RESUMED, *allow, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "before"),
+    [
+        ("actor.optimizer.learning_rate", 5e-7, 1e-6),
+        ("actor.optimizer.schedule", "constant", "cosine"),
+        ("algorithm.kl.coef", 0.01, 0.0),
+        ("train.num_episodes", 3, 1),
+        ("eval.path", "held_out.jsonl", None),
+        ("log.every", 5, 1),
+        ("checkpoint.every", 10, None),
+        ("cluster.threads_per_process", 2, 1),
+        ("rollout.engine", "vllm", "transformers"),
+        ("rollout.num_slots", 8, 64),
+        ("actor.enable_offload", True, None),
+    ],
+)
+def test_settings_that_may_change_do(key, value, before):
+    assert between("", f"{key}={str(value).lower() if isinstance(value, bool) else value}") == [
+        Change(key, before, value)
+    ]
+
+
+def test_a_placement_changes_role_by_role():
+    found = between("cluster: {component_placement: {actor: 0-3}}", "cluster.component_placement={rollout: 4-7}")
+    assert found == [
+        Change("cluster.component_placement.rollout", None, "4-7"),
+        Change("cluster.component_placement.actor", "0-3", None),
+    ]
+
+
+def test_what_is_learned_from_and_how_is_refused_key_by_key():
+    with pytest.raises(UserError) as caught:
+        between("", "seed=1", "rollout.temperature=0.5", "log.every=3")
+    assert str(caught.value) == (
+        "this run cannot go on with another config:\n"
+        "  seed: 42 when the checkpoint was written, now 1\n"
+        "  rollout.temperature: 1.0 when the checkpoint was written, now 0.5\n"
+        "set them back, or start a new run; to resume all the same, though not as the run would have gone on:"
+        " hotseat resume RUN_DIR --allow-change seed --allow-change rollout.temperature"
+    )
+
+
+def test_what_the_user_allows_is_marked():
+    assert between("", "rollout.temperature=0.5", "log.every=3", allowed="rollout.temperature") == [
+        Change("rollout.temperature", 1.0, 0.5, is_allowed=True),
+        Change("log.every", 1, 3),
+    ]
+    [section] = between("", "algorithm.clip_high=0.3", allowed="algorithm")
+    assert section.is_allowed
+    with pytest.raises(UserError, match="seed: 42 when"):  # one of two
+        between("", "rollout.temperature=0.5", "seed=1", allowed="rollout.temperature")
+
+
+def test_another_task_is_refused_whatever_is_allowed():
+    with pytest.raises(UserError) as caught:
+        between("", "task=sft", allowed="task")
+    assert "task: rl when the checkpoint was written, now sft" in str(caught.value)
+    assert "--allow-change" not in str(caught.value)
+
+
+def test_allowing_what_is_unknown_or_needs_no_leave_is_refused():
+    with pytest.raises(UserError, match="--allow-change rollout.temprature: unknown key; did you mean rollout.temp"):
+        between("", allowed="rollout.temprature")
+    for key in ("log.every", "seed"):
+        with pytest.raises(UserError, match=f"--allow-change {key} has no effect"):
+            between("", "log.every=3", allowed=key)
+    with pytest.raises(ConfigError, match="checkpoint.resume is false, so the run starts anew"):
+        loads("checkpoint: {allow_changes: [seed]}")
+
+
+def test_what_a_change_leaves_without_effect_is_no_change_and_in_nobodys_way():
+    """An engine with slots of its own becomes vLLM; a KL that adapts is turned off, and the reference with it."""
+    then = to_saved(
+        loads(
+            "rollout: {num_slots: 8}\nreference: {model: m}\nalgorithm: {kl: {coef: 0.1, target: 1.0, estimator: k3}}\n"
+        )
+    )
+    config = loads_saved(then, [RESUMED, "rollout.engine=vllm", "algorithm.kl.coef=0"])
+    assert (config.rollout.num_slots, config.reference.model) == (64, None)
+    assert changes_between(then, config) == [
+        Change("rollout.engine", "transformers", "vllm"),
+        Change("algorithm.kl.coef", 0.1, 0.0),
+    ]
+    with pytest.raises(ConfigError, match="rollout.num_slots: has no effect"):  # what is given now, is looked at
+        loads_saved(then, [RESUMED, "rollout.engine=vllm", "rollout.num_slots=4"])
+
+
+def test_passes_are_steps_in_supervised_training_and_maths_in_rl():
+    assert between("task: sft", "train.max_epochs=3") == [Change("train.max_epochs", 1, 3)]
+    with pytest.raises(UserError, match="train.max_epochs: 1 when"):
+        between("", "train.max_epochs=3")
+
+
+def test_every_listed_key_exists():
+    known = list(valid_keys())
+    sections = {key.rpartition(".")[0] for key in known} | {key.partition(".")[0] for key, _ in fields_of(Config)}
+    for _, keys in may_change():
+        assert set(keys) <= {*known, *sections}
+
+
+def test_help_lists_what_may_change(capsys):
+    with pytest.raises(SystemExit):
+        main(["resume", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "learning rate and schedule: actor.optimizer.learning_rate, actor.optimizer.schedule" in out
+    for subject, keys in may_change():
+        assert f"{subject}: {', '.join(keys)}" in out
+    assert "--allow-change KEY" in out
+
+
+def test_openrlhfs_commands_resume_the_same_way():
+    line = ["--pretrain", "m", "--dataset", "d", "--save_steps", "10"]
+    then = to_saved(translate("train_sft", line, {}).config)
+    config = translate(
+        "train_sft", [*line, "--load_checkpoint", "--learning_rate", "1e-5", "--max_epochs", "5"], {}
+    ).config
+    assert {change.key for change in changes_between(then, config)} == {
+        "actor.optimizer.learning_rate",
+        "train.max_epochs",
+    }
+    other = [*line, "--load_checkpoint", "--train_batch_size", "64"]
+    refused = translate("train_sft", other, {})
+    with pytest.raises(UserError, match="train.batch_size: 128 when") as caught:
+        changes_between(then, refused.config)
+    said = refused.in_flags(str(caught.value))
+    assert "  --train_batch_size: 128 when the checkpoint was written, now 64" in said
+    assert said.endswith("--allow-change train.batch_size")  # which takes a key, not a flag
+    allowed = translate("train_sft", [*other, "--allow_change", "train.batch_size"], {}).config
+    assert changes_between(then, allowed) == [Change("train.batch_size", 128, 64, is_allowed=True)]
+    made = translate("train_sft", [*line, "--allow_change", "train.batch_size"], {})
+    assert made.no_effect == [("--allow_change", "--load_checkpoint is false, so the run starts anew")]

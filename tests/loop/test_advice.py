@@ -1,0 +1,197 @@
+"""What `hotseat plan` advises where a config does not fit: settings that exist, and with which it does."""
+
+import re
+
+import pytest
+import yaml
+
+from hotseat.cli.main import main
+from hotseat.config import load, loads
+from hotseat.config.load import valid_keys
+from hotseat.loop.advice import advise
+from hotseat.loop.planning import make_plan
+
+LARGE = "actor: {model: meta-llama/Llama-2-70b-hf}\nrollout: {engine: vllm}\n"
+SFT = "task: sft\nactor: {model: org/Llama-3-8B}\n"
+
+
+def merged(first: dict, second: dict) -> dict:
+    """What someone makes of a file and of what they paste into it."""
+    both = dict(first)
+    for key, value in second.items():
+        is_section = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = merged(both[key], value) if is_section else value
+    return both
+
+
+def check(text: str, inventory: str) -> list[dict]:
+    """The settings of all advice, each of which was pasted and planned anew: it fits."""
+    found = advise(loads(text), inventory)
+    for advice in found:
+        assert set(advice.settings) <= set(valid_keys())
+        pasted = loads(yaml.safe_dump(merged(yaml.safe_load(text), yaml.safe_load(advice.as_yaml()))))
+        made = make_plan(pasted, advice.inventory or inventory)
+        assert made.verdict in ("fits", "tight")
+        shares = [step.used_gib / group.memory_gib for group in made.groups for step in group.steps]
+        assert max(shares) == advice.used
+    return [dict(advice.settings) for advice in found]
+
+
+def test_seventy_billion_parameters_on_sixteen_devices_fit_with_what_is_advised(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(LARGE)
+    assert main(["plan", str(path), "--inventory", "2x8xH100-80G"]) == 2
+    out = capsys.readouterr().out
+    head = r"It fits with this \(at most \d+% of a device, [\d,]+ GiB of host memory on a node\):\n"
+    block = re.search(head + "(.*?)as arguments", out, re.DOTALL)
+    path.write_text(yaml.safe_dump(merged(yaml.safe_load(LARGE), yaml.safe_load(block[1]))))
+    assert main(["plan", str(path), "--inventory", "2x8xH100-80G"]) == 0
+    again = capsys.readouterr().out
+    assert "the plan for all 16 devices" not in again  # the placement is part of the advice
+    deepspeed = load(path).train.deepspeed
+    assert (load(path).train.backend, deepspeed.zero_stage, deepspeed.adam_offload) == ("deepspeed", 3, True)
+    path.write_text(LARGE)
+    arguments = re.search(r"as arguments: (.*)", out)[1].replace("'", "")
+    words = re.findall(r"\S+=(?:\{.*?\}|\S+)", arguments)
+    assert main(["plan", str(path), "--inventory", "2x8xH100-80G", *words]) == 0
+
+
+def test_the_advice_of_the_issue_is_found_too():
+    """With DeepSpeed, and sizes that OpenRLHF's commands set: checkpointing, one sequence, offload."""
+    text = "actor: {model: meta-llama/Llama-2-70b-hf}\n" + (
+        "rollout: {engine: vllm, tensor_parallel_size: 8, micro_batch_size: 16}\n"
+        "train: {backend: deepspeed, micro_batch_size: 8, deepspeed: {zero_stage: 2}}\n"
+    )
+    [settings] = check(text, "2x8xH100-80G")
+    assert settings["train.deepspeed.zero_stage"] == 3
+    assert settings["train.deepspeed.adam_offload"] is True
+    assert settings["train.micro_batch_size"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("more", "inventory", "settings"),
+    [
+        # 64 sequences of 8,192 tokens: fewer of them, or their activations computed again.
+        (
+            "data: {max_length: 8192}\ntrain: {micro_batch_size: 16, gradient_checkpointing: true}\n"
+            "cluster: {component_placement: {actor: 0-7}}",
+            "1x8xH200",
+            {"train.micro_batch_size": "auto"},
+        ),
+        (
+            "cluster: {component_placement: {actor: 0}}\ntrain: {gradient_checkpointing: true}",
+            "1x8xA100-80G",
+            {"cluster.component_placement": {"actor": "all"}},
+        ),
+    ],
+)
+def test_single_settings_are_named_one_by_one(more, inventory, settings):
+    assert settings in check(SFT + more, inventory)
+
+
+def test_an_engine_whose_share_is_too_small_gets_a_larger_one():
+    text = (
+        "actor: {model: org/Llama-3-8B}\nrollout: {engine: vllm, memory_share: 0.01}\n"
+        "cluster: {component_placement: {actor: 0, rollout: 1}}\n"
+    )
+    assert check(text, "1x2xH200") == [{"rollout.memory_share": 0.15}]  # 0.13 of 139 GiB are its weights and buffers
+
+
+def test_an_engine_that_is_too_large_is_cut():
+    text = (
+        "actor: {model: meta-llama/Llama-2-70b-hf}\nrollout: {engine: vllm}\n"
+        "train: {backend: deepspeed, gradient_checkpointing: true, deepspeed: {zero_stage: 3, adam_offload: true}}\n"
+        "cluster: {component_placement: {actor: 0-7, rollout: 8-15}}\n"
+    )
+    found = check(text, "2x8xH100-80G")
+    assert {"rollout.tensor_parallel_size": 2} in found or {"rollout.tensor_parallel_size": 4} in found
+
+
+def test_more_devices_are_named_where_no_setting_is_enough():
+    [advice] = advise(loads(SFT, ["actor.model=meta-llama/Llama-2-70b-hf"]), "1x2x24G")
+    nodes = int(advice.inventory.split("x")[0])
+    assert advice.inventory == f"{nodes}x2x24G"
+    assert nodes > 1
+    check(SFT.replace("org/Llama-3-8B", "meta-llama/Llama-2-70b-hf"), "1x2x24G")
+
+
+def test_where_nothing_helps_that_is_said(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(SFT.replace("org/Llama-3-8B", "meta-llama/Llama-2-70b-hf"))
+    assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x4G"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "No setting that was tried makes it fit, nor do more devices of this sort: use a smaller model" in out
+
+
+def test_inventories_that_take_too_long_to_search_are_not(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(SFT + "cluster: {component_placement: {actor: 0-7}}\n")
+    assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "129x8x4G"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "What would make it fit is searched for up to 1,024 devices: plan fewer nodes to see it" in out
+
+
+def test_a_step_that_is_one_micro_batch_needs_no_whole_gradients():
+    """8B over 8 x 40 GiB with FSDP: 30 GiB of whole gradients do not fit beside the shards, 3.7 do."""
+    text = SFT + (
+        "data: {max_length: 512}\ntrain: {batch_size: 64, micro_batch_size: 1, gradient_checkpointing: true}\n"
+        "cluster: {component_placement: {actor: all}}\n"
+    )
+    assert make_plan(loads(text), "1x8x40G").verdict == "does_not_fit"
+    assert {"train.micro_batch_size": "auto"} in check(text, "1x8x40G")
+
+
+def test_batch_sizes_that_divide_go_on_dividing():
+    """Six ranks do not divide 128 samples: that placement is not advised."""
+    text = SFT + "cluster: {component_placement: {actor: 0}}\ntrain: {batch_size: 128}\n"
+    for settings in check(text, "1x6x40G"):
+        assert "cluster.component_placement" not in settings
+
+
+# --- without a placement, without an inventory ------------------------------------------------------------------------
+
+
+def test_a_plan_without_a_placement_is_for_all_devices_and_says_so(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("actor: {model: org/Llama-3-8B}\nrollout: {engine: vllm, memory_share: 0.5}\n")
+    assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "2x8xH100-80G"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nodes 0-1: 0-15" in out
+    assert "none is set, so this is the plan for all 16 devices; a run without one uses one device" in out
+    assert "cluster: {component_placement: {actor: all}}" in out
+    assert main(["explain", str(tmp_path / "run.yaml"), "--inventory", "2x8xH100-80G"]) == 0
+    assert "16 data-parallel ranks" in capsys.readouterr().out
+    placed = ["cluster.component_placement={actor: 0-3}", "--inventory", "1x8xH100-80G"]
+    assert main(["plan", str(tmp_path / "run.yaml"), *placed]) == 0
+    assert "none is set" not in capsys.readouterr().out
+
+
+def test_without_devices_the_size_of_micro_batches_is_not_known(tmp_path, capsys):
+    path = str(tmp_path / "run.yaml")
+    (tmp_path / "run.yaml").write_text("actor: {model: org/Llama-3-8B}\n")
+    assert main(["plan", path]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "micro-batches: their size is not known without the devices: give --inventory, such as 1x8xH100-80G" in out
+    assert main(["explain", path]) == 0
+    assert "as many tokens as fit on the device, chosen when the run starts" in capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text("actor: {model: some/thing}\n")
+    assert main(["plan", path, "--inventory", "1x1xH200"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not known without the shape of every model: name one that is at hand, or set actor.shape" in out
+    assert main(["plan", path, "train.micro_batch_size=4", "rollout.micro_batch_size=4"]) == 0
+    assert "micro-batches:" not in capsys.readouterr().out
+
+
+def test_where_nothing_fits_no_budget_is_called_the_largest_that_does(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(LARGE)
+    assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x24G"]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the largest that fits" not in out
+    assert "(the largest that makes the plan, which does not fit, no worse)" in out
+
+
+def test_engines_that_do_not_divide_the_devices_name_the_keys_to_set(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(LARGE)
+    assert main(["plan", str(tmp_path / "run.yaml"), "rollout.tensor_parallel_size=8"]) == 2
+    assert capsys.readouterr().err == (
+        "hotseat: rollout: its 1 device cannot be cut into engines of tensor parallel size 8: set"
+        " rollout.tensor_parallel_size to 1, or cluster.component_placement.actor to a number of devices that 8"
+        " divides\n"
+    )
