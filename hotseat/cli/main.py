@@ -133,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
 
     config = load(arguments.config, arguments.overrides)
-    from hotseat.loop.run import start
+    from hotseat.loop.start import start
 
     start(config)
     return OK
@@ -155,7 +155,7 @@ def _resume(arguments: argparse.Namespace) -> int:
             f"{path} has no checkpoints: it was run without checkpoint.every, or failed before its first. Start it"
             " again with `hotseat run`, under another name if it made a step"
         )
-    from hotseat.loop.run import start
+    from hotseat.loop.start import start
 
     start(config)
     return OK

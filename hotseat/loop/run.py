@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -17,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 from hotseat import faults
 from hotseat.config import Config, loads_saved
 from hotseat.config.batches import BatchAlgebra, batch_algebra, token_budget, tokens_per_micro_batch
-from hotseat.config.built import not_built
-from hotseat.config.checks import missing
 from hotseat.config.maths import maths_notes
 from hotseat.config.roles import has_critic
 from hotseat.data import PromptOrder, digest_of
-from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
+from hotseat.errors import CheckpointError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.budgets import (
     Use,
     describe,
@@ -37,6 +34,7 @@ from hotseat.loop.budgets import (
 from hotseat.loop.checkpoints import Checkpoint
 from hotseat.loop.launched import Ensemble, LedSaver
 from hotseat.loop.planning import budgets_on, make_plan, num_data_parallel, plan_notes, plan_on, with_budgets
+from hotseat.loop.refusals import refuse_at_once
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
 from hotseat.loop.value_models import check_readers
@@ -58,31 +56,11 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
 
 
 def refuse_what_cannot_start(config: Config) -> None:
-    """Everything that stands in the way, in one error."""
-    text = ""
-    absent = missing(config) + _files_not_there(config) + _packages_not_there(config)
+    """Raise for everything that stands in the way, before a model loads."""
+    refuse_at_once(config)
+    absent = _packages_not_there(config)
     if absent:
-        text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
-    unbuilt = not_built(config)
-    if unbuilt:
-        text += "not part of this version:\n" + "".join(f"  {key}: {what}\n" for key, what in unbuilt)
-    if text:
-        raise (UserError if absent else NotBuiltError)(text.rstrip())
-
-
-def _files_not_there(config: Config) -> list[tuple[str, str]]:
-    """User code that is named and does not exist. Models and data may be hub names, and say so themselves."""
-    found = []
-    named = {
-        "reward.function": config.reward.function,
-        "eval.reward": config.eval.reward,
-        "agent.path": config.agent.path,
-    }
-    for key, given in named.items():
-        file = re.match(r"(.+\.py)(:\w+)?$", given or "")
-        if file is not None and not Path(file[1]).expanduser().is_file():
-            found.append((key, f"there is no file {file[1]}"))
-    return found
+        raise UserError("this run cannot start:\n" + "\n".join(f"  {key}: {message}" for key, message in absent))
 
 
 def _packages_not_there(config: Config) -> list[tuple[str, str]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hotseat.config import Config, to_saved
 from hotseat.errors import UserError
 from hotseat.observe import METRICS, RECORDS, read_lines
-from hotseat.placement import Plan
+
+if TYPE_CHECKING:
+    from hotseat.placement import Plan
 
 CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
@@ -30,6 +33,12 @@ def write_config(path: Path, config: Config) -> None:
     """The config as it was checked. Whether a run goes on is no part of it."""
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": False})})
     (path / CONFIG).write_text(to_saved(kept))
+
+
+def check_name(config: Config) -> None:
+    """Raise if the run's name is no name for a directory, or is taken."""
+    if config.name is not None:
+        _named(config)
 
 
 def _named(config: Config) -> Path:

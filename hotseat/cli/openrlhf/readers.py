@@ -17,7 +17,10 @@ from hotseat.config.schema import Config
 
 PACKAGE = Path(__file__).parents[2]
 # Checking a field, or deriving which roles there are, is not yet doing what it says.
-NOT_READERS = ("config/schema.py", "config/checks.py", "config/load.py", "config/built.py", "config/roles.py", "cli/")
+NOT_READERS = (
+    *("config/schema.py", "config/checks.py", "config/load.py", "config/built.py", "config/roles.py"),
+    *("loop/refusals.py", "cli/"),
+)
 _LAST = ("loop/planning.py", "config/")  # these size a run; others carry it out
 
 Names = dict[str, tuple[str, ...]]  # variable -> the dotted sections it may be; the whole config is ""

@@ -34,7 +34,7 @@ def main(
     env: MutableMapping[str, str] | None = None,
     start: Callable[..., Any] | None = None,
 ) -> int:
-    """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.run.start` unless given."""
+    """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.start.start` unless given."""
     try:
         return _run(command, argv, os.environ if env is None else env, start)
     except UserError as error:
@@ -88,9 +88,9 @@ def begin(found: Translation, env: MutableMapping[str, str], launched: bool, sta
 
 
 def _start(config: Config, launched: bool) -> None:
-    from hotseat.loop import run
+    from hotseat.loop import start
 
-    run.start(config, launched=launched)
+    start.start(config, launched=launched)
 
 
 def is_launched(command: str, env: Mapping[str, str], local_rank: int = -1) -> bool:
