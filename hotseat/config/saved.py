@@ -1,8 +1,8 @@
 """Configs that a run has written: what they mean does not change when a default does.
 
 `to_yaml` leaves defaults out, so a file written under other defaults means something else when it is read again. A
-saved config begins with a line that names its format; one without that line is of the first, whose defaults are filled
-in.
+saved config begins with a line that names its format; one without that line is of the first. The defaults of earlier
+formats are filled in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from hotseat.config.load import loads, to_yaml
 from hotseat.config.schema import Config
 from hotseat.config.yaml_lines import dump, read_yaml
 
-MARK = "# hotseat config, format 2\n"
+MARK = "# hotseat config, format 3\n"
+SECOND = "# hotseat config, format 2\n"
 
 
 def to_saved(config: Config) -> str:
@@ -24,7 +25,15 @@ def to_saved(config: Config) -> str:
 
 def loads_saved(text: str, overrides: Sequence[str] = ()) -> Config:
     """Read what `to_saved` wrote, in this version or an earlier one."""
-    return loads(text if text.startswith(MARK) else _with_first_defaults(text), overrides)
+    if text.startswith(MARK):
+        return loads(text, overrides)
+    return loads(_with_second_defaults(text if text.startswith(SECOND) else _with_first_defaults(text)), overrides)
+
+
+def _with_second_defaults(text: str) -> str:
+    values: dict[str, Any] = read_yaml(text).values
+    _section(values, "train").setdefault("dtype", "bf16")
+    return dump(values)
 
 
 def _with_first_defaults(text: str) -> str:

@@ -477,8 +477,8 @@ class Train(Section):
     """Passes over the prompts (rl)."""
     max_epochs: Positive = 1
     """Passes over each rollout (rl) or over the data (sft, rm, dpo)."""
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of the computation."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Type of the computation; unset: bf16 on GPUs, fp32 on CPUs. A run writes it into its own config."""
     fp32_master: bool = True
     """Keep fp32 master weights beside a 16-bit computation."""
     gradient_checkpointing: bool = False

@@ -17,6 +17,7 @@ from hotseat import faults
 from hotseat.config import Config, loads_saved
 from hotseat.config.batches import BatchAlgebra, batch_algebra, token_budget, tokens_per_micro_batch
 from hotseat.config.maths import maths_notes
+from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.config.roles import has_critic
 from hotseat.data import PromptOrder, digest_of
 from hotseat.errors import CheckpointError, RunError, TooFewDevicesError, UserError
@@ -32,8 +33,18 @@ from hotseat.loop.budgets import (
     with_budgets_of,
 )
 from hotseat.loop.checkpoints import Checkpoint
+from hotseat.loop.cpu import slow_dtype
 from hotseat.loop.launched import Ensemble, LedSaver
-from hotseat.loop.planning import budgets_on, make_plan, num_data_parallel, plan_notes, plan_on, with_budgets
+from hotseat.loop.memory import has_gpu
+from hotseat.loop.planning import (
+    are_devices_logical,
+    budgets_on,
+    make_plan,
+    num_data_parallel,
+    plan_notes,
+    plan_on,
+    with_budgets,
+)
 from hotseat.loop.refusals import refuse_at_once
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
@@ -141,6 +152,8 @@ def _start_rl(config: Config) -> dict[str, float]:
 
 def _with_budgets(config: Config, cluster: Any, found: Checkpoint | None, journal: Any) -> tuple[Config, bool]:
     """The config with its token budgets, and whether they are new: a resumed run has those of its checkpoint."""
+    has_gpus = not are_devices_logical(cluster)
+    config = _with_dtype(config, found, has_gpus, journal)
     if found is not None:
         config = with_budgets_of(config, loads_saved(str(found.state["config"])))
     chosen = budgets_on(config, cluster)
@@ -149,6 +162,22 @@ def _with_budgets(config: Config, cluster: Any, found: Checkpoint | None, journa
     for note in chosen.notes:
         journal.say(note)
     return chosen.config, chosen.config != config
+
+
+def _with_dtype(config: Config, found: Checkpoint | None, has_gpus: bool, journal: Any) -> Config:
+    """The config with the type of its computation: as it is set, as the checkpoint has it, or by the devices."""
+    chosen = config if found is None else with_dtype_of(config, loads_saved(str(found.state["config"])))
+    chosen = with_dtype(chosen, has_gpus)
+    if config.train.dtype is None:
+        where = "as in the checkpoint" if found is not None else f"for {'GPUs' if has_gpus else 'CPUs'}"
+        journal.say(f"train.dtype: {chosen.train.dtype}, {where} (it is unset)")
+        if chosen.train.dtype == "fp32":
+            for key in idle_in_fp32(config):
+                journal.say(f"{key}: no effect here: train.dtype is fp32")
+    warning = None if has_gpus else slow_dtype(chosen)
+    if warning is not None:
+        journal.say(warning, kind="warning")
+    return chosen
 
 
 def _is_tried(has_devices: bool) -> bool:
@@ -377,6 +406,7 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     num_sharing = config.train.num_sharing
+    config = with_dtype(config, has_gpu())  # which is refused, by its key, if a checkpoint was written in another
     check_ranks(config.train.sequence_parallel_size, num_ranks)
     check_ranks(config.train.tensor_parallel_size, num_ranks, TENSOR_PARALLEL_SIZE)
     algebra = batch_algebra(config, num_ranks // num_sharing, len(taught.items))
@@ -446,6 +476,7 @@ def _launched_budget(
     if found is not None:
         config = with_budgets_of(config, loads_saved(str(found.state["config"])))
     has_devices = torch.cuda.is_available()
+    config = _with_dtype(config, found, has_devices, journal)
     inventory = None
     if has_devices:
         memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -485,9 +516,10 @@ def _check_training(config: Config, algebra: BatchAlgebra) -> None:
     from hotseat.train.make import check_options
 
     assert algebra.schedule_length is not None
-    check_options(settings.train_options(config, algebra.schedule_length))
+    checked = with_dtype(config, torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS")))
+    check_options(settings.train_options(checked, algebra.schedule_length))
     if has_critic(config):
-        check_options(settings.critic_options(config, algebra.schedule_length))
+        check_options(settings.critic_options(checked, algebra.schedule_length))
     if os.environ.get("RAY_ADDRESS"):
         return  # other machines may have what this one lacks
     if config.train.liger_kernel:

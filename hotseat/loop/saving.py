@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TextIO
 
 from hotseat import faults
 from hotseat.config import Config, loads_saved, to_saved
+from hotseat.config.precision import with_dtype_of
 from hotseat.errors import CheckpointError, DeadlineError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
 from hotseat.loop.memory import available_bytes
@@ -325,7 +326,9 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
 
 def compare(saved: str, config: Config) -> list[str]:
     """What has changed since a checkpoint was written, a line each. What cannot change is an error."""
-    then, now = _flat(loads_saved(saved).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    before = loads_saved(saved)
+    config = with_dtype_of(config, before)
+    then, now = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     notes: list[str] = []
     refused: list[str] = []
     for key in now:

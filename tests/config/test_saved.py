@@ -3,6 +3,7 @@
 import pytest
 
 from hotseat.config import loads, loads_saved, to_saved
+from hotseat.config.saved import MARK, SECOND
 
 
 @pytest.mark.parametrize("text", ["", "algorithm: {policy_loss: gspo}", "{task: sft, train: {micro_batch_size: 2}}"])
@@ -22,12 +23,20 @@ def test_a_config_of_the_first_format_has_the_defaults_of_its_time():
 def test_what_the_first_format_says_itself_stays():
     text = "{train: {max_tokens_per_device: 4096}, rollout: {micro_batch_size: 2}, algorithm: {aggregation: constant}}"
     config = loads_saved(text)
-    assert config == loads(text)
+    assert config == loads(text, ["train.dtype=bf16"])
 
 
 @pytest.mark.parametrize("task", ["sft", "rm"])
 def test_other_tasks_of_the_first_format_get_nothing_of_rl(task):
-    assert loads_saved(f"task: {task}\n") == loads(f"{{task: {task}, train: {{micro_batch_size: 4}}}}")
+    assert loads_saved(f"task: {task}\n") == loads(f"{{task: {task}, train: {{micro_batch_size: 4, dtype: bf16}}}}")
+
+
+@pytest.mark.parametrize("format", [1, 2])
+def test_runs_from_before_computed_in_bf16_where_nothing_was_set(format):
+    mark = {1: "", 2: SECOND}[format]
+    assert loads_saved(f"{mark}seed: 3\n").train.dtype == "bf16"
+    assert loads_saved(f"{mark}train: {{dtype: fp32}}\n").train.dtype == "fp32"
+    assert loads_saved(f"{MARK}seed: 3\n").train.dtype is None
 
 
 def test_overrides_stand_above_old_defaults():

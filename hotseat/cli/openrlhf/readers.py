@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[2]
 # Checking a field, or deriving which roles there are, is not yet doing what it says.
 NOT_READERS = (
     *("config/schema.py", "config/checks.py", "config/load.py", "config/built.py", "config/roles.py"),
-    *("loop/refusals.py", "cli/"),
+    *("loop/refusals.py", "loop/cpu.py", "cli/"),
 )
 _LAST = ("loop/planning.py", "config/")  # these size a run; others carry it out
 
