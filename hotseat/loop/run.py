@@ -421,7 +421,7 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
 
             def begin() -> tuple[Checkpoint | None, bool]:
                 nonlocal run_dir, saver, journal
-                again = "go on after step {step}: start it again with checkpoint.resume=true"
+                again = "start it again with checkpoint.resume=true"
                 run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer, again)
                 if found is not None and _is_finished(config, found, algebra, run_dir):
                     return found, True
@@ -534,7 +534,7 @@ def _open_run(
     notes: list[str],
     rows: Sequence[Any],
     tokenizer: Any,
-    advice: str = "go on after step {step}: hotseat resume {run_dir}",
+    command: str = "hotseat resume {run_dir}",
 ) -> tuple[Path, Saver, Checkpoint | None]:
     """The run's directory, for this process alone, and the checkpoint it goes on from."""
     savers = stack.enter_context(_stoppable())
@@ -542,7 +542,7 @@ def _open_run(
     stack.enter_context(sole_owner(run_dir))
     saver = Saver(config, run_dir, tokenizer)
     savers.append(saver)
-    stack.enter_context(_advice(saver, run_dir, advice))
+    stack.enter_context(_advice(saver, command.format(run_dir=run_dir)))
     found = saver.find(stack, notes.append)
     if found is not None:
         PromptOrder(len(rows), config.seed, digest_of(rows)).at(found.state["order"])  # raises for other data
@@ -555,14 +555,17 @@ def _open_run(
 
 
 @contextmanager
-def _advice(saver: Saver, run_dir: Path, advice: str) -> Iterator[None]:
-    """A run that fails says how it goes on."""
+def _advice(saver: Saver, command: str) -> Iterator[None]:
+    """Add to what ends a run how it is resumed, and to an interrupt what is lost."""
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(saver.ending(command))
+        raise
     except RunError as error:
         step = saver.last_step()
         if step is not None and not isinstance(error, CheckpointError):
-            error.add_note(advice.format(step=step, run_dir=run_dir))
+            error.add_note(f"go on after step {step}: {command}")
         raise
 
 
@@ -713,11 +716,13 @@ def _stoppable() -> Iterator[list[Saver]]:
         return
 
     def stop(number: int, frame: object) -> None:
-        waiting = [saver for saver in savers if saver.can_save and not saver.is_stopping]
+        waiting = [saver for saver in savers if saver.can_save and saver.has_begun and not saver.is_stopping]
         if not waiting:
             raise KeyboardInterrupt
         for saver in waiting:
             saver.is_stopping = True
+        # Straight to the file: whoever was interrupted may hold the locks of everything else.
+        os.write(2, b"hotseat: SIGTERM: this step is finished and saved, then the run ends; a second one ends it now\n")
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

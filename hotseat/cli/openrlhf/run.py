@@ -43,8 +43,8 @@ def main(
     except HotseatError as error:
         print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print(f"{command}: stopped", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("\n".join([f"{command}: stopped", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
         return STOPPED
 
 
