@@ -48,7 +48,9 @@ from hotseat.loop.planning import (
 from hotseat.loop.refusals import refuse_at_once
 from hotseat.loop.rundir import LOGS, forget_records, make_run_dir, save_plan, write_config
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
+from hotseat.loop.start import make_view
 from hotseat.loop.value_models import check_readers
+from hotseat.observe import LiveView
 from hotseat.placement import Inventory, Plan
 
 if TYPE_CHECKING:
@@ -57,13 +59,17 @@ if TYPE_CHECKING:
 MAX_LOGICAL_DEVICES = 64
 
 
-def start(config: Config, launched: bool = False) -> dict[str, float]:
-    """Run a config to its end. `launched`: this process is one rank of several that a launcher started."""
-    refuse_what_cannot_start(config)
-    _quieten_transformers()
-    if config.task == "rl":
-        return _start_rl(config)
-    return _start_supervised(config, launched)
+def start(config: Config, launched: bool = False, view: LiveView | None = None) -> dict[str, float]:
+    """Run a config to its end.
+
+    launched: this process is one rank of several that a launcher started. view: shows already that the run starts.
+    """
+    with view or make_view(config, launched) as view:
+        refuse_what_cannot_start(config)
+        _quieten_transformers()
+        if config.task == "rl":
+            return _start_rl(config, view)
+        return _start_supervised(config, launched, view)
 
 
 def refuse_what_cannot_start(config: Config) -> None:
@@ -94,7 +100,8 @@ def _packages_not_there(config: Config) -> list[tuple[str, str]]:
 # --- reinforcement ----------------------------------------------------------------------------------------------------
 
 
-def _start_rl(config: Config) -> dict[str, float]:
+def _start_rl(config: Config, view: LiveView) -> dict[str, float]:
+    view.stage("reading tokenizer and data")
     from hotseat.loop.inputs import check_models, eos_token_ids, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
@@ -118,12 +125,13 @@ def _start_rl(config: Config) -> dict[str, float]:
         if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
-        from hotseat.loop.care import looked_after
+        from hotseat.loop.care import doing_in, looked_after
         from hotseat.loop.ledger import Ledger
         from hotseat.loop.rl import COLUMNS, RlRun, train_rl
 
-        journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
+        journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, view, found))
         stack.callback(_report, run_dir, journal)  # when the devices are free again
+        journal.stage(_starting(config))
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         config, is_new_budget = _with_budgets(config, cluster, found, journal)
         plan = plan_on(config, cluster)
@@ -134,6 +142,7 @@ def _start_rl(config: Config) -> dict[str, float]:
             journal.say(note)
         eos = eos_token_ids(config, tokenizer)
         ledger, logs = Ledger(run_dir), run_dir / LOGS
+        journal.stage(_loading(config, plan), lambda: doing_in(cluster))
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, ledger, journal, logs, stack)
         with saver.settled(journal), smaller_budget_kept(lambda: run.config, saver.keep):
             if is_new_budget and _is_tried(run.has_devices):
@@ -198,14 +207,15 @@ def _check_transport(config: Config, dry: Plan) -> None:
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
+def _start_supervised(config: Config, launched: bool, view: LiveView) -> dict[str, float]:
+    view.stage("reading tokenizer and data")
     from hotseat.loop.inputs import check_models, load_tokenizer, supervised
 
     tokenizer = load_tokenizer(config)
     check_models(config)
     taught = supervised(config, tokenizer)
     if launched:
-        return _run_launched(config, tokenizer, taught)
+        return _run_launched(config, tokenizer, taught, view)
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
     algebra = batch_algebra(config, num_ranks, len(taught.items))
@@ -215,12 +225,13 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
-        from hotseat.loop.care import looked_after
+        from hotseat.loop.care import doing_in, looked_after
         from hotseat.loop.supervised import SupervisedWorker
 
         columns = _supervised_columns(taught)
-        journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
+        journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, view, found))
         stack.callback(_report, run_dir, journal)
+        journal.stage(_starting(config))
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         config, is_new_budget = _with_budgets(config, cluster, found, journal)
         plan = plan_on(config, cluster)
@@ -228,6 +239,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         for note in plan_notes(config, cluster):
             journal.say(note)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s))
+        journal.stage(_loading(config, plan), lambda: doing_in(cluster))
         actor = cluster.launch(
             "actor",
             SupervisedWorker,
@@ -392,7 +404,7 @@ def _train_supervised(
     return final
 
 
-def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
+def _run_launched(config: Config, tokenizer: Any, taught: Taught, view: LiveView) -> Any:
     """This process is one rank: no cluster, no driver. The first rank writes and prints."""
     from hotseat.loop.supervised import SupervisedWorker
     from hotseat.observe import Silence
@@ -411,6 +423,7 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
     check_ranks(config.train.tensor_parallel_size, num_ranks, TENSOR_PARALLEL_SIZE)
     algebra = batch_algebra(config, num_ranks // num_sharing, len(taught.items))
     _check_training(config, algebra)
+    view.stage(f"loading {Path(config.actor.model or '').name} in {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}")
     worker = SupervisedWorker(
         *_supervised_args(config, algebra, taught), rank=rank // num_sharing, num_ranks=algebra.num_ranks
     )
@@ -426,7 +439,7 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
                 if found is not None and _is_finished(config, found, algebra, run_dir):
                     return found, True
                 columns = _supervised_columns(taught)
-                journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
+                journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, view, found))
                 stack.callback(_report, run_dir, journal)
                 if found is not None:
                     ensemble.call("go_on", str(found.path / BACKEND), dict(found.state))
@@ -616,15 +629,17 @@ def _journal(
     algebra: BatchAlgebra,
     columns: Any,
     notes: Sequence[str],
+    view: LiveView,
     found: Checkpoint | None = None,
 ) -> Any:
     """All that the run will tell, beginning with the notes that were made before."""
-    from hotseat.observe import Journal, LiveView
+    from hotseat.observe import Journal
 
     num_steps = algebra.num_steps or 0
+    view.expect(num_steps, columns)
     journal = Journal(
         run_dir,
-        LiveView(config.task, num_steps, columns),
+        view,
         num_steps=num_steps,
         log_every=config.log.every,
         tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
@@ -671,6 +686,21 @@ def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed
         group=section.group,
         name=section.run_name or run_dir.name,
     )
+
+
+def _starting(config: Config) -> str:
+    """Word the stage in which a cluster is started, or met."""
+    if config.cluster.runtime == "local":
+        return "preparing to run in this process"
+    return f"attaching to Ray at {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "starting Ray"
+
+
+def _loading(config: Config, plan: Plan) -> str:
+    """Word the stage in which every role loads its model."""
+    counts = {role.name: len(role.processes) for role in plan.roles}
+    named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
+    engine = ", vLLM compiles" if config.task == "rl" and config.rollout.engine == "vllm" else ""
+    return f"starting processes, which load {Path(config.actor.model or '').name}{engine}: {named}"
 
 
 def _model_folder(config: Config, run_dir: Path) -> Path:
