@@ -831,6 +831,7 @@ class RayRuntime:
             if self.lost() is not None:
                 self._close_what_is_left(groups)
                 return
+            self._daemons = None  # from here on they end because we end them
         if grace_s > 0:
             threads = [threading.Thread(target=g._ask_to_close, args=(grace_s,), daemon=True) for g in groups]
             for thread in threads:
