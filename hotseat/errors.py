@@ -11,6 +11,7 @@
     └── RunError             something failed while running
         ├── DeadlineError    a bounded wait ran out; names who was waited for and what for
         ├── WorkerError      a process of a group failed; carries its rank and traceback
+        ├── ClusterError     Ray itself died, and with it the way to every process
         ├── RewardError      too many rewards failed
         ├── WeightError      an engine does not serve the weights that were pushed
         ├── NonFiniteError   too many updates in a row were not finite
@@ -87,6 +88,10 @@ class DeadlineError(RunError):
 
 class WorkerError(RunError):
     """A process of a group failed."""
+
+
+class ClusterError(RunError):
+    """Ray itself died: no process of the run can be reached or replaced."""
 
 
 class RewardError(RunError):

@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     except HotseatError as error:
         print("\n".join([f"hotseat: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("hotseat: stopped", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("\n".join(["hotseat: stopped", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
         return STOPPED
 
 
@@ -181,7 +181,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
 
     config = load(arguments.config, arguments.overrides)
-    from hotseat.loop.run import start
+    from hotseat.loop.start import start
 
     start(config)
     return OK
@@ -202,10 +202,10 @@ def _resume(arguments: argparse.Namespace) -> int:
     config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
     if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
         raise UserError(
-            f"{path} has no checkpoints: it was run without checkpoint.every, or failed before its first. Start it"
-            " again with `hotseat run`, under another name if it made a step"
+            f"{path} has no checkpoints: it ended before its first (checkpoint.every, checkpoint.every_minutes). Start"
+            " it again with `hotseat run`, under another name if it made a step"
         )
-    from hotseat.loop.run import start
+    from hotseat.loop.start import start
 
     start(config)
     return OK

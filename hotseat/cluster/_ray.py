@@ -44,12 +44,15 @@ from hotseat.cluster.group import (
     worker_error,
 )
 from hotseat.cluster.lease import Holder
-from hotseat.errors import DeadlineError, PlacementError, RunError, WorkerError
+from hotseat.errors import ClusterError, DeadlineError, PlacementError, RunError, WorkerError
 
 # Ray prints this about every worker that we end, or report ourselves.
 _NOISE = "A worker died or was killed while executing a task by an unexpected system error"
 
 _AGENT_TIMEOUT_S = 60.0
+
+_DAEMONS = {"gcs_server": "GCS server", "raylet": "raylet"}  # Ray's name and ours, of those without which it cannot be
+_DAEMON_PERIOD_S = 0.25
 
 
 def import_ray() -> Any:
@@ -162,6 +165,7 @@ class RayGroup(Group):
 
     def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
         runtime = self._owner("restart")
+        self._raise_if_lost()
         if self.is_closed:
             raise worker_error(self.name, rank, "restart", "cannot be restarted: the group is closed")
         self._settle()
@@ -244,7 +248,20 @@ class RayGroup(Group):
             raise RunError(f"{self.name}: only the process that launched the group can {action} it")
         return self._runtime
 
+    def lose(self, error: ClusterError) -> None:
+        """Fail every call that waits for an answer: none will come."""
+        starting = () if self._starting is None else tuple(self._starting[0]._futures.values())
+        for future in (*self._pending, *starting):
+            if not future.done():
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was answered just now
+                    future.set_exception(error)
+
+    def _raise_if_lost(self) -> None:
+        if self._runtime is not None and (lost := self._runtime.lost()) is not None:
+            raise lost
+
     def _start(self, method: str, calls: Calls, timeout_s: float, keep: bool) -> Pending:
+        self._raise_if_lost()
         if self.is_closed:
             raise worker_error(self.name, min(calls), method, f"{method!r} was called, but the group is closed")
         self.ready()
@@ -263,6 +280,8 @@ class RayGroup(Group):
 
     def _open(self, rank: int, method: str, future: Any) -> Any:
         ray = import_ray()
+        if future.exception(0) is not None:
+            self._raise_if_lost()
         try:
             result = future.result(0)
         except ray.exceptions.RayActorError as error:
@@ -369,6 +388,7 @@ class RayRuntime:
         self._num_launched = 0
         self._lock = threading.RLock()
         self._env_before: dict[str, str | None] = {}
+        self._daemons: _Daemons | None = None
 
         given = address or os.environ.get("RAY_ADDRESS") or None
         self._ray = ray = import_ray()
@@ -383,6 +403,8 @@ class RayRuntime:
             self._log_directory = ""
             with contextlib.suppress(AttributeError):
                 self._log_directory = ray._private.worker._global_node.get_logs_dir_path()
+            if self.is_own:
+                self._daemons = _Daemons(ray._private.worker._global_node.all_processes, self._lose)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -520,6 +542,14 @@ class RayRuntime:
                 (not entry.is_head, _address_key(entry.address), str(node.get("NodeName", "")), entry.id, entry)
             )
         return [entry for *_, entry in sorted(found, key=lambda item: item[:-1])]
+
+    def lost(self) -> ClusterError | None:
+        """Why Ray can do nothing any more, if its daemons were started here and one is gone."""
+        return None if self._daemons is None else self._daemons.lost()
+
+    def _lose(self, error: ClusterError) -> None:
+        for group in list(self.groups.values()):
+            group.lose(error)
 
     # --- devices --------------------------------------------------------------------------------------------------
 
@@ -762,7 +792,7 @@ class RayRuntime:
     def end_workers(self, slots: Iterable[_Slot]) -> None:
         """End these processes and whatever they started; return when they are gone."""
         slots = [slot for slot in slots if slot.actor is not None]
-        for slot in slots:
+        for slot in slots if self.lost() is None else ():  # without its server Ray waits for it, for ever
             with contextlib.suppress(Exception):
                 self._ray.kill(slot.actor)
         by_node: dict[int, list[str]] = {}
@@ -796,6 +826,12 @@ class RayRuntime:
         """Take down what is ours. Called once; each step is tried even if the one before it failed."""
         ray = self._ray
         groups = list(self.groups.values())
+        if self._daemons is not None:
+            self._daemons.close()
+            if self.lost() is not None:
+                self._close_what_is_left(groups)
+                return
+            self._daemons = None  # from here on they end because we end them
         if grace_s > 0:
             threads = [threading.Thread(target=g._ask_to_close, args=(grace_s,), daemon=True) for g in groups]
             for thread in threads:
@@ -823,6 +859,60 @@ class RayRuntime:
         if self._did_init:
             ray.shutdown()
         self._restore_env()
+
+    def _close_what_is_left(self, groups: list[RayGroup]) -> None:
+        """Take down a cluster whose daemons are gone: by the marks of its processes, since Ray cannot be asked."""
+        for group in groups:
+            group.is_closed = True
+        _guard.end_marked(_guard.SESSION, [self.session.rpartition("/")[2]])
+        if self._broker_here:
+            self._broker_here.close()
+        with contextlib.suppress(Exception):  # it forgets the cluster, which is all that is left to do
+            self._ray.shutdown()
+        self._restore_env()
+
+
+class _Daemons:
+    """A thread that looks whether Ray's own processes live, and tells `on_loss` once when one is gone.
+
+    Without it a call would wait until Ray gives up, and Ray gives up by ending this process. Woken by `close`.
+    """
+
+    def __init__(self, processes: Mapping[str, Sequence[Any]], on_loss: Callable[[ClusterError], object]):
+        """`processes`: Ray's, by its own names for them, each with a `process` that has a `pid`."""
+        self._watched = [
+            (words, entry.process.pid, _guard.start_time(entry.process.pid))
+            for name, words in _DAEMONS.items()
+            for entry in processes.get(name, ())
+        ]
+        self._on_loss = on_loss
+        self._error: ClusterError | None = None
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ray-daemons", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> ClusterError | None:
+        """The error that says which of them is gone."""
+        if self._error is None:
+            for words, pid, started in self._watched:
+                if _guard.process_state(pid, started) == "gone":
+                    self._error = ClusterError(
+                        f"Ray's {words} (pid {pid}) died: without it no process of this run can be reached, so the run"
+                        " ends. It was killed, by hand or for want of memory (`dmesg` tells), or it crashed"
+                    )
+                    break
+        return self._error
+
+    def close(self) -> None:
+        self._is_closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def _watch(self) -> None:
+        while not self._is_closing.wait(_DAEMON_PERIOD_S):
+            if (error := self.lost()) is not None:
+                self._on_loss(error)
+                return
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 from hotseat.config.checks import no_effect
 from hotseat.config.load import nearest_key, valid_keys
+from hotseat.config.precision import with_dtype_of
 from hotseat.config.saved import loads_saved
 from hotseat.config.schema import Config
 from hotseat.errors import UserError
@@ -116,8 +117,9 @@ def may_change(task: str | None = None) -> list[tuple[str, tuple[str, ...]]]:
 
 def changes_between(saved: str, config: Config) -> list[Change]:
     """List what has changed since a checkpoint with the `saved` config was written, or refuse what cannot."""
-    then = _flat(loads_saved(saved).model_dump(mode="json"))
-    now = _flat(config.model_dump(mode="json"))
+    before = loads_saved(saved)
+    config = with_dtype_of(config, before)
+    then, now = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     allowed = config.checkpoint.allow_changes
     _check_keys(allowed)
     free = [key for _, keys in may_change(config.task) for key in keys]
@@ -126,17 +128,17 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     found: list[Change] = []
     refused: list[Change] = []
     for key in different:
-        before, after = then.get(key), now.get(key)
+        old, new = then.get(key), now.get(key)
         # Budgets that are not set are taken from the checkpoint.
-        is_taken_over = key.endswith("chosen_tokens_per_device") and after is None
+        is_taken_over = key.endswith("chosen_tokens_per_device") and new is None
         if is_taken_over or key in idle or _is_below(key, _SILENT):
             continue
         if _is_below(key, free):
-            found.append(Change(key, before, after))
+            found.append(Change(key, old, new))
         elif _is_below(key, allowed) and not _is_below(key, _NEVER):
-            found.append(Change(key, before, after, is_allowed=True))
+            found.append(Change(key, old, new, is_allowed=True))
         else:
-            refused.append(Change(key, before, after))
+            refused.append(Change(key, old, new))
     if refused:
         raise UserError(_refusal(refused))
     used = [change.key for change in found if change.is_allowed]

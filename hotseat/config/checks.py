@@ -262,12 +262,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         tuple(f"checkpoint.{name}" for name in ("path", "keep_last", "max_gib", "save_state", "export_each")),
-        lambda c: c.checkpoint.every is not None or c.checkpoint.resume,
+        lambda c: _saves(c) or c.checkpoint.resume,
         _says("checkpoint.every is not set, so no checkpoint is made"),
     ),
     Rule(
         ("checkpoint.background",),
-        lambda c: c.checkpoint.every is not None,
+        lambda c: _saves(c),
         _says("checkpoint.every is not set, so no checkpoint is made"),
     ),
     Rule(
@@ -301,6 +301,10 @@ def _is_on_actor(config: Config, role: str) -> bool:
         if role in roles:
             return "actor" in roles or (isinstance(selection, str) and selection.replace(" ", "") == "@actor")
     return not _is_placed(config, role)  # what is not placed goes where the actor is
+
+
+def _saves(config: Config) -> bool:
+    return config.checkpoint.every is not None or config.checkpoint.minutes is not None
 
 
 def _is_placed(config: Config, role: str) -> bool:

@@ -36,6 +36,7 @@ def loads_saved(text: str, overrides: Sequence[str] = ()) -> Config:
 def _with_second_defaults(text: str) -> str:
     values: dict[str, Any] = read_yaml(text).values
     _section(values, "data").setdefault("max_lost_fraction", 1.0)
+    _section(values, "train").setdefault("dtype", "bf16")
     return dump(values)
 
 

@@ -18,6 +18,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
+DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
+
 
 class Section(BaseModel):
     """A frozen part of the tree in which an unknown key is an error."""
@@ -479,8 +481,8 @@ class Train(Section):
     """Passes over the prompts (rl)."""
     max_epochs: Positive = 1
     """Passes over each rollout (rl) or over the data (sft, rm, dpo)."""
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of the computation."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Type of the computation; unset: bf16 on GPUs, fp32 on CPUs. A run writes it into its own config."""
     fp32_master: bool = True
     """Keep fp32 master weights beside a 16-bit computation."""
     gradient_checkpointing: bool = False
@@ -546,7 +548,9 @@ class Checkpoint(Section):
     path: str | None = None
     """Where checkpoints go; unset is `checkpoints` in the run directory."""
     every: Positive | None = None
-    """Steps between checkpoints; unset makes none, and exports the model at the end."""
+    """Steps between checkpoints; unset: by time alone. The model is exported at the end in any case."""
+    every_minutes: Amount | None = None
+    """Minutes between checkpoints, 0: none by time; unset: 10 if `every` is unset, or more if saving takes over 5%."""
     keep_last: Positive = 3
     """Checkpoints kept, besides the best."""
     max_gib: Annotated[float, Field(gt=0)] | None = None
@@ -567,6 +571,18 @@ class Checkpoint(Section):
     """Where the final Hugging Face model goes; unset is `model` in the run directory."""
     export_critic: bool = False
     """Export the critic too: as `critic` beside `model`, or `export_path` with `_critic` at its end."""
+
+    @property
+    def minutes(self) -> float | None:
+        """Minutes between checkpoints; None: none are made by time."""
+        if self.every_minutes is None:
+            return DEFAULT_MINUTES if self.every is None else None
+        return self.every_minutes or None
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the config says when to save; else it is done by the way, and no reason to fail."""
+        return self.every is not None or bool(self.every_minutes)
 
 
 class Wandb(Section):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hotseat.cluster import Cluster, Group
+from hotseat.cluster import Cluster, Group, activity
 from hotseat.cluster.doctor import Diagnosis, Watch, examine, is_hang
 from hotseat.errors import DeadlineError, RunError
 from hotseat.loop.rundir import HANGS
@@ -48,6 +49,18 @@ def looked_after(
     finally:
         if watch is not None:
             watch.close()
+
+
+def doing_in(cluster: Cluster) -> list[str]:
+    """What each process does that is still starting, a line each, as far as it is on this machine."""
+    directory = os.environ.get(activity.DIRECTORY, "")
+    lines = []
+    for group in list(cluster.groups.values()):
+        for rank, state in enumerate(group.states()):
+            if state == "starting":
+                doing = activity.read_activity(directory, f"{group.name}-{rank}")
+                lines.append(f"{group.name} {rank}: {doing[-1] if doing else 'its process starts'}")
+    return lines
 
 
 def _keep(run_dir: Path, found: Diagnosis) -> None:

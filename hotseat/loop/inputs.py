@@ -14,6 +14,7 @@ from hotseat.config.schema import Data
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop.lessons import Imitation, Lesson, Preference
+from hotseat.loop.refusals import length_problem
 from hotseat.loop.value_models import critic_model
 from hotseat.types import Prompt
 
@@ -57,6 +58,8 @@ def _check_model(
         found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
         check_fit(found, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
         check_length(found, config.data.max_length)
+        if (problem := length_problem(config, key, model, found.to_dict())) is not None:
+            raise UserError(f"data.max_length: {problem}")
         if key == "actor.model" and config.task == "rl":
             _check_engine(config, found)
         if config.train.liger_kernel:

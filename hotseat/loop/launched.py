@@ -56,6 +56,10 @@ class Ensemble:
         """Together. Whether it is so on any rank."""
         return any(self._share(fact, what))
 
+    def each(self, fact: Any, what: str) -> list[Any]:
+        """Together. Every rank's fact, in rank order."""
+        return self._share(fact, what)
+
     def _follow(self) -> Any:
         while True:
             kind, told = self._share(None, "hear from the first rank")[0]
@@ -100,6 +104,7 @@ class LedSaver:
     def __init__(self, saver: Saver, ensemble: Ensemble):
         self._saver = saver
         self._ensemble = ensemble
+        saver.has_begun = True
 
     def metrics(self) -> dict[str, float]:
         return self._saver.metrics()
@@ -111,12 +116,15 @@ class LedSaver:
 
     def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
         """Together. As `Saver.after_step`; a rank that is asked to stop stops all of them."""
+        self._saver.made(step)
         if not self._saver.can_save:
             return
         # They are not told at the same moment: without agreement some would save, and others go on. One that is told
         # while they agree, or save, keeps it in mind.
-        is_stopping = self._ensemble.any(self._saver.is_stopping, "agree on whether to stop")
-        if not self._saver.is_due(step, is_stopping):
+        stopping, due = self._saver.is_stopping, self._saver.is_due(step, is_stopping=False)
+        facts = self._ensemble.each((stopping, due), "agree on whether to save, and to stop")
+        is_stopping = any(stopping for stopping, _ in facts)
+        if not (is_stopping or facts[0][1]):  # the first rank's clock decides
             return
         path = self._ensemble.led(lambda: self._saver.save_if_due(step, parts, evaluation, journal, is_stopping))
         if path is not None and (is_stopping or self._ensemble.any(self._saver.is_stopping, "agree on it again")):

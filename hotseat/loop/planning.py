@@ -10,6 +10,7 @@ from typing import Any
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.schema import Rollout, Train
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.budgets import Chosen, choose, choose_on_cpu, is_chosen
@@ -70,7 +71,7 @@ def with_budgets(
     if is_chosen(config):
         return Chosen(config)
     if are_devices_logical:
-        return choose_on_cpu(config, _activation_bytes(config))
+        return choose_on_cpu(config, _activation_bytes(with_dtype(config, has_gpus=False)))
     num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
     return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False))
 
@@ -92,6 +93,15 @@ def plan_as_is(config: Config, inventory: str | Inventory | None = None) -> Plan
     return _make_plan(config, inventory, False)
 
 
+def _with_dtype(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Config:
+    """The config with the type that a run on these machines would compute in; nodes that are assumed have GPUs."""
+    given = inventory if inventory is not None else config.cluster.inventory
+    if are_devices_logical or given is None:
+        return with_dtype(config, not are_devices_logical)
+    found = given if isinstance(given, Inventory) else Inventory.parse(given)
+    return with_dtype(config, any(node.num_devices for node in found.nodes))
+
+
 def _activation_bytes(config: Config) -> float | None:
     """Count the activation bytes of one token in an update, of the model that takes most; None if one is unknown."""
     found = []
@@ -105,7 +115,8 @@ def _activation_bytes(config: Config) -> float | None:
 
 
 def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Plan:
-    roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in role_specs(config)]
+    specs = role_specs(_with_dtype(config, inventory, are_devices_logical))
+    roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in specs]
     flow = make_flow(config, tuple(spec.name for spec in roles))
     given = inventory if inventory is not None else config.cluster.inventory
     if given is not None:
@@ -256,7 +267,11 @@ def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
 
 
 def role_specs(config: Config) -> list[RoleSpec]:
-    """Every role of the run as the planner takes it. A role that is not placed goes where the actor is."""
+    """Every role of the run as the planner takes it. A role that is not placed goes where the actor is.
+
+    Where `train.dtype` is unset, memory is that of a run on GPUs.
+    """
+    priced = with_dtype(config, has_gpus=True)
     placed = {
         names: value if isinstance(value, str | int) else value.model_dump()
         for names, value in config.cluster.component_placement.items()
@@ -271,7 +286,7 @@ def role_specs(config: Config) -> list[RoleSpec]:
     selections.setdefault("actor", "0")
     # Packed selections take devices in this order: the actor first, then as written.
     order = ["actor", *(role for role in (*selections, *present) if role != "actor")]
-    return [_spec(config, role, selections.get(role, "@actor")) for role in dict.fromkeys(order)]
+    return [_spec(priced, role, selections.get(role, "@actor")) for role in dict.fromkeys(order)]
 
 
 def _spec(config: Config, role: str, on: Any) -> RoleSpec:
@@ -303,8 +318,8 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
                 max_tokens=config.data.max_length,
                 slots=VLLM_SLOTS if config.rollout.engine == "vllm" else config.rollout.num_slots,
                 engine=config.rollout.engine,
-                weight_bytes=_BYTES[config.train.dtype],
-                kv_bytes=_BYTES[config.train.dtype],
+                weight_bytes=_BYTES[dtype_of(config)],
+                kv_bytes=_BYTES[dtype_of(config)],
                 cuda_graphs=config.rollout.engine == "vllm" and not config.rollout.enforce_eager,
             ),
         )
@@ -325,7 +340,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         memory=ForwardMemory(
             max_tokens=score_tokens,
             micro_batch=score_batch,
-            weight_bytes=_BYTES[config.train.dtype],
+            weight_bytes=_BYTES[dtype_of(config)],
             is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
             packing=config.train.packing,
             sequence_parallel=config.train.sequence_parallel_size,
@@ -335,7 +350,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
 
 def _train_memory(config: Config, role: str) -> TrainMemory:
     train = config.train
-    compute = _BYTES[train.dtype]
+    compute = _BYTES[dtype_of(config)]
     is_deepspeed = train.backend == "deepspeed"
     # FSDP keeps fp32 weights and casts them per layer; DeepSpeed keeps 16-bit weights beside fp32 masters.
     has_master = train.fp32_master and compute < 4
@@ -400,7 +415,7 @@ def _master_bytes(config: Config, compute: int, has_master: bool) -> int:
 
 def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
     if config.train.backend == "deepspeed":
-        return _BYTES[config.train.deepspeed.grad_accum_dtype or config.train.dtype]
+        return _BYTES[config.train.deepspeed.grad_accum_dtype or dtype_of(config)]
     return 4 if has_master else compute
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from hotseat.cluster.group import Group
-from hotseat.errors import RunError, WorkerError
+from hotseat.errors import ClusterError, RunError, WorkerError
 from hotseat.loop.seats import Seats
 
 MAX_DEATHS = 5  # between two rollouts that succeed; those that die at the same time count once
@@ -60,6 +60,8 @@ class Revival:
         while True:
             try:
                 return work()
+            except ClusterError:
+                raise  # nobody can be replaced
             except RunError as error:
                 self._replace_dead(error, needs_push=not is_push)
 
@@ -102,6 +104,8 @@ class Revival:
                 if needs_push and owes_push:
                     self._push()
                 return
+            except ClusterError:
+                raise
             except RunError as another:
                 error = another
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -17,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from hotseat import clock, faults
 from hotseat.config import Config, loads_saved
 from hotseat.config.batches import BatchAlgebra, batch_algebra, token_budget, tokens_per_micro_batch
-from hotseat.config.built import not_built
-from hotseat.config.checks import missing
 from hotseat.config.maths import maths_notes
+from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.config.roles import has_critic
 from hotseat.data import PromptOrder, digest_of
-from hotseat.errors import CheckpointError, NotBuiltError, RunError, TooFewDevicesError, UserError
+from hotseat.errors import CheckpointError, RunError, TooFewDevicesError, UserError
 from hotseat.loop.budgets import (
     Use,
     describe,
@@ -35,8 +33,19 @@ from hotseat.loop.budgets import (
     with_budgets_of,
 )
 from hotseat.loop.checkpoints import Checkpoint
+from hotseat.loop.cpu import slow_dtype
 from hotseat.loop.launched import Ensemble, LedSaver
-from hotseat.loop.planning import budgets_on, make_plan, num_data_parallel, plan_notes, plan_on, with_budgets
+from hotseat.loop.memory import has_gpu
+from hotseat.loop.planning import (
+    are_devices_logical,
+    budgets_on,
+    make_plan,
+    num_data_parallel,
+    plan_notes,
+    plan_on,
+    with_budgets,
+)
+from hotseat.loop.refusals import refuse_at_once
 from hotseat.loop.rundir import (
     LOGS,
     forget_records,
@@ -47,7 +56,9 @@ from hotseat.loop.rundir import (
     write_config,
 )
 from hotseat.loop.saving import BACKEND, IS_WRITTEN, MODEL, Parts, Saver, critic_folder, sole_owner
+from hotseat.loop.start import make_view
 from hotseat.loop.value_models import check_readers
+from hotseat.observe import LiveView
 from hotseat.placement import Inventory, Plan
 
 if TYPE_CHECKING:
@@ -56,42 +67,25 @@ if TYPE_CHECKING:
 MAX_LOGICAL_DEVICES = 64
 
 
-def start(config: Config, launched: bool = False) -> dict[str, float]:
-    """Run a config to its end. `launched`: this process is one rank of several that a launcher started."""
-    with clock.of_one_run():
+def start(config: Config, launched: bool = False, view: LiveView | None = None) -> dict[str, float]:
+    """Run a config to its end.
+
+    launched: this process is one rank of several that a launcher started. view: shows already that the run starts.
+    """
+    with clock.of_one_run(), view or make_view(config, launched) as view:
         refuse_what_cannot_start(config)
         _quieten_transformers()
         if config.task == "rl":
-            return _start_rl(config)
-        return _start_supervised(config, launched)
+            return _start_rl(config, view)
+        return _start_supervised(config, launched, view)
 
 
 def refuse_what_cannot_start(config: Config) -> None:
-    """Everything that stands in the way, in one error."""
-    text = ""
-    absent = missing(config) + _files_not_there(config) + _packages_not_there(config)
+    """Raise for everything that stands in the way, before a model loads."""
+    refuse_at_once(config)
+    absent = _packages_not_there(config)
     if absent:
-        text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
-    unbuilt = not_built(config)
-    if unbuilt:
-        text += "not part of this version:\n" + "".join(f"  {key}: {what}\n" for key, what in unbuilt)
-    if text:
-        raise (UserError if absent else NotBuiltError)(text.rstrip())
-
-
-def _files_not_there(config: Config) -> list[tuple[str, str]]:
-    """User code that is named and does not exist. Models and data may be hub names, and say so themselves."""
-    found = []
-    named = {
-        "reward.function": config.reward.function,
-        "eval.reward": config.eval.reward,
-        "agent.path": config.agent.path,
-    }
-    for key, given in named.items():
-        file = re.match(r"(.+\.py)(:\w+)?$", given or "")
-        if file is not None and not Path(file[1]).expanduser().is_file():
-            found.append((key, f"there is no file {file[1]}"))
-    return found
+        raise UserError("this run cannot start:\n" + "\n".join(f"  {key}: {message}" for key, message in absent))
 
 
 def _packages_not_there(config: Config) -> list[tuple[str, str]]:
@@ -114,7 +108,8 @@ def _packages_not_there(config: Config) -> list[tuple[str, str]]:
 # --- reinforcement ----------------------------------------------------------------------------------------------------
 
 
-def _start_rl(config: Config) -> dict[str, float]:
+def _start_rl(config: Config, view: LiveView) -> dict[str, float]:
+    view.stage("reading tokenizer and data")
     from hotseat.loop.inputs import check_models, eos_token_ids, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
@@ -138,12 +133,13 @@ def _start_rl(config: Config) -> dict[str, float]:
         if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
-        from hotseat.loop.care import looked_after
+        from hotseat.loop.care import doing_in, looked_after
         from hotseat.loop.ledger import Ledger
         from hotseat.loop.rl import COLUMNS, RlRun, train_rl
 
-        journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, found))
+        journal = stack.enter_context(_journal(config, run_dir, algebra, COLUMNS, notes, view, found))
         stack.callback(_report, run_dir, journal)  # when the devices are free again
+        journal.stage(_starting(config))
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         config, is_new_budget = _with_budgets(config, cluster, found, journal)
         plan = plan_on(config, cluster)
@@ -154,6 +150,7 @@ def _start_rl(config: Config) -> dict[str, float]:
             journal.say(note)
         eos = eos_token_ids(config, tokenizer)
         ledger, logs = Ledger(run_dir), run_dir / LOGS
+        journal.stage(_loading(config, plan), lambda: doing_in(cluster))
         run = RlRun(config, plan, algebra, cluster, prompts, eval_prompts, eos, ledger, journal, logs, stack)
         with saver.settled(journal), smaller_budget_kept(lambda: run.config, saver.keep):
             if is_new_budget and _is_tried(run.has_devices):
@@ -172,6 +169,8 @@ def _start_rl(config: Config) -> dict[str, float]:
 
 def _with_budgets(config: Config, cluster: Any, found: Checkpoint | None, journal: Any) -> tuple[Config, bool]:
     """The config with its token budgets, and whether they are new: a resumed run has those of its checkpoint."""
+    has_gpus = not are_devices_logical(cluster)
+    config = _with_dtype(config, found, has_gpus, journal)
     if found is not None:
         config = with_budgets_of(config, loads_saved(str(found.state["config"])))
     chosen = budgets_on(config, cluster)
@@ -180,6 +179,22 @@ def _with_budgets(config: Config, cluster: Any, found: Checkpoint | None, journa
     for note in chosen.notes:
         journal.say(note)
     return chosen.config, chosen.config != config
+
+
+def _with_dtype(config: Config, found: Checkpoint | None, has_gpus: bool, journal: Any) -> Config:
+    """The config with the type of its computation: as it is set, as the checkpoint has it, or by the devices."""
+    chosen = config if found is None else with_dtype_of(config, loads_saved(str(found.state["config"])))
+    chosen = with_dtype(chosen, has_gpus)
+    if config.train.dtype is None:
+        where = "as in the checkpoint" if found is not None else f"for {'GPUs' if has_gpus else 'CPUs'}"
+        journal.say(f"train.dtype: {chosen.train.dtype}, {where} (it is unset)")
+        if chosen.train.dtype == "fp32":
+            for key in idle_in_fp32(config):
+                journal.say(f"{key}: no effect here: train.dtype is fp32")
+    warning = None if has_gpus else slow_dtype(chosen)
+    if warning is not None:
+        journal.say(warning, kind="warning")
+    return chosen
 
 
 def _is_tried(has_devices: bool) -> bool:
@@ -200,14 +215,15 @@ def _check_transport(config: Config, dry: Plan) -> None:
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
-def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
+def _start_supervised(config: Config, launched: bool, view: LiveView) -> dict[str, float]:
+    view.stage("reading tokenizer and data")
     from hotseat.loop.inputs import check_models, load_tokenizer, supervised
 
     tokenizer = load_tokenizer(config)
     check_models(config)
     taught = supervised(config, tokenizer)
     if launched:
-        return _run_launched(config, tokenizer, taught)
+        return _run_launched(config, tokenizer, taught, view)
     dry = make_plan(config, _local_inventory(config))
     num_ranks = num_data_parallel(config, dry)
     algebra = batch_algebra(config, num_ranks, len(taught.items))
@@ -217,12 +233,13 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         if found is not None and _is_finished(config, found, algebra, run_dir):
             return dict(found.state["evaluation"])
         from hotseat.cluster import Cluster
-        from hotseat.loop.care import looked_after
+        from hotseat.loop.care import doing_in, looked_after
         from hotseat.loop.supervised import SupervisedWorker
 
         columns = _supervised_columns(taught)
-        journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
+        journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, view, found))
         stack.callback(_report, run_dir, journal)
+        journal.stage(_starting(config))
         cluster = stack.enter_context(_cluster(Cluster, config, dry))
         config, is_new_budget = _with_budgets(config, cluster, found, journal)
         plan = plan_on(config, cluster)
@@ -230,6 +247,7 @@ def _start_supervised(config: Config, launched: bool) -> dict[str, float]:
         for note in plan_notes(config, cluster):
             journal.say(note)
         stack.enter_context(looked_after(cluster, journal, run_dir, config.cluster.silence_timeout_s))
+        journal.stage(_loading(config, plan), lambda: doing_in(cluster))
         actor = cluster.launch(
             "actor",
             SupervisedWorker,
@@ -394,7 +412,7 @@ def _train_supervised(
     return final
 
 
-def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
+def _run_launched(config: Config, tokenizer: Any, taught: Taught, view: LiveView) -> Any:
     """This process is one rank: no cluster, no driver. The first rank writes and prints."""
     from hotseat.loop.supervised import SupervisedWorker
     from hotseat.observe import Silence
@@ -408,10 +426,12 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
         )
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     num_sharing = config.train.num_sharing
+    config = with_dtype(config, has_gpu())  # which is refused, by its key, if a checkpoint was written in another
     check_ranks(config.train.sequence_parallel_size, num_ranks)
     check_ranks(config.train.tensor_parallel_size, num_ranks, TENSOR_PARALLEL_SIZE)
     algebra = batch_algebra(config, num_ranks // num_sharing, len(taught.items))
     _check_training(config, algebra)
+    view.stage(f"loading {Path(config.actor.model or '').name} in {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}")
     worker = SupervisedWorker(
         *_supervised_args(config, algebra, taught), rank=rank // num_sharing, num_ranks=algebra.num_ranks
     )
@@ -422,12 +442,12 @@ def _run_launched(config: Config, tokenizer: Any, taught: Taught) -> Any:
 
             def begin() -> tuple[Config, Path, Checkpoint | None, bool]:
                 nonlocal saver, journal
-                again = "go on after step {step}: start it again with checkpoint.resume=true"
+                again = "start it again with checkpoint.resume=true"
                 opened, run_dir, saver, found = _open_run(config, stack, taught.notes, taught.items, tokenizer, again)
                 if found is not None and _is_finished(config, found, algebra, run_dir):
                     return opened, run_dir, found, True
                 columns = _supervised_columns(taught)
-                journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, found))
+                journal = stack.enter_context(_journal(config, run_dir, algebra, columns, taught.notes, view, found))
                 stack.callback(_report, run_dir, journal)
                 if found is not None:
                     ensemble.call("go_on", str(found.path / BACKEND), dict(found.state))
@@ -479,6 +499,7 @@ def _launched_budget(
     if found is not None:
         config = with_budgets_of(config, loads_saved(str(found.state["config"])))
     has_devices = torch.cuda.is_available()
+    config = _with_dtype(config, found, has_devices, journal)
     inventory = None
     if has_devices:
         memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
@@ -518,9 +539,10 @@ def _check_training(config: Config, algebra: BatchAlgebra) -> None:
     from hotseat.train.make import check_options
 
     assert algebra.schedule_length is not None
-    check_options(settings.train_options(config, algebra.schedule_length))
+    checked = with_dtype(config, torch.cuda.is_available() or bool(os.environ.get("RAY_ADDRESS")))
+    check_options(settings.train_options(checked, algebra.schedule_length))
     if has_critic(config):
-        check_options(settings.critic_options(config, algebra.schedule_length))
+        check_options(settings.critic_options(checked, algebra.schedule_length))
     if os.environ.get("RAY_ADDRESS"):
         return  # other machines may have what this one lacks
     if config.train.liger_kernel:
@@ -535,7 +557,7 @@ def _open_run(
     notes: list[str],
     rows: Sequence[Any],
     tokenizer: Any,
-    advice: str = "go on after step {step}: hotseat resume {run_dir}",
+    command: str = "hotseat resume {run_dir}",
 ) -> tuple[Config, Path, Saver, Checkpoint | None]:
     """Open the run's directory for this process alone, and find the checkpoint it goes on from.
 
@@ -549,7 +571,7 @@ def _open_run(
         config = with_budgets_of(config, kept)
     saver = Saver(config, run_dir, tokenizer)
     savers.append(saver)
-    stack.enter_context(_advice(saver, run_dir, advice))
+    stack.enter_context(_advice(saver, command.format(run_dir=run_dir)))
     found = saver.find(stack, notes.append)
     if found is not None:
         PromptOrder(len(rows), config.seed, digest_of(rows)).at(found.state["order"])  # raises for other data
@@ -564,14 +586,17 @@ def _open_run(
 
 
 @contextmanager
-def _advice(saver: Saver, run_dir: Path, advice: str) -> Iterator[None]:
-    """A run that fails says how it goes on."""
+def _advice(saver: Saver, command: str) -> Iterator[None]:
+    """Add to what ends a run how it is resumed, and to an interrupt what is lost."""
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(saver.ending(command))
+        raise
     except RunError as error:
         step = saver.last_step()
         if step is not None and not isinstance(error, CheckpointError):
-            error.add_note(advice.format(step=step, run_dir=run_dir))
+            error.add_note(f"go on after step {step}: {command}")
         raise
 
 
@@ -628,15 +653,17 @@ def _journal(
     algebra: BatchAlgebra,
     columns: Any,
     notes: Sequence[str],
+    view: LiveView,
     found: Checkpoint | None = None,
 ) -> Any:
     """All that the run will tell, beginning with the notes that were made before."""
-    from hotseat.observe import Journal, LiveView
+    from hotseat.observe import Journal
 
     num_steps = algebra.num_steps or 0
+    view.expect(num_steps, columns)
     journal = Journal(
         run_dir,
-        LiveView(config.task, num_steps, columns),
+        view,
         num_steps=num_steps,
         log_every=config.log.every,
         tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
@@ -686,6 +713,21 @@ def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed
     )
 
 
+def _starting(config: Config) -> str:
+    """Word the stage in which a cluster is started, or met."""
+    if config.cluster.runtime == "local":
+        return "preparing to run in this process"
+    return f"attaching to Ray at {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "starting Ray"
+
+
+def _loading(config: Config, plan: Plan) -> str:
+    """Word the stage in which every role loads its model."""
+    counts = {role.name: len(role.processes) for role in plan.roles}
+    named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
+    engine = ", vLLM compiles" if config.task == "rl" and config.rollout.engine == "vllm" else ""
+    return f"starting processes, which load {Path(config.actor.model or '').name}{engine}: {named}"
+
+
 def _model_folder(config: Config, run_dir: Path) -> Path:
     return Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / MODEL
 
@@ -729,11 +771,13 @@ def _stoppable() -> Iterator[list[Saver]]:
         return
 
     def stop(number: int, frame: object) -> None:
-        waiting = [saver for saver in savers if saver.can_save and not saver.is_stopping]
+        waiting = [saver for saver in savers if saver.can_save and saver.has_begun and not saver.is_stopping]
         if not waiting:
             raise KeyboardInterrupt
         for saver in waiting:
             saver.is_stopping = True
+        # Straight to the file: whoever was interrupted may hold the locks of everything else.
+        os.write(2, b"hotseat: SIGTERM: this step is finished and saved, then the run ends; a second one ends it now\n")
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

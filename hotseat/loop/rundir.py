@@ -6,12 +6,15 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hotseat.config import Config, loads_saved, to_saved
 from hotseat.config.changes import Change
 from hotseat.errors import UserError
 from hotseat.observe import METRICS, RECORDS, JsonLines, read_lines
-from hotseat.placement import Plan
+
+if TYPE_CHECKING:
+    from hotseat.placement import Plan
 
 CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
@@ -40,6 +43,12 @@ def write_config(path: Path, config: Config) -> None:
     how = {"resume": False, "allow_changes": []}
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=how)})
     (path / CONFIG).write_text(to_saved(kept))
+
+
+def check_name(config: Config) -> None:
+    """Raise if the run's name is no name for a directory, or is taken."""
+    if config.name is not None:
+        _named(config)
 
 
 def _named(config: Config) -> Path:

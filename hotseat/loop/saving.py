@@ -6,6 +6,7 @@ import concurrent.futures
 import copy
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,9 @@ _ROOM_FOR_A_COPY = 2
 # For a save that is under way when a run fails. Long enough to be worth it, and an error is not kept back for long.
 _LAST_WAIT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+# Of checkpoints that nobody asked for: a run stands still for at most one part in so many, and they take at most one
+# part in so many of the free disk.
+_TIME_PARTS, _DISK_PARTS = 20, 2
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,14 @@ class Saver:
     At most one is being written: whoever wants another, a model or the end of the run waits for it first.
     """
 
-    def __init__(self, config: Config, run_dir: Path, tokenizer: Any = None):
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        tokenizer: Any = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """`tokenizer`: what is exported beside each model."""
         section = config.checkpoint
         self._config = config
@@ -121,6 +132,12 @@ class Saver:
         self._flight: _Flight | None = None
         self._stood_still_s: float | None = None  # since `metrics` was asked
         self.changes: list[Change] = []  # since the checkpoint that `find` returned
+        self._clock = clock
+        self._saved_s = clock()  # when last, or when the run began
+        self._cost_s = 0.0  # for which the last save held the run up
+        self._warned_of_room = False
+        self._last_made: int | None = None  # the last step that was finished
+        self.has_begun = False  # steps are being made: a signal lets the one under way come to its end
         self.is_stopping = False  # after the step that is under way; set by a signal, so at any moment
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
@@ -130,8 +147,10 @@ class Saver:
 
     def find(self, stack: ExitStack, say: Callable[[str], object]) -> Checkpoint | None:
         """The checkpoint to go on from, if the run is to go on and there is one. Nobody else may write here then."""
-        if not (self.can_save or self._config.checkpoint.resume):
-            return None
+        section = self._config.checkpoint
+        is_named = section.is_asked_for or section.resume or section.path is not None
+        if not is_named and not self._store.directory.exists():
+            return None  # by default the folder is made with the first checkpoint
         self._store.prepare()
         if self._config.checkpoint.path is not None:
             stack.enter_context(sole_owner(self._store.directory))
@@ -172,15 +191,49 @@ class Saver:
     @property
     def can_save(self) -> bool:
         """Whether the config asks for checkpoints."""
-        return self._config.checkpoint.every is not None
+        return self._config.checkpoint.every is not None or self._config.checkpoint.minutes is not None
 
     def is_due(self, step: int, is_stopping: bool) -> bool:
         """Whether a checkpoint is to be made after a step."""
         every = self._config.checkpoint.every
-        return every is not None and (step % every == 0 or is_stopping)
+        is_at_step = every is not None and step % every == 0
+        return is_at_step or self._is_late() or (is_stopping and self.can_save)
+
+    def _is_late(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        section = self._config.checkpoint
+        if section.minutes is None:
+            return False
+        least_s = section.minutes * 60
+        if section.every_minutes is None:
+            least_s = max(least_s, _TIME_PARTS * self._cost_s)
+        return self._clock() - self._saved_s >= least_s
+
+    def made(self, step: int) -> None:
+        """Note that a step was finished."""
+        self._last_made = step
+
+    def ending(self, command: str) -> str:
+        """Word what of a run that is interrupted now is lost, and how it is resumed."""
+        saved = self.last_step()
+        made = self._last_made or saved or 0
+        if saved is None and not made:
+            return "it made no step: start it again with the same command"
+        if saved is None:
+            section = self._config.checkpoint
+            first = f"the first would have come after {section.minutes:g} minutes; " if section.minutes else ""
+            return (
+                f"{made} {'step is' if made == 1 else 'steps are'} lost: there is no checkpoint to resume from ({first}"
+                "checkpoint.every=1 makes one after each step)"
+            )
+        lost = "nothing is lost but the step under way"
+        if made > saved:
+            lost = f"step {made} is lost" if made == saved + 1 else f"steps {saved + 1} to {made} are lost"
+        return f"{lost}: the last checkpoint is of step {saved}. Resume with: {command}"
 
     def after_step(self, step: int, parts: Parts, evaluation: Mapping[str, float], journal: Journal) -> None:
         """Save if it is time to, or if the run is asked to stop; then stop. Raises if the save before went wrong."""
+        self.made(step)
         is_stopping = self.is_stopping  # asked once: whoever is told later must not end here without a save
         path = self.save_if_due(step, parts, evaluation, journal, is_stopping)
         if path is not None and (is_stopping or self.is_stopping):
@@ -194,11 +247,33 @@ class Saver:
             self.wait()
         if not self.is_due(step, is_stopping):
             return None
+        if not (self._config.checkpoint.is_asked_for or is_stopping or self._has_room(parts, journal)):
+            self._saved_s = self._clock()
+            return None
         journal.phase("save")
-        started_s = time.monotonic()
+        started_s = self._clock()
         path = self.save(step, parts, evaluation)
-        self._stood_still_s = (self._stood_still_s or 0.0) + time.monotonic() - started_s
+        self._saved_s = self._clock()
+        self._cost_s = self._saved_s - started_s
+        self._stood_still_s = (self._stood_still_s or 0.0) + self._cost_s
         return path
+
+    def _has_room(self, parts: Parts, journal: Journal) -> bool:
+        """Whether a checkpoint that nobody asked for leaves enough of the disk to others; says so once if not."""
+        folder = next(
+            path for path in (self._store.directory, *self._store.directory.absolute().parents) if path.exists()
+        )
+        num_bytes, free = parts.num_bytes(), shutil.disk_usage(folder).free
+        if _DISK_PARTS * num_bytes <= free:
+            return True
+        if not self._warned_of_room:
+            journal.say(
+                f"no checkpoint is made: it takes {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; set"
+                " checkpoint.path to a larger disk and checkpoint.every, or checkpoint.every_minutes to 0",
+                kind="warning",
+            )
+        self._warned_of_room = True
+        return False
 
     def stop(self, path: Path, journal: Journal) -> NoReturn:
         """As soon as that checkpoint is there."""
@@ -269,8 +344,10 @@ class Saver:
     @contextmanager
     def settled(self, journal: Journal) -> Iterator[None]:
         """Around the steps of a run: however they end, no checkpoint is left halfway that could be completed."""
+        self.has_begun = True
         try:
             yield
+            self.has_begun = False  # what is left to do after the last step is not saved
             if self._flight is not None:
                 journal.phase("save")
             self.wait()

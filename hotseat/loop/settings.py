@@ -8,6 +8,7 @@ from pathlib import Path
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
+from hotseat.config.precision import dtype_of
 from hotseat.config.roles import has_inference
 from hotseat.config.schema import Optimizer, Rollout, Train
 from hotseat.loop.canary import CanarySettings
@@ -122,14 +123,15 @@ def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
 
 
 def _precision(config: Config, is_trained: bool) -> Precision:
-    if config.train.dtype != "bf16":
-        return config.train.dtype
+    dtype = dtype_of(config)
+    if dtype != "bf16":
+        return dtype
     # Nothing is added to weights that are not trained: what they are computed with is all they need.
     return "bf16_master" if config.train.fp32_master and is_trained else "bf16"
 
 
 def engine_dtype(config: Config) -> str:
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[config.train.dtype]
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype_of(config)]
 
 
 def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) -> EngineSettings:
@@ -214,7 +216,7 @@ def canary_settings(config: Config, on_gpu: bool) -> CanarySettings:
         num_tokens=canary.num_tokens,
         rounding_factor=canary.rounding_factor,
         drift_factor=canary.drift_factor,
-        dtype=config.train.dtype,
+        dtype=dtype_of(config),
         temperature=config.rollout.temperature,
         max_length=config.data.max_length,
         seed=config.seed,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.budgets import Use
 from hotseat.loop.cutting import BatchSettings, Cutter, too_large
@@ -86,7 +87,10 @@ class BackendWorker:
     """One rank of a model behind a training backend: it can be stored."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
-        self._backend = make_backend(model, options, device=device_of_process(), trust_remote_code=trust_remote_code)
+        with activity.doing("loads the model"):
+            self._backend = make_backend(
+                model, options, device=device_of_process(), trust_remote_code=trust_remote_code
+            )
         self._cutter = Cutter(self._backend)
         self._num_sharing_sequences = options.sequence_parallel_size
 
@@ -425,7 +429,9 @@ class EngineWorker:
     max_concurrency = 16  # a fetch waits; requests, health and weights must get through meanwhile
 
     def __init__(self, settings: EngineSettings):
-        self._engine = make_engine(settings, int(os.environ.get("RANK", "0")))
+        what = "loads the model" if settings.vllm is None else "vLLM loads the model and compiles"
+        with activity.doing(what):
+            self._engine = make_engine(settings, int(os.environ.get("RANK", "0")))
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | BaseException]] = {}

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,6 +21,16 @@ SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 TIMELINE = "timeline.json"
 RECORDS = (METRICS, DISTRIBUTIONS, SAMPLES, EVENTS, TIMELINE)
+
+# The phases in words, until each has come to its end once.
+FIRST_TIME = {
+    "sync": "sending the weights to the engines",
+    "evaluate": "evaluating",
+    "rollout": "sampling and scoring answers",
+    "prepare": "computing log-probs and advantages",
+    "update": "updating the weights",
+    "save": "saving a checkpoint",
+}
 
 AFTERWARDS = ("save", "export")  # phases that come when the numbers of their step are known
 
@@ -57,6 +67,7 @@ class Journal(Closing):
         self._log_every = log_every
         self._step = -1 if last_step is None else last_step  # step 0 is the evaluation before training
         self._phase: tuple[str, float, int] | None = None  # its name, beginning and step
+        self._has_stepped = False
         self._lock = threading.Lock()
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -84,7 +95,17 @@ class Journal(Closing):
         """What is going on from now on."""
         self.end_phase()
         self._phase = name, time.time(), self._step if name in AFTERWARDS else self._step + 1
-        self._view.phase(name)
+        if self._has_stepped:
+            self._view.phase(name)
+        else:
+            if name in ("rollout", "update"):
+                self._view.begin()
+            self._view.stage(f"step {self._phase[2] or 1}: {FIRST_TIME.get(name, name)}")
+
+    def stage(self, text: str, processes: Callable[[], list[str]] | None = None) -> None:
+        """What is going on before the first step. `processes`: what those do that are waited for, a line each."""
+        self._view.processes = processes
+        self._view.stage(text)
 
     def say(self, text: str, kind: Kind = "note") -> None:
         """A line that stays."""
@@ -97,6 +118,8 @@ class Journal(Closing):
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The numbers of a finished step."""
         self._step = step
+        self._has_stepped = self._has_stepped or step > 0
+        self._view.processes = None
         self._metrics.write({"step": step} | dict(metrics))
         self._board.write(step, metrics)
         for sink in self._sinks:
@@ -130,6 +153,8 @@ class Silence:
     """A journal that nobody reads, for a rank that has nothing to tell."""
 
     def phase(self, name: str) -> None: ...
+
+    def stage(self, text: str, processes: Callable[[], list[str]] | None = None) -> None: ...
 
     def say(self, text: str, kind: Kind = "note") -> None: ...
 

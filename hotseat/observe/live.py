@@ -1,13 +1,17 @@
-"""The live view: one line per step, and below it, on a terminal, what is going on right now."""
+"""The live view: one line per step, and below it, on a terminal, what is going on right now.
+
+It begins with the command, before a model or a library is loaded. Until the first step is done, where there is no
+terminal, every stage is a dated line.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -16,19 +20,30 @@ from rich.text import Text
 class LiveView:
     """Shows phase, step, the columns it was given, and when the run will be done. Plain lines when not a terminal."""
 
-    def __init__(self, title: str, num_steps: int, columns: Mapping[str, str], console: Console | None = None):
+    def __init__(
+        self, title: str, num_steps: int = 0, columns: Mapping[str, str] | None = None, console: Console | None = None
+    ):
         """`columns` maps a metric to how it is shown, such as `{"reward": "reward {:.3f}"}`."""
         self._title = title
         self._num_steps = num_steps
-        self._columns = columns
+        self._columns = columns or {}
         self._console = console or Console()
         self._live: Live | None = None
         self._phase = "starting"
         self._step = 0
         self._started_s = self._phase_started_s = time.monotonic()
+        self.processes: Callable[[], list[str]] | None = None  # what each process does that is being waited for
+
+    def expect(self, num_steps: int, columns: Mapping[str, str]) -> None:
+        """Take what is known only when config and data have been read."""
+        self._num_steps, self._columns = num_steps, columns
+
+    def begin(self) -> None:
+        """The first step begins: what came before it has no part in the pace."""
+        self._started_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._console.is_terminal and self._live is None:
             self._live = Live(console=self._console, get_renderable=self._status, refresh_per_second=4, transient=True)
             self._live.start()
         return self
@@ -38,10 +53,19 @@ class LiveView:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+            self._live = None
 
     def phase(self, name: str) -> None:
         """What is going on now."""
         self._phase, self._phase_started_s = name, time.monotonic()
+
+    def stage(self, text: str) -> None:
+        """What is going on now, on the way to the first step: a dated line where there is no terminal."""
+        self.phase(text)
+        if not self._console.is_terminal:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._console.print(f"{stamp}  {text}", highlight=False, markup=False, soft_wrap=True)
+            self._console.file.flush()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
         """A finished step: one line that stays."""
@@ -61,17 +85,20 @@ class LiveView:
             return None
         return (time.monotonic() - self._started_s) / self._step * (self._num_steps - self._step)
 
-    def _status(self) -> Table:
+    def _status(self) -> Group:
         grid = Table.grid(padding=(0, 2))
+        for _ in range(4):
+            grid.add_column(no_wrap=True)
         eta = self.eta_s()
         done = round(24 * self._step / self._num_steps) if self._num_steps else 0
         grid.add_row(
             Text("━" * done, style="green") + Text("━" * (24 - done), style="dim"),
-            f"{self._step}/{self._num_steps}",
+            f"{self._step}/{self._num_steps}" if self._num_steps else "starting",
             Text(f"{self._phase} {time.monotonic() - self._phase_started_s:.1f} s", style="cyan"),
             Text(f"{_duration(eta)} to go" if eta is not None else "", style="dim"),
         )
-        return grid
+        processes = self.processes
+        return Group(grid, *(Text(f"  {line}", style="dim") for line in (processes() if processes else ())))
 
 
 def _duration(seconds: float) -> str:

@@ -18,13 +18,8 @@ from hotseat.config.schema import Config
 PACKAGE = Path(__file__).parents[2] / "hotseat"
 # Checking a field, deriving which roles there are, or advising another value, is not yet doing what it says.
 NOT_READERS = (
-    "config/schema.py",
-    "config/checks.py",
-    "config/load.py",
-    "config/built.py",
-    "config/roles.py",
-    "loop/advice.py",
-    "cli/",
+    *("config/schema.py", "config/checks.py", "config/load.py", "config/built.py", "config/roles.py"),
+    *("loop/refusals.py", "loop/cpu.py", "loop/advice.py", "cli/"),
 )
 _LAST = ("loop/planning.py", "config/")  # these size a run; others carry it out
 

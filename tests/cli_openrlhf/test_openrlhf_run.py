@@ -65,7 +65,8 @@ def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
 def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.py").touch()
+    (tmp_path / "m").mkdir()
+    (tmp_path / "r.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     text = COMPLETE["train_ppo_ray"].replace(" --engine transformers", "")
     assert main("train_ppo_ray", text.split(), {}) == 2
     said = capsys.readouterr().err

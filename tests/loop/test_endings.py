@@ -1,6 +1,7 @@
 """A run that is ended from outside leaves nothing behind; one whose engine is killed goes on."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,7 +52,10 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
         _, errors = driver.communicate(timeout=90)
         if ending is signal.SIGINT:
             assert driver.returncode == 130
-            assert errors.strip().splitlines()[-1] == "hotseat: stopped"
+            # Of an endless run without checkpoints: the first would have come after ten minutes.
+            last, told = errors.strip().splitlines()[-2:]
+            assert last == "hotseat: stopped"
+            assert re.fullmatch(r"\d+ steps are lost: there is no checkpoint to resume from \(.*10 minutes.*\)", told)
         within_s = 10 if ending is signal.SIGKILL else 60  # ten seconds are what docs/reliability.md says of a kill
         assert wait_for(lambda: not marked(MARK, [mark]), within_s), marked(MARK, [mark])
     finally:

@@ -88,7 +88,7 @@ def test_a_reference_that_reads_other_tokens_is_refused(task):
 
 
 def test_only_what_is_trained_has_to_be_a_mixture_of_experts(task):
-    config = loads("algorithm: {aux_loss_coef: 0.01}")
+    config = loads("{algorithm: {aux_loss_coef: 0.01}, train: {dtype: fp32}}")
     assert settings.train_options(config, 10).aux_loss_coefficient == 0.01
     assert settings.train_options(config, 10, is_trained=False).aux_loss_coefficient == 0
     assert settings.reward_options(config).aux_loss_coefficient == 0

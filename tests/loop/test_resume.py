@@ -337,7 +337,13 @@ def test_sigterm_saves_and_the_rest_can_follow(task):
         out, errors = driver.communicate(timeout=240)
     assert driver.returncode == 130
     assert "saved " in out
-    assert errors.strip().splitlines()[-1] == "hotseat: stopped"
+    said = errors.strip().splitlines()
+    assert said[-3].startswith("hotseat: SIGTERM: this step is finished and saved, then the run ends")
+    assert said[-2] == "hotseat: stopped"
+    assert said[-1] == (
+        "nothing is lost but the step under way: the last checkpoint is of step 3. Resume with: hotseat resume"
+        f" {task}/runs/ended"
+    )
     [checkpoint] = (task / "runs" / "ended" / "checkpoints").iterdir()
     assert checkpoint.name == "step-000003"
     assert main(["resume", str(task / "runs" / "ended")]) == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotseat.errors import RunError, WorkerError
+from hotseat.errors import ClusterError, RunError, WorkerError
 from hotseat.loop.revival import MAX_DEATHS, Revival, start_up
 
 
@@ -74,6 +74,22 @@ def test_an_error_without_a_death_is_an_error():
 
     with pytest.raises(RunError, match="nothing to learn from"):
         revival(engines).during(work)
+    assert engines.log == []
+
+
+@pytest.mark.parametrize("is_at_restart", [False, True])
+def test_where_the_cluster_is_gone_nobody_is_replaced(is_at_restart):
+    """Its processes are dead too, but nothing could start others."""
+    engines = Engines()
+
+    def fail(*_):
+        engines.is_alive = [False, False]
+        raise ClusterError("Ray's raylet died")
+
+    if is_at_restart:
+        engines.restart = fail
+    with pytest.raises(ClusterError, match="Ray's raylet died"):
+        revival(engines).during(dies(engines, 1) if is_at_restart else fail)
     assert engines.log == []
 
 

@@ -3,11 +3,12 @@
 import io
 import json
 import logging
+import re
 
 import pytest
 from rich.console import Console
 
-from hotseat.observe import JsonLines, LiveView, TensorBoard, read_lines
+from hotseat.observe import Journal, JsonLines, LiveView, TensorBoard, read_lines
 from hotseat.observe.journal import spread
 from hotseat.observe.noise import unheard
 
@@ -65,6 +66,42 @@ def test_on_a_terminal_the_phase_and_the_time_to_go_are_shown():
         assert view.eta_s() is not None
     assert "update" in out.getvalue()
     assert "to go" in out.getvalue()
+
+
+def test_without_a_terminal_a_stage_is_a_dated_line_and_on_one_it_is_not():
+    plain, shown = io.StringIO(), io.StringIO()
+    LiveView("rl", console=Console(file=plain, width=100)).stage("starting Ray")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  starting Ray\n", plain.getvalue())
+    with LiveView("rl", console=Console(file=shown, width=100, force_terminal=True)) as view:
+        view.stage("starting Ray")
+        view.processes = lambda: ["rollout 0: vLLM loads the model and compiles, for 23.0 s"]
+        view._live.refresh()
+    assert re.search(r"starting Ray \d+\.\d s", shown.getvalue())
+    assert "rollout 0: vLLM loads the model and compiles, for 23.0 s" in shown.getvalue()
+    assert not re.search(r"\d{4}-\d\d-\d\d", shown.getvalue())
+
+
+def test_phases_are_told_by_name_until_the_first_step_is_done(tmp_path):
+    out = io.StringIO()
+    view = LiveView("rl", console=Console(file=out, width=100))
+    view.expect(2, {"reward": "reward {:.1f}"})
+    with Journal(tmp_path, view, num_steps=2) as journal:
+        journal.stage("starting Ray", lambda: ["actor 0: its start"])
+        assert view.processes() == ["actor 0: its start"]
+        for name in ("sync", "rollout"):
+            journal.phase(name)
+        journal.step(1, {"reward": 0.5})
+        assert view.processes is None
+        journal.phase("rollout")
+        journal.step(2, {"reward": 1.0})
+    lines = [re.sub(r"^[-\d]+ [:\d]+  ", "DATE ", line) for line in out.getvalue().splitlines()]
+    assert lines == [
+        "DATE starting Ray",
+        "DATE step 1: sending the weights to the engines",
+        "DATE step 1: sampling and scoring answers",
+        "rl 1/2  reward 0.5",
+        "rl 2/2  reward 1.0",
+    ]
 
 
 def test_what_is_not_finite_is_in_no_distribution():

@@ -39,7 +39,8 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_without_vllm_a_run_names_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
     monkeypatch.chdir(tmp_path)
-    Path("reward.py").touch()
+    Path("m").mkdir()
+    Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     with pytest.raises(UserError) as caught:
         refuse_what_cannot_start(loads(CONFIG))
     message = str(caught.value)

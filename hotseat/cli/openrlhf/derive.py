@@ -274,6 +274,14 @@ def _dtype(draft: Draft) -> None:
         draft.fields["train.dtype"] = line["--param_dtype"] or "fp32"
 
 
+def _checkpoints(draft: Draft) -> None:
+    """Without --save_steps OpenRLHF saves nothing, and one folder may serve many runs: none are made by time."""
+    steps = draft.line["--save_steps"]
+    draft.fields["checkpoint.every"] = None if steps == -1 else steps
+    if steps == -1:
+        draft.fields["checkpoint.every_minutes"] = 0.0
+
+
 def _attention(draft: Draft) -> None:
     """Flash attention is what a GPU gets anyway; any other choice is passed on."""
     chosen = draft.line["--attn_implementation"]
@@ -445,6 +453,7 @@ DERIVED: Mapping[str, Callable[[Draft], None]] = {
     "critic": _critic,
     "reward": _reward,
     "dtype": _dtype,
+    "checkpoints": _checkpoints,
     "attention": _attention,
     "template": _template,
     "images": _images,

@@ -197,7 +197,9 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _int("--eval_steps", "--eval.steps", -1, "eval.every", convert=unless_minus_one),
         _text("--save_path", "--ckpt.output_dir", "./ckpt", "checkpoint.export_path"),
         _text("--ckpt_path", "--ckpt.path", None, "checkpoint.path"),
-        _int("--save_steps", "--ckpt.save_steps", -1, "checkpoint.every", convert=unless_minus_one),
+        _int(
+            "--save_steps", "--ckpt.save_steps", -1, ("checkpoint.every", "checkpoint.every_minutes"), by="checkpoints"
+        ),
         _switch("--save_hf_ckpt", "--ckpt.save_hf", "checkpoint.export_each"),
         _switch("--disable_ds_ckpt", "--ckpt.disable_ds", "checkpoint.save_state", convert=negated),
         _int("--max_ckpt_num", "--ckpt.max_num", 3, "checkpoint.keep_last"),

@@ -35,7 +35,7 @@ def main(
     env: MutableMapping[str, str] | None = None,
     start: Callable[..., Any] | None = None,
 ) -> int:
-    """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.run.start` unless given."""
+    """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.start.start` unless given."""
     clock.begin()
     try:
         return _run(command, argv, os.environ if env is None else env, start)
@@ -45,8 +45,8 @@ def main(
     except HotseatError as error:
         print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print(f"{command}: stopped", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("\n".join([f"{command}: stopped", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
         return STOPPED
 
 
@@ -90,9 +90,9 @@ def begin(found: Translation, env: MutableMapping[str, str], launched: bool, sta
 
 
 def _start(config: Config, launched: bool) -> None:
-    from hotseat.loop import run
+    from hotseat.loop import start
 
-    run.start(config, launched=launched)
+    start.start(config, launched=launched)
 
 
 def is_launched(command: str, env: Mapping[str, str], local_rank: int = -1) -> bool:

@@ -1,0 +1,53 @@
+"""The type of the computation where `train.dtype` is unset: what the devices are good at."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hotseat.config.schema import Config
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+_FOR_16_BITS = (("train", "fp32_master"), ("rollout", "fp32_head"))  # options that change nothing in fp32
+
+
+def dtype_of(config: Config) -> Dtype:
+    """Return the type of the computation of a config in which it is set, or was chosen."""
+    assert config.train.dtype is not None, "with_dtype comes first"
+    return config.train.dtype
+
+
+def with_dtype(config: Config, has_gpus: bool) -> Config:
+    """Return the config with a type: the one that is set, or bf16 on GPUs and fp32 on CPUs."""
+    return config if config.train.dtype is not None else _with(config, "bf16" if has_gpus else "fp32")
+
+
+def with_dtype_of(config: Config, other: Config) -> Config:
+    """Return the config with the type that another one has, such as that of a checkpoint, where it sets none itself."""
+    if config.train.dtype is not None or other.train.dtype is None:
+        return config
+    return _with(config, other.train.dtype)
+
+
+def idle_in_fp32(config: Config) -> list[str]:
+    """List the options of 16-bit computations that a config sets, dotted."""
+    default = Config()
+    return [
+        f"{section}.{name}"
+        for section, name in _FOR_16_BITS
+        if getattr(getattr(config, section), name) != getattr(getattr(default, section), name)
+    ]
+
+
+def _with(config: Config, dtype: Dtype) -> Config:
+    config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
+    if dtype != "fp32":
+        return config
+    # What has no effect is an error in a config that is read: that of a run must load again.
+    default = Config()
+    for name, option in _FOR_16_BITS:
+        section = getattr(config, name)
+        if getattr(section, option) != getattr(getattr(default, name), option):
+            value = getattr(getattr(default, name), option)
+            config = config.model_copy(update={name: section.model_copy(update={option: value})})
+    return config

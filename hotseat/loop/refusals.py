@@ -1,0 +1,164 @@
+"""Refuses at once what cannot start: with the config and a look at files, without torch, transformers or Ray."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config
+from hotseat.config.built import not_built
+from hotseat.config.checks import missing
+from hotseat.config.roles import has_critic, has_reference, has_reward_model
+from hotseat.errors import NotBuiltError, UserError
+from hotseat.loop.hub import hub_problem
+from hotseat.loop.rundir import check_name
+from hotseat.loop.user_files import agent_problem, reward_problem
+
+# Files that are rows by their name, whether they are there or not.
+_ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+
+
+def refuse_at_once(config: Config) -> None:
+    """Raise one error with everything that stands in the way and can be seen in the config and in files."""
+    absent = [
+        *missing(config),
+        *_user_files(config),
+        *_missing_models(config),
+        *_missing_rows(config),
+        *_too_many_tokens(config),
+    ]
+    text = ""
+    if absent:
+        text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
+    unbuilt = not_built(config)
+    if unbuilt:
+        text += "not part of this version:\n" + "".join(f"  {key}: {what}\n" for key, what in unbuilt)
+    if text:
+        raise (UserError if absent else NotBuiltError)(text.rstrip())
+    check_name(config)
+    problem = hub_problem([name for _, name in _models(config) if not Path(name).is_dir()])
+    if problem is not None:
+        key = next(key for key, name in _models(config) if name == problem.model)
+        raise UserError(f"{key} {problem.model!r}: {problem.text}")
+
+
+# --- the user's code --------------------------------------------------------------------------------------------------
+
+
+def _user_files(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, message) of Python files that are named and are not there, or cannot be what they are named for."""
+    if config.task != "rl":
+        return
+    for key, given, find_problem in (
+        ("reward.function", config.reward.function, reward_problem),
+        ("eval.reward", config.eval.reward, reward_problem),
+        ("agent.path", config.agent.path, agent_problem),
+    ):
+        found = re.fullmatch(r"(.+\.py)(?::(\w+))?", given or "")
+        if found is None:
+            continue
+        file = Path(found[1]).expanduser()
+        if not file.is_file():
+            yield key, f"there is no file {found[1]}{near(file)}"
+        elif (problem := find_problem(file, found[2])) is not None:
+            yield key, problem
+
+
+# --- models and data --------------------------------------------------------------------------------------------------
+
+
+def _models(config: Config) -> list[tuple[str, str]]:
+    """(key, folder or hub name) of every model that the run loads."""
+    named = [
+        ("actor.model", config.actor.model, True),
+        ("critic.model", config.critic.model, has_critic(config)),
+        ("reference.model", config.reference.model, has_reference(config)),
+        ("reward.model", config.reward.model, has_reward_model(config)),
+    ]
+    return [(key, name) for key, name, is_loaded in named if is_loaded and name is not None]
+
+
+def looks_like_path(name: str) -> bool:
+    """Tell whether a model that is no folder here was meant as one, and not as a name on the hub."""
+    is_below_folder = "/" in name and Path(name).parent.is_dir()
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or is_below_folder
+
+
+def _missing_models(config: Config) -> Iterator[tuple[str, str]]:
+    for key, name in _models(config):
+        path = Path(name)
+        if path.is_file():
+            yield key, f"{name} is a file: give the folder of a checkpoint, which holds config.json and weights"
+        elif not path.is_dir() and looks_like_path(name):
+            home = path.expanduser()
+            if home.is_dir():
+                yield key, f"{name}: ~ is not replaced here; write {home}"
+            else:
+                yield key, f"there is no folder {name}{near(home)}"
+
+
+def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
+    for key, given in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+        for part in (given or "").split(","):
+            part = part.strip()
+            path = Path(part).expanduser()
+            if not part or path.exists() or "@" in part:
+                continue
+            if part.startswith((".", "/", "~")) or path.suffix in _ROW_FILES or part.count("/") > 1:
+                yield key, f"no such file or folder: {part}{near(path)}"
+
+
+def near(path: Path) -> str:
+    """Word what is there instead of a path that is not: the entry with the most similar name, or the missing parent."""
+    parent = path.parent
+    if not parent.is_dir():
+        while not parent.parent.is_dir():
+            parent = parent.parent
+        return f": there is no {parent} either{near(parent)}"
+    close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.6)
+    return f"; did you mean {parent / close[0]}?" if close else ""
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
+    """Sequences longer than a model has positions, of models whose config.json is here."""
+    for key, name in _models(config):
+        if key == "reward.model" and config.reward.retokenize:
+            continue  # texts may be shorter in its own tokens
+        try:
+            shape = json.loads((Path(name) / "config.json").read_text())
+        except (OSError, ValueError):
+            continue  # which is said when the model is read
+        message = length_problem(config, key, name, shape if isinstance(shape, dict) else {})
+        if message is not None:
+            yield "data.max_length", message
+            return
+
+
+def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any]) -> str | None:
+    """Word what is wrong with data.max_length for a model with this config.json; None if it fits."""
+    positions = num_positions(shape)
+    length = config.data.max_length
+    if positions is None or length <= positions:
+        return None
+    default = "" if "max_length" in config.data.model_fields_set else " (its default)"
+    return f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
+
+
+def num_positions(shape: Mapping[str, Any]) -> int | None:
+    """Return the positions that a model with this config.json has; None if it does not say, or has no bound."""
+    text = shape.get("text_config")
+    values = text if isinstance(text, dict) else shape
+    positions = values.get("max_position_embeddings", values.get("n_positions"))
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    # Scaled angles reach further than what some checkpoints write; engines, which know each kind, are stricter.
+    scaling = values.get("rope_parameters") or values.get("rope_scaling")
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    return int(positions * factor) if isinstance(factor, int | float) and factor > 1 else positions

@@ -1,0 +1,27 @@
+"""The way into a run: refuse at once what cannot start, show that it starts, and only then load heavy libraries."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+from hotseat.config import Config
+from hotseat.loop.refusals import refuse_at_once
+from hotseat.observe import LiveView
+
+
+def start(config: Config, launched: bool = False) -> dict[str, float]:
+    """Run a config to its end, as `hotseat.loop.run.start` does."""
+    refuse_at_once(config)
+    with make_view(config, launched) as view:
+        view.stage("loading torch and transformers")
+        from hotseat.loop import run
+
+        return run.start(config, launched, view)
+
+
+def make_view(config: Config, launched: bool) -> LiveView:
+    """Make what shows the run on the screen; of ranks that a launcher started, only the first shows anything."""
+    is_heard = not launched or os.environ.get("RANK", "0") == "0"
+    return LiveView(config.task, console=Console(quiet=not is_heard))

@@ -1,0 +1,63 @@
+"""Ray's own processes are watched: when one is gone, everybody who waits hears of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from hotseat.cluster._ray import RayGroup, _Daemons
+from hotseat.errors import ClusterError
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen]:
+    started = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    yield started
+    started.kill()
+    started.wait(10)
+
+
+@pytest.mark.parametrize(("name", "words"), [("gcs_server", "GCS server"), ("raylet", "raylet")])
+def test_a_daemon_that_is_killed_is_told_once_by_name(process, name, words):
+    told: list[ClusterError] = []
+    heard = threading.Event()
+
+    def lose(error: ClusterError) -> None:
+        told.append(error)
+        heard.set()
+
+    daemons = _Daemons({name: [SimpleNamespace(process=process)], "monitor": []}, lose)
+    assert daemons.lost() is None
+    process.kill()
+    assert heard.wait(60)
+    daemons.close()
+    assert told == [daemons.lost()]
+    assert str(told[0]).startswith(f"Ray's {words} (pid {process.pid}) died: without it no process of this run")
+
+
+def test_daemons_that_live_until_they_are_closed_are_not_told_of(process):
+    told: list[ClusterError] = []
+    daemons = _Daemons({"raylet": [SimpleNamespace(process=process)]}, told.append)
+    daemons.close()
+    process.kill()
+    process.wait(10)
+    assert told == []
+
+
+def test_calls_that_wait_fail_and_answered_ones_keep_their_answer():
+    group = RayGroup("actor", [], timeout_s=1.0, log_directory="")
+    waiting, starting, answered = Future(), Future(), Future()
+    answered.set_result(1)
+    group._pending |= {waiting, answered}
+    group._starting = SimpleNamespace(_futures={0: starting}), 1.0
+    error = ClusterError("Ray is gone")
+    group.lose(error)
+    assert waiting.exception(0) is error
+    assert starting.exception(0) is error
+    assert answered.result(0) == 1
