@@ -56,8 +56,8 @@ def run(config: str | Path | Mapping[str, Any] | Config, *overrides: str) -> Run
 
     wait_passively()
     checked = _checked(config, overrides)
-    from hotseat.loop.run import start
     from hotseat.loop.rundir import named_run
+    from hotseat.loop.start import start
 
     named = named_run(checked)
     start(named)

@@ -118,13 +118,13 @@ def may_change(task: str | None = None) -> list[tuple[str, tuple[str, ...]]]:
 def changes_between(saved: str, config: Config) -> list[Change]:
     """List what has changed since a checkpoint with the `saved` config was written, or refuse what cannot."""
     before = loads_saved(saved)
-    config = with_dtype_of(config, before)
-    then, now = _flat(before.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    resumed = with_dtype_of(config, before)
+    then, now = _flat(before.model_dump(mode="json")), _flat(resumed.model_dump(mode="json"))
     allowed = config.checkpoint.allow_changes
     _check_keys(allowed)
     free = [key for _, keys in may_change(config.task) for key in keys]
     different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
-    idle = {key for key, _ in no_effect(config, different)}
+    idle = {key for key, _ in no_effect(resumed, different)}
     found: list[Change] = []
     refused: list[Change] = []
     for key in different:

@@ -7,13 +7,13 @@ from loop_cases import make_task, sft_yaml
 from hotseat.cli.main import main
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads, loads_saved, to_saved
+from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
 from hotseat.loop import settings
 from hotseat.loop.cpu import has_bf16_units, slow_dtype
 from hotseat.loop.memory import has_gpu
 from hotseat.loop.planning import make_plan
 from hotseat.loop.run import start
-from hotseat.loop.saving import compare
 from hotseat.observe import read_lines
 
 WITHOUT = "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_vnni\nbugs\t: spectre\n"
@@ -51,11 +51,11 @@ def test_what_a_run_chose_loads_again_though_options_of_16_bits_were_set():
 
 def test_an_unset_type_is_taken_over_from_a_checkpoint_and_another_is_refused():
     saved = to_saved(with_dtype(loads("train: {fp32_master: false}"), has_gpus=False))
-    assert compare(saved, loads("train: {fp32_master: false}")) == []
+    assert changes_between(saved, loads("train: {fp32_master: false}")) == []
     assert with_dtype_of(loads(""), loads_saved(saved)).train.dtype == "fp32"
     assert with_dtype_of(loads("train: {dtype: bf16}"), loads_saved(saved)).train.dtype == "bf16"
     with pytest.raises(Exception, match="train.dtype: fp32 when the checkpoint was written, now bf16"):
-        compare(saved, loads("train: {dtype: bf16}"))
+        changes_between(saved, loads("train: {dtype: bf16}"))
 
 
 def test_a_plan_prices_what_a_run_on_those_machines_would_use():
