@@ -308,7 +308,7 @@ def _checked(made: object, job: _Job) -> Outcome:
     if isinstance(made, ScoredEpisode):
         for name in ("reward", "score"):
             if not math.isfinite(getattr(made, name)):
-                raise AgentError(f"the agent gave it a {name} of {getattr(made, name)}")
+                raise AgentError(f"the agent returned an episode with a {name} of {getattr(made, name)}")
     lengths = list(episode.turn_lengths)
     num_sampled = sum(int(segment.mask.sum()) for segment in episode.segments)
     if num_sampled == 0:

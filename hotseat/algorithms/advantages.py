@@ -69,7 +69,7 @@ class _Groups:
             named = ", ".join(map(str, alone[:5])) + (", ..." if len(alone) > 5 else "")
             raise UserError(
                 f"{'group' if len(alone) == 1 else 'groups'} {named}: only one sample, and a baseline needs siblings;"
-                " set n_samples_per_prompt >= 2, and drop groups of which only one sample is left"
+                " set rollout.samples_per_prompt to 2 or more, and drop groups of which only one sample is left"
             )
 
     def mean(self, values: Tensor) -> Tensor:

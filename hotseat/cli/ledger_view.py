@@ -31,7 +31,7 @@ def show_ledger(run_dir: Path, sample: str | None, console: Console | None = Non
     key = SampleKey(int(match[1]), int(match[2]), int(match[3]))
     found = [entry for entry in entries if key in entry.keys]
     if not found:
-        raise UserError(f"{run_dir} knows no sample {sample}")
+        raise UserError(f"{run_dir} has no sample {sample}")
     for entry in found:
         reason = f": {entry.reason}" if entry.reason else ""
         console.print(f"{key}  {entry.state} at step {entry.step}, sampled by version {entry.version}{reason}")

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from hotseat.config.schema import Config, Rollout, Train
 from hotseat.errors import BatchError
+from hotseat.words import quantity
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
     num_steps = total_rows // prompts if total_rows is not None else None
     if total_rows is not None and total_rows < prompts:
         raise BatchError(
-            f"{rows} rows in {passes} pass(es) are fewer than the {prompts} of one step:"
+            f"{quantity(rows, 'row')} in {quantity(passes, 'pass', 'passes')} are fewer than the {prompts} of one step:"
             f" lower {'rollout' if is_rl else 'train'}.batch_size to {total_rows} or add data"
         )
     optimizer_steps = samples * (train.max_epochs if is_rl else 1) // train.batch_size
@@ -144,7 +145,7 @@ def _micro_batches(config: Config, num_ranks: int, problems: list[str]) -> int |
     if batch % (num_ranks * micro) == 0:
         return batch // (num_ranks * micro)
     message = (
-        f"train.batch_size {batch} is not a multiple of {num_ranks} rank(s) x train.micro_batch_size {micro}"
+        f"train.batch_size {batch} is not a multiple of {quantity(num_ranks, 'rank')} x train.micro_batch_size {micro}"
         f" = {num_ranks * micro}: set it to {nearest_multiples(batch, num_ranks * micro)}"
     )
     if batch % num_ranks == 0:
@@ -194,8 +195,8 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
         (
             "steps",
             f"{algebra.num_steps:,}",
-            f"{'at most ' * algebra.is_bound}{per_pass:,} rows x {passes} pass(es) / {algebra.prompts_per_step:,},"
-            f" {algebra.num_dropped_rows:,} left over",
+            f"{'at most ' * algebra.is_bound}{quantity(per_pass, 'row')} x {quantity(passes, 'pass', 'passes')}"
+            f" / {algebra.prompts_per_step:,}, {algebra.num_dropped_rows:,} left over",
         )
     )
     rows.append(

@@ -157,8 +157,8 @@ def _refusal(refused: Iterable[Change]) -> str:
     allow = "".join(f" --allow-change {key}" for key in keys)
     hint = "set them back, or start a new run"
     if keys:
-        hint += f"; to resume all the same, though not as the run would have gone on: hotseat resume RUN_DIR{allow}"
-    return "\n".join(["this run cannot go on with another config:", *lines, hint])
+        hint += f"; to resume all the same, with results of its own: hotseat resume RUN_DIR{allow}"
+    return "\n".join(["this run cannot be resumed with another config:", *lines, hint])
 
 
 def _check_keys(keys: Iterable[str]) -> None:

@@ -207,7 +207,7 @@ def _spans_by_marks(draft: Draft, offsets: list[tuple[int, int]]) -> list[tuple[
             if first < begin or last > end:
                 raise BadValue(
                     f"{draft.key}: token {draft.text[first:last]!r} reaches over the edge of the assistant's text"
-                    f" {draft.text[begin:end][:20]!r}..., so it is neither to be learned nor not; let the chat template"
+                    f" {draft.text[begin:end][:20]!r}..., so it is only partly the assistant's; let the chat template"
                     " put a special token or a line break there"
                 )
         if inside:

@@ -177,7 +177,7 @@ class CheckpointStore:
         steps = self.steps()
         if not steps:
             return None
-        earlier = f"; remove it to go on from {_name(steps[-2])}" if len(steps) > 1 else ""
+        earlier = f"; remove it to resume from {_name(steps[-2])}" if len(steps) > 1 else ""
         return self._checked(steps[-1], earlier)
 
     def _checked(self, step: int, advice: str) -> Checkpoint:

@@ -70,7 +70,7 @@ def launch_groups(
         for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
             memory = cluster.device_memory(device)
             if memory is not None:
-                say(f"with its engines started, device {device} has {memory.used / 2**30:.1f} GiB in use")
+                say(f"device {device}: {memory.used / 2**30:.1f} GiB in use after the engines started")
     options = settings.train_options(config, schedule_length)
     actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
     critic = reference = reward = inference = None

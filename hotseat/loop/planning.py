@@ -41,6 +41,7 @@ from hotseat.placement import (
     plan,
     token_activation_bytes,
 )
+from hotseat.words import quantity
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
 MAX_ASSUMED_NODES = 4096
@@ -138,8 +139,8 @@ def _check_second_copies(config: Config, made: Plan) -> None:
         num_ranks = len(role.processes)
         if role.name in _MODELS and num_ranks % size:
             raise PlacementError(
-                f"train.deepspeed.zpg is {size}, and the {num_ranks} rank(s) of {role.name} do not divide into groups"
-                " of that size: set it to a number that divides the ranks of every model"
+                f"train.deepspeed.zpg is {size}, and the {quantity(num_ranks, 'rank')} of {role.name} cannot be"
+                " divided into groups of that size: set it to a number that divides the ranks of every model"
             )
 
 
@@ -474,7 +475,8 @@ def _local_config(name: str) -> Mapping[str, object] | None:
 def _with_pools(inventory: Inventory, config: Config) -> Inventory:
     if config.cluster.num_nodes is not None and config.cluster.num_nodes > inventory.num_nodes:
         raise PlacementError(
-            f"cluster.num_nodes is {config.cluster.num_nodes}, the inventory has {inventory.num_nodes} node(s)"
+            f"cluster.num_nodes is {config.cluster.num_nodes}, the inventory has"
+            f" {quantity(inventory.num_nodes, 'node')}"
         )
     if config.cluster.num_nodes is not None and config.cluster.num_nodes < inventory.num_nodes:
         inventory = Inventory(inventory.nodes[: config.cluster.num_nodes])

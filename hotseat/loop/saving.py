@@ -165,7 +165,7 @@ class Saver:
             return None
         found = self._store.newest()
         if found is None:
-            say(f"{self._store.directory} has no checkpoint to go on from: this run starts anew")
+            say(f"{self._store.directory} has no checkpoint to resume from: this run starts from its first step")
             return None
         if not (found.path / BACKEND).is_dir():
             raise CheckpointError(
@@ -175,7 +175,7 @@ class Saver:
         self.changes = changes_between(str(found.state["config"]), self._config)
         for change in self.changes:
             say(f"{change}{' (allowed)' * change.is_allowed}")
-        say(f"going on from {found.path}, after step {found.step}")
+        say(f"resuming from {found.path}, after step {found.step}")
         return found
 
     def keep(self, config: Config) -> None:

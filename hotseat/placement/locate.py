@@ -26,6 +26,7 @@ from hotseat.placement.selection import (
     Selection,
     check_divides,
 )
+from hotseat.words import quantity
 
 Where = Literal["devices", "cpu", "elsewhere"]
 
@@ -421,7 +422,8 @@ def _engines_do_not_match(request: Request, size: int, num_devices: int, target:
     if not fixes:
         fixes.append(f"set {role}.num_engines to {num_devices} and {role}.tensor_parallel_size to 1")
     return (
-        f"{role}: {num_engines} engines x tp {size} need {num_engines * size} devices, {owner} has {num_devices}:"
+        f"{role}: {quantity(num_engines, 'engine')} x tp {size} {'needs' if num_engines == 1 else 'need'}"
+        f" {quantity(num_engines * size, 'device')}, {owner} has {num_devices}:"
         f" {why}; {' or '.join(fixes)}"
     )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hotseat.errors import UserError
+from hotseat.words import quantity
 
 
 class SequenceGroup:
@@ -120,7 +121,7 @@ def check_ranks(size: int, num_ranks: int, name: str = "train.sequence_parallel_
     """Raise unless ranks divide into groups of the size that is set so."""
     if num_ranks % size:
         raise UserError(
-            f"{name} is {size}, and {num_ranks} rank(s) do not divide into groups of that size:"
+            f"{name} is {size}, and {quantity(num_ranks, 'rank')} cannot be divided into groups of that size:"
             f" set it to {divisors(num_ranks)}, or change the number of ranks"
         )
 

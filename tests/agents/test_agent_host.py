@@ -249,8 +249,14 @@ def test_outcomes_that_are_none():
         (lambda episode: None, "the agent returned a NoneType, neither an Episode nor a ScoredEpisode"),
         (lambda episode: Episode(SampleKey(0, 0, 0), episode.segments, ""), "returned the episode of sample 0/0/0"),
         (lambda episode: Episode(KEY, (nothing,), ""), "an episode without a sampled token"),
-        (lambda episode: ScoredEpisode(episode, float("nan"), 1.0), "the agent gave it a reward of nan"),
-        (lambda episode: ScoredEpisode(episode, 1.0, float("inf")), "the agent gave it a score of inf"),
+        (
+            lambda episode: ScoredEpisode(episode, float("nan"), 1.0),
+            "the agent returned an episode with a reward of nan",
+        ),
+        (
+            lambda episode: ScoredEpisode(episode, 1.0, float("inf")),
+            "the agent returned an episode with a score of inf",
+        ),
     ):
         assert changed(change).reason.endswith(reason)
 

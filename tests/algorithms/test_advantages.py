@@ -123,7 +123,7 @@ def test_baselines_of_no_samples_are_empty(baseline):
 
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_a_group_of_one_is_refused_by_name(baseline):
-    with pytest.raises(UserError, match=r"group 8: only one sample.*n_samples_per_prompt >= 2"):
+    with pytest.raises(UserError, match=r"group 8: only one sample.*rollout.samples_per_prompt to 2 or more"):
         baseline(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4, 8, 4]))
     with pytest.raises(UserError, match=r"groups 0, 1, 2, 3, 4, \.\.\.: only one sample"):
         baseline(torch.zeros(6), torch.arange(6))

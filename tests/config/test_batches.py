@@ -56,7 +56,7 @@ def test_all_sizes_that_do_not_divide_are_named_with_the_nearest_that_do():
         "batch sizes do not divide:",
         "  train.batch_size 128 does not divide the 300 samples of a step (rollout.batch_size 100 x"
         " rollout.samples_per_prompt 3): set it to 100 or 150",
-        "  train.batch_size 128 is not a multiple of 8 rank(s) x train.micro_batch_size 5 = 40: set it to 120 or 160,"
+        "  train.batch_size 128 is not a multiple of 8 ranks x train.micro_batch_size 5 = 40: set it to 120 or 160,"
         " or train.micro_batch_size to 4 or 8",
     ]
 
@@ -69,7 +69,7 @@ def test_a_token_budget_still_needs_samples_for_every_rank():
 
 
 def test_fewer_rows_than_one_step_are_refused_once_counted():
-    with pytest.raises(BatchError, match=r"100 rows in 1 pass\(es\) are fewer than the 1024 of one step"):
+    with pytest.raises(BatchError, match=r"100 rows in 1 pass are fewer than the 1024 of one step"):
         batch_algebra(loads(HYBRID), 8, num_rows=100)
 
 
@@ -85,7 +85,7 @@ def test_the_explanation_shows_numbers_and_where_they_come_from():
     rows = explain(batch_algebra(config, 8), config)
     assert ("samples per step", "4,096", "1,024 prompts x 4") in rows
     assert ("micro-batches per rank", "4", "128 / (8 ranks x 4)") in rows
-    assert ("steps", "19", "at most 20,000 rows x 1 pass(es) / 1,024, 544 left over") in rows
+    assert ("steps", "19", "at most 20,000 rows x 1 pass / 1,024, 544 left over") in rows
 
 
 def test_the_explanation_says_what_it_cannot_know():

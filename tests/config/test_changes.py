@@ -52,10 +52,10 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
     with pytest.raises(UserError) as caught:
         between("", "seed=1", "rollout.temperature=0.5", "log.every=3")
     assert str(caught.value) == (
-        "this run cannot go on with another config:\n"
+        "this run cannot be resumed with another config:\n"
         "  seed: 42 when the checkpoint was written, now 1\n"
         "  rollout.temperature: 1.0 when the checkpoint was written, now 0.5\n"
-        "set them back, or start a new run; to resume all the same, though not as the run would have gone on:"
+        "set them back, or start a new run; to resume all the same, with results of its own:"
         " hotseat resume RUN_DIR --allow-change seed --allow-change rollout.temperature"
     )
 

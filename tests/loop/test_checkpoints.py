@@ -89,7 +89,7 @@ def test_damage_is_named_and_never_skipped(store, damage, message):
     write(store, 1)
     damage(write(store, 2))
     with pytest.raises(
-        CheckpointError, match=f"step-000002 is damaged: .*{message}.*remove it to go on from step-000001"
+        CheckpointError, match=f"step-000002 is damaged: .*{message}.*remove it to resume from step-000001"
     ):
         store.newest()
 

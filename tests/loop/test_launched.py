@@ -110,7 +110,7 @@ def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
     assert (newest.path / "model" / "model.safetensors").is_file()
     (code, out, error), (second, silent, _) = launch(task, "broken", *saving, "checkpoint.resume=true")
     assert (code, second, silent) == (0, 0, ""), error
-    assert f"going on from {newest.path}, after step 4" in out
+    assert f"resuming from {newest.path}, after step 4" in out
     assert same(weights(task, "whole"), weights(task, "broken"))
     assert losses(task, "whole") == losses(task, "broken")
     (code, out, _), (second, *_) = launch(task, "broken", *saving, "checkpoint.resume=true")

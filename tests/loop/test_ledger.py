@@ -68,7 +68,7 @@ def test_the_command_counts_and_tells_a_history(run_dir):
     show_ledger(run_dir, str(entry.keys[0]), Console(file=out, width=200))
     expected = f"{entry.keys[0]}  dropped at step {entry.step}, sampled by version {entry.version}: score too high"
     assert out.getvalue().strip() == expected
-    for sample, message in (("7", "give pass, prompt and sample"), ("99/0/0", "knows no sample 99/0/0")):
+    for sample, message in (("7", "give pass, prompt and sample"), ("99/0/0", "has no sample 99/0/0")):
         with pytest.raises(UserError, match=message):
             show_ledger(run_dir, sample)
     with pytest.raises(UserError, match="has no ledger"):

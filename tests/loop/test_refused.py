@@ -103,7 +103,7 @@ def test_what_the_backend_does_not_have_is_refused(task, make, monkeypatch):
     )
     on_two = make(task, cluster=TWO, train="{backend: deepspeed, dtype: bf16, batch_size: 4, micro_batch_size: 2}")
     said = refused(task, on_two, "train.deepspeed.zero_stage=3", "train.deepspeed.zpg=3")
-    assert "train.deepspeed.zpg is 3, and the 2 rank(s) of actor do not divide into groups of that size" in said
+    assert "train.deepspeed.zpg is 3, and the 2 ranks of actor cannot be divided into groups of that size" in said
     said = refused(task, on_two, "train.deepspeed.tensor_parallel_size=2")
     assert "'s 1 key-value heads do not divide over 2 ranks: set it to 1" in said
     monkeypatch.setitem(sys.modules, "deepspeed", None)

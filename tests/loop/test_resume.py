@@ -190,7 +190,7 @@ def test_a_broken_checkpoint_is_named_and_never_skipped(task, capsys):
     error = capsys.readouterr().err
     assert "step-000004 is damaged" in error
     assert shard.name in error
-    assert "remove it to go on from step-000002" in error
+    assert "remove it to resume from step-000002" in error
 
 
 def test_a_changed_config_is_reported_and_what_cannot_change_is_refused(task, capsys):
@@ -300,7 +300,7 @@ def test_without_a_checkpoint_a_run_starts_anew_and_nothing_is_counted_twice(tas
         with pytest.raises(Stop):
             run(task, "rl", "early", "checkpoint.every=4")
     records = run(task, "rl", "early", "checkpoint.every=4", "checkpoint.resume=true")
-    assert "has no checkpoint to go on from: this run starts anew" in capsys.readouterr().out
+    assert "has no checkpoint to resume from: this run starts from its first step" in capsys.readouterr().out
     assert facts(records) == facts(whole)
     assert list(read_ledger(task / "runs" / "early")) == list(read_ledger(task / "runs" / "whole"))
 
@@ -401,7 +401,7 @@ def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
         [*command, "resume", str(task / "runs" / "killed")], env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "going on from" in done.stdout
+    assert "resuming from" in done.stdout
     assert same(weights(task, "whole"), weights(task, "killed"))
 
 
@@ -425,7 +425,7 @@ def test_openrlhf_load_checkpoint_goes_on(task, monkeypatch, capsys):
         with pytest.raises(Stop):
             openrlhf("train_sft", command, {}, in_process)
     assert openrlhf("train_sft", command, {}, in_process) == 0
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming from" in capsys.readouterr().out
     resumed = load_file(task / "out" / "model.safetensors")
     whole = [word if word != f"{task}/ckpt" else f"{task}/other" for word in command]
     assert openrlhf("train_sft", whole, {}, in_process) == 0

@@ -243,7 +243,7 @@ def test_nccl_without_cuda_is_refused(task):
 
 def test_fewer_prompts_than_a_step_are_refused(task):
     message = refused(BatchError, task, "rollout.batch_size=16", "train.batch_size=64")
-    assert "8 rows in 1 pass(es) are fewer than the 16 of one step" in message
+    assert "8 rows in 1 pass are fewer than the 16 of one step" in message
 
 
 def test_a_bad_row_is_named(task):

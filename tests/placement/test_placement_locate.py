@@ -209,6 +209,8 @@ def test_engines_times_tensor_parallel_must_equal_the_shared_devices():
         place("1x8", engine_size=2, num_procs=2, actor="0-6", rollout="@actor")
     with refused("2 engines x tp 2 need 4 devices, its selection has 8"):
         place("1x8", engine_size=2, num_procs=2, rollout="all")
+    with refused("1 engine x tp 1 needs 1 device, actor has 2: with colocated roles they must be equal"):
+        place("1x2", engine_size=1, num_procs=1, actor="0-1", rollout="@actor")
 
 
 def test_two_numbers_of_processes_must_agree():

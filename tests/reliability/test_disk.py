@@ -188,7 +188,7 @@ def test_a_run_stops_at_a_full_disk_and_goes_on_when_there_is_room(tmp_path, kee
     assert "are free; earlier checkpoints are intact. Make room, or set checkpoint.path to another disk" in done.stderr
     kept = "step-000002" if keep_last == 1 else "step-000001 step-000002"
     assert f"ended with 1, has {kept}\n" in done.stdout
-    assert f"going on from {disk}/step-000002, after step 2" in done.stdout
+    assert f"resuming from {disk}/step-000002, after step 2" in done.stdout
     assert done.stdout.endswith("ended with 0\n"), done.stderr[-3000:]
     ends = [load_file(task / "runs" / name / "model" / "model.safetensors") for name in ("whole", "run")]
     assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])

@@ -83,9 +83,9 @@ def test_where_every_prompt_is_too_long_nothing_starts(task):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.batch_size=16", "train.batch_size=64"], "8 rows in 1 pass(es) are fewer than the 16 of one step"),
+        (["rollout.batch_size=16", "train.batch_size=64"], "8 rows in 1 pass are fewer than the 16 of one step"),
         (["train.batch_size=5"], "train.batch_size 5 does not divide the 16 samples of a step"),
-        (["train.micro_batch_size=3"], "train.batch_size 16 is not a multiple of 1 rank(s) x train.micro_batch_size 3"),
+        (["train.micro_batch_size=3"], "train.batch_size 16 is not a multiple of 1 rank x train.micro_batch_size 3"),
     ],
 )
 def test_sizes_that_do_not_fit_are_given_with_their_numbers(task, overrides, message):

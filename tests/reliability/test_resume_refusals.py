@@ -89,7 +89,7 @@ def test_one_flipped_bit_in_any_file_is_found(broken, capsys):
             message = refused(broken, capsys)
             assert "step-000002 is damaged" in message
             assert name in message or name == "manifest.json"
-            assert "remove it to go on from step-000001" in message
+            assert "remove it to resume from step-000001" in message
             (newest / name).write_bytes(data)
     assert main(["resume", str(broken)]) == 0
 

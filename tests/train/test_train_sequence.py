@@ -63,7 +63,7 @@ def test_no_rank_gets_more_tokens_than_its_budget(lengths: list[int], size: int,
 
 
 def test_heads_and_ranks_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"size is 2, and 1 rank\(s\) do not divide into groups.* set it to 1, or"):
+    with pytest.raises(UserError, match=r"size is 2, and 1 rank cannot be divided into groups.* set it to 1, or"):
         make(tiny_model(), OVER_TWO)
     monkeypatch.setenv("WORLD_SIZE", "6")
     tiny_model().config.save_pretrained(tmp_path)  # no weights there: it is refused before they are looked for
