@@ -107,7 +107,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
     passes = train.num_episodes if is_rl else train.max_epochs
     total_rows = rows * passes if rows is not None else None
     num_steps = total_rows // prompts if total_rows is not None else None
-    if total_rows is not None and total_rows < prompts:
+    if rows is not None and total_rows is not None and total_rows < prompts:
         raise BatchError(
             f"{quantity(rows, 'row')} in {quantity(passes, 'pass', 'passes')} are fewer than the {prompts} of one step:"
             f" lower {'rollout' if is_rl else 'train'}.batch_size to {total_rows} or add data"
