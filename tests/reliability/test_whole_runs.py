@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from fault_cases import TWO_RANKS, Faulty, make_faulty_task
 from loop_cases import REWARD, make_task, rl_yaml, sft_yaml
 
 from hotseat.cli.main import main
-from hotseat.config import loads
+from hotseat.config import load, loads
 from hotseat.errors import RewardError, RunError, UserError
+from hotseat.faults import Fault
 from hotseat.loop.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.saving import Saver
@@ -59,6 +61,27 @@ def test_a_disk_that_fills_up_under_the_trainers_hands_is_named(task, runtime):
     assert done.returncode == 1
     assert f"hotseat: no room for the checkpoint of step 1 in {task}/disk: the disk was full after" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_ranks_that_run_out_of_memory_end_the_run_and_it_resumes_with_smaller_micro_batches(tmp_path):
+    """Scenario 50 with several training ranks, which cannot make an update again by themselves."""
+    faulty = Faulty(make_faulty_task(tmp_path), num_passes=2, placement=TWO_RANKS, transport="gloo")
+    path = faulty.task / "disturbed.yaml"
+    path.write_text(path.read_text().replace("micro_batch_size: 2", "chosen_tokens_per_device: 40"))
+    faulty.arm(Fault("update.backward", "out-of-memory", skip=3))
+    code, _, errors = faulty.go()
+    assert code == 1
+    assert "out of device memory in an update with a micro-batch of" in errors
+    kept = load(faulty.run_dir / "config.yaml").train.chosen_tokens_per_device
+    assert 0 < kept < 40
+    assert f"set train.chosen_tokens_per_device to {kept}" in errors
+    code, out, errors = faulty.go()
+    assert code == 0, errors
+    assert f"train.chosen_tokens_per_device: 40 when the checkpoint was written, now {kept}" in out
+    assert load(faulty.run_dir / "config.yaml").train.chosen_tokens_per_device == kept
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])
