@@ -63,6 +63,9 @@ KNOWN_KINDS: dict[str, DeviceKind] = {
 }
 for _short in ("3090", "4090", "5090"):
     KNOWN_KINDS[_short] = KNOWN_KINDS[f"rtx{_short}"]
+# Names without a memory that mean one kind; H100-94G is the NVL alone. A100 and V100 are sold with two memories.
+for _short in ("A800-80G", "GH200-96G", "H100-80G", "H800-80G"):
+    KNOWN_KINDS[_short.partition("-")[0].lower()] = KNOWN_KINDS[_short.lower()]
 
 
 @dataclass(frozen=True, slots=True)

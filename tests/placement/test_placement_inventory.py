@@ -14,6 +14,8 @@ def test_short_form_gives_nodes_devices_and_kind():
 def test_known_kinds_know_their_memory():
     assert Inventory.parse("1x8xH200").nodes[0].device_kind.memory_gib == 139.0
     assert Inventory.parse("1x8xh100-80g").nodes[0].device_kind.name == "H100-80G"
+    assert Inventory.parse("2x8xH100").nodes[1].device_kind.name == "H100-80G"
+    assert Inventory.parse("1x8xA800").nodes[0].device_kind.name == "A800-80G"
     assert Inventory.parse("1x1x4090").nodes[0].device_kind == DeviceKind("RTX4090", 23.5)
 
 
