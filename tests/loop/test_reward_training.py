@@ -249,7 +249,7 @@ def test_pairs_that_truncation_makes_alike_are_told_and_what_is_cut_keeps_its_en
     same = {"prompt": "1+1=", "chosen": "1" * 15 + "7", "rejected": "1" * 15 + "2"}
     long = {"prompt": "1+1=", "chosen": "7" * 20, "rejected": "1" * 20}
     write_rows(task / "pairs.jsonl", [*more_sevens(30, seed=0), same, long, {**same, "rejected": "1" * 14}, long])
-    start(loads(rm_yaml(task, eval="")))
+    start(loads(rm_yaml(task, eval=""), ["data.max_lost_fraction=1"]))
     told = notes(task, "rm")
     assert "32 pairs (2 truncated, 0 dropped without an answer, 2 dropped with the same answer twice)" in told
     assert "no pairs are held out (eval.path): the model's mean and std are of pairs it learned from" in told
