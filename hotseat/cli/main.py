@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from hotseat import __version__, clock
 from hotseat.cli import completion, new
+from hotseat.cli.stopping import interrupted_by_sigterm
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
 
@@ -30,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
     clock.begin()
     arguments = parse(argv)
     try:
-        return int(arguments.run(arguments))
+        with interrupted_by_sigterm():
+            return int(arguments.run(arguments))
     except UserError as error:
         print(f"hotseat: {error}", file=sys.stderr)
         return REFUSED
@@ -38,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join([f"hotseat: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as interrupt:
-        print("\n".join(["hotseat: stopped", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
+        notes = getattr(interrupt, "__notes__", None) or [
+            "nothing had been begun: start it again with the same command"
+        ]
+        print("\n".join(["hotseat: stopped", *notes]), file=sys.stderr)
         return STOPPED
 
 
@@ -73,21 +78,21 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     run = _command(commands, "run", _run, "train: run a config to its end")
     _takes_config(run)
 
-    resume = _command(commands, "resume", _resume, "go on with a run from its newest checkpoint")
+    resume = _command(commands, "resume", _resume, "resume a run from its newest checkpoint")
     resume.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run, such as runs/rl-1")
     resume.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="settings that are others from now on, such as actor.optimizer.learning_rate=5e-7; recorded in the run",
+        help="settings to change from the next step on, such as actor.optimizer.learning_rate=5e-7; they are recorded",
     )
     resume.add_argument(
         "--allow-change",
         action="append",
         default=[],
         metavar="KEY",
-        help="let KEY, or all below it, differ from the checkpoint although it is not listed below: the run then does"
-        " not go on as it would have",
+        help="also allow a change of KEY (or of every key below it) that is not in the list below; the results are then"
+        " not those of the uninterrupted run",
     )
     if command == "resume":
         resume.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -6,7 +6,9 @@ Everything that a resumed run needs to end bit for bit as if uninterrupted is re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +142,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         else:
             refused.append(Change(key, old, new))
     if refused:
-        raise UserError(_refusal(refused))
+        raise UserError(_refusal(refused, f"{config.run_dir}/{config.name or 'NAME'}"))
     used = [change.key for change in found if change.is_allowed]
     unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
     if unused:
@@ -151,14 +153,20 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     return found
 
 
-def _refusal(refused: Iterable[Change]) -> str:
+def _refusal(refused: Sequence[Change], run_dir: str) -> str:
     lines = [f"  {change}" for change in refused]
     keys = [change.key for change in refused if not _is_below(change.key, _NEVER)]
-    allow = "".join(f" --allow-change {key}" for key in keys)
     hint = "set them back, or start a new run"
     if keys:
-        hint += f"; to resume all the same, with results of its own: hotseat resume RUN_DIR{allow}"
+        given = "".join(f" {change.key}={_as_override(change.after)}" for change in refused if change.key in keys)
+        allow = "".join(f" --allow-change {key}" for key in keys)
+        hint += f"; to resume all the same, with results of its own: hotseat resume {run_dir}{given}{allow}"
     return "\n".join(["this run cannot be resumed with another config:", *lines, hint])
+
+
+def _as_override(value: Any) -> str:
+    """Write a value as an override has it, for a shell."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def _check_keys(keys: Iterable[str]) -> None:

@@ -83,7 +83,7 @@ def check_lost(
         return []
     parts = [f"{lost.num_dropped:,} dropped"] if lost.num_dropped else []
     parts += [f"{lost.num_cut:,} cut"] if lost.num_cut else []
-    what = f"{limit} takes something of {lost.count:,} of {num_rows:,} rows ({share:.0%}): {', '.join(parts)}"
+    what = f"{lost.count:,} of {num_rows:,} rows ({share:.0%}) do not fit {limit}: {', '.join(parts)}"
     cure = f"{fix} (the longest row has {lost.longest:,} tokens)"
     if share <= max_fraction:
         return [f"warning: {source}: {what}; {cure}. The first of them:{shown(lost)}"]

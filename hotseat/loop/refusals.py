@@ -29,6 +29,7 @@ def refuse_at_once(config: Config) -> None:
         *_user_files(config),
         *_missing_models(config),
         *_missing_rows(config),
+        *_missing_columns(config),
         *_too_many_tokens(config),
     ]
     text = ""
@@ -43,7 +44,7 @@ def refuse_at_once(config: Config) -> None:
     problem = hub_problem([name for _, name in _models(config) if not Path(name).is_dir()])
     if problem is not None:
         key = next(key for key, name in _models(config) if name == problem.model)
-        raise UserError(f"{key} {problem.model!r}: {problem.text}")
+        raise UserError(f"{key} {problem.model!r}: {problem.text}{near(Path(problem.model), 'config.json')}")
 
 
 # --- the user's code --------------------------------------------------------------------------------------------------
@@ -112,14 +113,47 @@ def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
                 yield key, f"no such file or folder: {part}{near(path)}"
 
 
-def near(path: Path) -> str:
-    """Word what is there instead of a path that is not: the entry with the most similar name, or the missing parent."""
+def _missing_columns(config: Config) -> Iterator[tuple[str, str]]:
+    """Columns that the config names and the first row does not have, of data in a single file of JSON lines."""
+    path = Path(config.data.path or "").expanduser()
+    row = _first_row(path) if path.suffix == ".jsonl" and path.is_file() else None
+    if row is None:
+        return
+    data = config.data
+    named = {"rl": ("input_key", "label_key"), "sft": ("input_key", "output_key")}
+    for name in named.get(config.task, ("prompt_key", "chosen_key", "rejected_key")):
+        column = getattr(data, name)
+        if column is not None and column not in row:
+            close = difflib.get_close_matches(column, row, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            columns = ", ".join(row) or "nothing"
+            yield f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}"
+
+
+def _first_row(path: Path) -> dict[str, Any] | None:
+    """Return the first row of a file of JSON lines; None if it is no such row, which is said when all are read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            row = json.loads(file.readline())
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def near(path: Path, holding: str | None = None) -> str:
+    """Word what is there instead of a path that is not: the entry with the most similar name, or the missing parent.
+
+    holding: a file that folders must have to be named.
+    """
     parent = path.parent
     if not parent.is_dir():
+        if holding is not None:
+            return ""
         while not parent.parent.is_dir():
             parent = parent.parent
         return f": there is no {parent} either{near(parent)}"
-    close = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.6)
+    entries = [entry.name for entry in parent.iterdir() if holding is None or (entry / holding).is_file()]
+    close = difflib.get_close_matches(path.name, entries, n=1, cutoff=0.6)
     return f"; did you mean {parent / close[0]}?" if close else ""
 
 

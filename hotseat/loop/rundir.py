@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
 LOGS = "logs"  # of vLLM, a file per engine
 CHANGES = "changes.jsonl"  # settings that were others before the run was resumed
+LOCK = ".lock"  # held by the process whose run it is
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 
@@ -51,12 +53,32 @@ def check_name(config: Config) -> None:
         _named(config)
 
 
+def owner_of(run_dir: Path) -> str | None:
+    """Name the process that a run directory belongs to at this moment; None if no run is under way there."""
+    try:
+        with (run_dir / LOCK).open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read() or "another run"
+    except OSError:
+        return None
+    return None
+
+
+def in_use(run_dir: Path, owner: str) -> UserError:
+    return UserError(f"{run_dir} is in use by {owner}, whose run is under way: wait for it, or choose another name")
+
+
 def _named(config: Config) -> Path:
     assert config.name is not None
     name = Path(config.name)
     if name.is_absolute() or ".." in name.parts or len(name.parts) != 1:
         raise UserError(f"name {config.name!r}: give one plain word, it becomes a directory under run_dir")
     path = Path(config.run_dir) / name
+    owner = owner_of(path)
+    if owner is not None:
+        raise in_use(path, owner)
     if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
         resume = f"go on with it (`hotseat resume {path}`), " if _has_checkpoint(path, config) else ""
         raise UserError(f"{path} holds a run already: {resume}choose another name (name=...), or remove it")

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from hotseat import faults
 from hotseat.config import Config, to_saved
@@ -22,7 +22,7 @@ from hotseat.config.changes import Change, changes_between
 from hotseat.errors import CheckpointError, DeadlineError, UserError
 from hotseat.loop.checkpoints import Checkpoint, CheckpointStore
 from hotseat.loop.memory import available_bytes
-from hotseat.loop.rundir import write_config
+from hotseat.loop.rundir import LOCK, in_use, owner_of, write_config
 from hotseat.observe import Journal
 
 BACKENDS = {"actor": "actor", "critic": "critic_state"}  # folders of a checkpoint that hold what backends saved
@@ -138,6 +138,7 @@ class Saver:
         self._warned_of_room = False
         self._last_made: int | None = None  # the last step that was finished
         self.has_begun = False  # steps are being made: a signal lets the one under way come to its end
+        self._has_stopped = False  # the step under way was finished and saved, and the run ends
         self.is_stopping = False  # after the step that is under way; set by a signal, so at any moment
         self._store = CheckpointStore(
             Path(section.path) if section.path else run_dir / "checkpoints",
@@ -226,7 +227,7 @@ class Saver:
                 f"{made} {'step is' if made == 1 else 'steps are'} lost: there is no checkpoint to resume from ({first}"
                 "checkpoint.every=1 makes one after each step)"
             )
-        lost = "nothing is lost but the step under way"
+        lost = "nothing is lost" if self._has_stopped else "nothing is lost but the step under way"
         if made > saved:
             lost = f"step {made} is lost" if made == saved + 1 else f"steps {saved + 1} to {made} are lost"
         return f"{lost}: the last checkpoint is of step {saved}. Resume with: {command}"
@@ -278,6 +279,7 @@ class Saver:
     def stop(self, path: Path, journal: Journal) -> NoReturn:
         """As soon as that checkpoint is there."""
         self.wait()
+        self._has_stopped = True
         journal.say(f"saved {path}")
         raise KeyboardInterrupt
 
@@ -378,17 +380,12 @@ def _best(name: str | None, evaluation: Mapping[str, float]) -> float | None:
 @contextmanager
 def sole_owner(run_dir: Path) -> Iterator[None]:
     """Holds the directory for this process, until it ends in whatever way."""
-    with (run_dir / ".lock").open("a+", encoding="utf-8") as file:
+    with (run_dir / LOCK).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{run_dir} is in use by {_owner(file)}: wait for it, or choose another name") from None
+            raise in_use(run_dir, owner_of(run_dir) or "another run") from None
         file.truncate(0)
         file.write(f"process {os.getpid()}")
         file.flush()
         yield
-
-
-def _owner(file: TextIO) -> str:
-    file.seek(0)
-    return file.read() or "another run"

@@ -56,7 +56,8 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
         "  seed: 42 when the checkpoint was written, now 1\n"
         "  rollout.temperature: 1.0 when the checkpoint was written, now 0.5\n"
         "set them back, or start a new run; to resume all the same, with results of its own:"
-        " hotseat resume RUN_DIR --allow-change seed --allow-change rollout.temperature"
+        " hotseat resume runs/NAME seed=1 rollout.temperature=0.5"
+        " --allow-change seed --allow-change rollout.temperature"
     )
 
 

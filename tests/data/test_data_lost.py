@@ -82,7 +82,7 @@ def test_examples_above_the_share_are_refused_with_a_row_before_and_after_the_te
     with pytest.raises(DataError) as caught:
         supervised(config(path, output_key="out", input_template="{}=", max_length=5), char_tokenizer())
     assert str(caught.value) == (
-        "data.path: data.max_length 5 takes something of 2 of 20 rows (10%): 2 dropped; data.max_lost_fraction allows"
+        "data.path: 2 of 20 rows (10%) do not fit data.max_length 5: 2 dropped; data.max_lost_fraction allows"
         " 5%. The first of them:\n"
         f'  {path}:19 before: {{"input": "abcd", "out": "efgh"}}\n'
         "  after the template, 10 tokens, the answer from token 6 on: 'abcd=efgh'\n"
@@ -108,22 +108,22 @@ def test_where_the_limit_is_off_the_loss_is_a_warning(tmp_path):
     taught = supervised(made, char_tokenizer())
     assert len(taught.items) == 10
     assert taught.notes[1].startswith(
-        "warning: data.path: data.max_length 6 takes something of 2 of 10 rows (20%): 2 cut; raise data.max_length (the"
+        "warning: data.path: 2 of 10 rows (20%) do not fit data.max_length 6: 2 cut; raise data.max_length (the"
         " longest row has 9 tokens). The first of them:\n"
     )
 
 
 def test_prompts_pairs_and_evaluation_data_are_held_to_it_too(tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", [{"input": "ab"}] * 9 + [{"input": "abcdefgh"}])
-    message = "data.path: data.prompt_max_length 4 takes something of 1 of 10 rows"
+    message = "data.path: 1 of 10 rows \\(10%\\) do not fit data.prompt_max_length 4"
     with pytest.raises(DataError, match=message) as caught:
         rl_prompts(config(prompts, task="rl", prompt_max_length=4), char_tokenizer())
     assert "raise data.prompt_max_length and data.max_length (the longest row has 8 tokens)" in str(caught.value)
     fine = write(tmp_path / "fine.jsonl", [{"input": "ab"}] * 10)
-    with pytest.raises(DataError, match="eval.path: data.prompt_max_length 4 takes something of 1 of 10 rows"):
+    with pytest.raises(DataError, match="eval.path: 1 of 10 rows \\(10%\\) do not fit data.prompt_max_length 4"):
         rl_prompts(config(fine, f"eval.path={prompts}", task="rl", prompt_max_length=4), char_tokenizer())
     pairs = write(tmp_path / "pairs.jsonl", [{"chosen": "a", "rejected": "bcdefg"}])
-    with pytest.raises(DataError, match=r"data.path: data.max_length 4 takes something of 1 of 1 rows \(100%\): 1 cut"):
+    with pytest.raises(DataError, match=r"data.path: 1 of 1 rows \(100%\) do not fit data.max_length 4: 1 cut"):
         supervised(config(pairs, task="rm", max_length=4), char_tokenizer())
 
 

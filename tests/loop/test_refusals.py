@@ -13,6 +13,7 @@ from hotseat.config import loads
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.hub import OFFLINE, cache_folder, hub_problem, is_cached, is_reachable
 from hotseat.loop.refusals import looks_like_path, num_positions, refuse_at_once
+from hotseat.loop.saving import sole_owner
 from hotseat.loop.user_files import agent_problem, reward_problem
 
 # Runs commands one after another, then says which heavy libraries came with them.
@@ -119,6 +120,34 @@ def test_a_model_that_is_not_there_is_named_with_the_nearest_for_every_role(here
         "reward.model": reward,
     }.items():
         assert f"{key}: there is no folder out/sft; did you mean out/sft-1?" in refusal(here, *options)
+
+
+def test_a_hub_name_that_is_nearly_a_folder_here_gets_it_named(here, monkeypatch):
+    monkeypatch.setenv(OFFLINE, "1")
+    assert refusal(here, "actor.model=modle").endswith("; did you mean model?")
+    assert "did you mean" not in refusal(here, "actor.model=rewards")  # reward.py is no model
+
+
+def test_a_column_that_the_rows_do_not_have_is_named_by_its_key(here):
+    assert "data.label_key: the first row of rows.jsonl has no 'label'; it has: input" in refusal(
+        here, "data.label_key=label"
+    )
+    assert (
+        "data.input_key: the first row of rows.jsonl has no 'inputs'; did you mean 'input'? it has: input"
+        in refusal(here, "data.input_key=inputs")
+    )
+    (here / "rows.jsonl").write_text("no JSON\n")
+    refuse_at_once(loads((here / "run.yaml").read_text(), ["data.label_key=label"]))  # refused when it is read
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_run_that_is_under_way_is_neither_started_again_nor_to_be_removed(here, is_resumed):
+    (here / "runs" / "mine").mkdir(parents=True)
+    (here / "runs" / "mine" / "config.yaml").write_text("")
+    with sole_owner(Path("runs/mine")):
+        message = refusal(here, f"checkpoint.resume={str(is_resumed).lower()}")
+    assert message.startswith("runs/mine is in use by process ")
+    assert message.endswith(", whose run is under way: wait for it, or choose another name")
 
 
 def test_a_file_and_a_home_folder_are_told_from_a_folder(here, monkeypatch):

@@ -250,7 +250,10 @@ def test_what_breaks_exactness_is_refused_unless_it_is_allowed(task, monkeypatch
             run(task, "rl", "run", "checkpoint.every=2")
     directory = str(task / "runs" / "run")
     assert main(["resume", directory, "algorithm.clip_high=0.3"]) == 2
-    assert "hotseat resume RUN_DIR --allow-change algorithm.clip_high" in capsys.readouterr().err
+    assert (
+        f"hotseat resume {directory} algorithm.clip_high=0.3 --allow-change algorithm.clip_high"
+        in capsys.readouterr().err
+    )
     assert main(["resume", directory, "algorithm.clip_high=0.3", "--allow-change", "algorithm.clip_high"]) == 0
     assert changes(task, "run") == [(3, "algorithm.clip_high", 0.2, 0.3, True)]
     config = (task / "runs" / "run" / "config.yaml").read_text()
@@ -341,8 +344,7 @@ def test_sigterm_saves_and_the_rest_can_follow(task):
     assert said[-3].startswith("hotseat: SIGTERM: this step is finished and saved, then the run ends")
     assert said[-2] == "hotseat: stopped"
     assert said[-1] == (
-        "nothing is lost but the step under way: the last checkpoint is of step 3. Resume with: hotseat resume"
-        f" {task}/runs/ended"
+        f"nothing is lost: the last checkpoint is of step 3. Resume with: hotseat resume {task}/runs/ended"
     )
     [checkpoint] = (task / "runs" / "ended" / "checkpoints").iterdir()
     assert checkpoint.name == "step-000003"

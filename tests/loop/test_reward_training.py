@@ -173,7 +173,7 @@ def our_scores(model: Path, rows: list[dict], options: TrainOptions = VALUE, **c
     """[2 · num_rows]: by our backend, from pairs as a run reads them."""
     task = model.parents[2]
     write_rows(task / "scored.jsonl", rows)
-    config = loads(rm_yaml(task, **changes), [f"data.path={task}/scored.jsonl"])
+    config = loads(rm_yaml(task, **changes), [f"data.path={task}/scored.jsonl", "data.max_lost_fraction=1"])
     taught = inputs.supervised(config, inputs.load_tokenizer(config))
     backend = make_backend(model, options)
     try:

@@ -71,7 +71,7 @@ def test_prompts_at_the_limit_are_used_and_those_above_are_dropped_and_counted(t
     start(loads(rl_yaml(task), ["data.prompt_max_length=4", "data.max_lost_fraction=1"]))
     out = capsys.readouterr().out
     assert "4 prompts, 3 dropped as too long" in out
-    assert "warning: data.path: data.prompt_max_length 4 takes something of 3 of 7 rows (43%): 3 dropped" in out
+    assert "warning: data.path: 3 of 7 rows (43%) do not fit data.prompt_max_length 4: 3 dropped" in out
     assert len(read_lines(task / "runs" / "run" / "metrics.jsonl")) == 2
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hotseat import clock
 from hotseat.cli.openrlhf.argv import hide_secrets
 from hotseat.cli.openrlhf.flags import COMMANDS, MANY, TASKS, Flag
+from hotseat.cli.stopping import interrupted_by_sigterm, last_words
 from hotseat.errors import HotseatError, NotBuiltError, UserError
 from hotseat.openmp import wait_passively
 
@@ -38,7 +39,8 @@ def main(
     """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.start.start` unless given."""
     clock.begin()
     try:
-        return _run(command, argv, os.environ if env is None else env, start)
+        with interrupted_by_sigterm():
+            return _run(command, argv, os.environ if env is None else env, start)
     except UserError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return REFUSED
@@ -46,7 +48,7 @@ def main(
         print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as interrupt:
-        print("\n".join([f"{command}: stopped", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
+        print(last_words(command, interrupt), file=sys.stderr)
         return STOPPED
 
 
