@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hotseat import __version__, clock
 from hotseat.cli import completion, new
-from hotseat.cli.stopping import interrupted_by_sigterm
+from hotseat.cli.stopping import interrupted_by_sigterm, last_words
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
 
@@ -40,10 +40,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join([f"hotseat: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as interrupt:
-        notes = getattr(interrupt, "__notes__", None) or [
-            "nothing had been begun: start it again with the same command"
-        ]
-        print("\n".join(["hotseat: stopped", *notes]), file=sys.stderr)
+        print(last_words("hotseat", interrupt), file=sys.stderr)
         return STOPPED
 
 

@@ -223,7 +223,7 @@ def test_a_run_that_was_stopped_and_saved_exits_with_130(capsys):
 
     command = ["--pretrain", "m", "--dataset", "d", "--input_key", "question", "--output_key", "answer"]
     assert main("train_sft", command, {}, start=stopped) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "train_sft: stopped"
+    assert capsys.readouterr().err.splitlines()[-2] == "train_sft: stopped"
 
 
 def test_help_needs_no_heavy_import():
