@@ -171,7 +171,7 @@ def test_grpo_learns_as_it_is_written(folder, monkeypatch):
     monkeypatch.chdir(folder)
     final = start(load("rl.yaml", HERE))
     before, *_ = read_lines(folder / "runs" / "rl-1" / "metrics.jsonl")
-    assert before["eval/accuracy"] < 0.3  # measured: 0.06
+    assert before["eval/accuracy"] < 0.3  # measured: 0.09
     assert final["eval/accuracy"] > 0.6  # measured: 1.0
     assert (folder / "runs" / "rl-1" / "report.html").is_file()
 
