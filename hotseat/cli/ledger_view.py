@@ -19,6 +19,9 @@ def show_ledger(run_dir: Path, sample: str | None, console: Console | None = Non
     if not (run_dir / LEDGER).is_file():
         raise UserError(f"{run_dir} has no ledger: there is no {run_dir / LEDGER}")
     entries = list(read_ledger(run_dir))
+    if sample is None and not entries:
+        console.print("no samples: those of a step are recorded when it ends, and no step has ended")
+        return
     if sample is None:
         table = Table("state", "samples", "reason")
         for (state, reason), count in count_states(entries).most_common():

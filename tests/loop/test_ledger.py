@@ -75,5 +75,11 @@ def test_the_command_counts_and_tells_a_history(run_dir):
         show_ledger(run_dir.parent, None)
 
 
+def test_a_ledger_without_samples_says_why(tmp_path, capsys):
+    (tmp_path / "ledger.jsonl").touch()
+    show_ledger(tmp_path, None)
+    assert "no samples: those of a step are recorded when it ends" in capsys.readouterr().out
+
+
 def test_an_entry_names_its_samples():
     assert [str(key) for key in Entry(2, 5, (0, 3), "trained", 1, 0).keys] == ["2/5/0", "2/5/3"]
