@@ -272,6 +272,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
     from hotseat.loop.planning import make_plan, num_data_parallel, on_all_devices, with_budgets
+    from hotseat.loop.refusals import num_rows_of
 
     config = on_all_devices(load(arguments.config, arguments.overrides), arguments.inventory)
     if arguments.num_rows is not None and arguments.num_rows < 1:
@@ -279,7 +280,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     chosen = with_budgets(config, arguments.inventory)
     config = chosen.config if chosen.is_priced else config
     num_ranks = num_data_parallel(config, make_plan(config, arguments.inventory))
-    algebra = batch_algebra(config, num_ranks, arguments.num_rows)
+    algebra = batch_algebra(config, num_ranks, arguments.num_rows or num_rows_of(config))
     rows = explain(algebra, config)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     print(f"task {config.task}, {num_ranks} data-parallel rank{'s' * (num_ranks > 1)}")
@@ -291,11 +292,11 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> int:
     from hotseat.config import load, to_yaml
     from hotseat.config.built import not_built
-    from hotseat.config.checks import missing
+    from hotseat.loop.refusals import obstacles
 
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")
-    for key, message in missing(config):
+    for key, message in obstacles(config):
         print(f"to start this run: {key}: {message}", file=sys.stderr)
     for key, what in not_built(config):
         print(f"this run cannot start yet: {key}: not part of this version: {what}", file=sys.stderr)

@@ -258,7 +258,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("eval.split", "eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_samples", "eval.reward"),
         lambda c: c.eval.path is not None,
-        _says("eval.path is not set, so nothing is evaluated"),
+        _says("eval.path is not set, so nothing is evaluated (eval=null clears the section)"),
     ),
     Rule(
         tuple(f"checkpoint.{name}" for name in ("path", "keep_last", "max_gib", "save_state", "export_each")),
@@ -378,7 +378,8 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         found.append(("data.input_template", f"{data.input_template!r} needs exactly one {{}} for the prompt"))
     sources = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(sources) > 1:
-        found.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source"))
+        unbuilt = "; reward.url is not built yet, remove it" if "url" in sources else ""
+        found.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source{unbuilt}"))
     heads = config.critic.value_head_prefix, reward.value_head_prefix
     if has_critic(config) and config.critic.model is None and reward.model is not None and heads[0] != heads[1]:
         found.append(

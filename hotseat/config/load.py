@@ -163,7 +163,8 @@ def _apply_override(document: Document, override: str) -> None:
             document.problems.append(Problem(key, message, file=origin))
             return
         node = child
-    node[str(path[-1])] = value
+    is_section = any(each.startswith(f"{dotted(path)}.") for each in valid_keys())
+    node[str(path[-1])] = {} if value is None and is_section else value  # `eval=null`: as if nothing of it were set
     document.origins[path] = origin
     if path[-1] in ("micro_batch_size", "max_tokens_per_device"):
         node.pop("chosen_tokens_per_device", None)  # that the run in the file chose, and is not to use any more

@@ -9,7 +9,7 @@ from typing import Any
 
 from hotseat.errors import DataError
 
-_SHOWN_CHARACTERS = 400
+_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _load_from_hub(name: str, folder: str | None, split: str) -> Sequence[Mappin
     except Exception as error:
         where = name if folder is None else f"{name}@{folder}"
         raise DataError(
-            f"{where}: there is no such file or folder here, and it could not be had from the hub as a data set with"
+            f"{where}: there is no such file or folder here, and it could not be loaded from the hub as a data set with"
             f" split {split!r}: {type(error).__name__}: {error}"
         ) from error
 

@@ -91,7 +91,7 @@ class Collector:
         tally = RewardTally(max_failed_fraction)
         for found in facts:
             tally.add([*(Failed(why) for _, why in found.failures), *found.rewards])
-        tally.check()
+        tally.check("evaluation: ")
         return facts
 
     def forget(self, facts: Sequence[GroupFacts]) -> None:

@@ -22,9 +22,9 @@ from hotseat.loop.user_files import agent_problem, reward_problem
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 
-def refuse_at_once(config: Config) -> None:
-    """Raise one error with everything that stands in the way and can be seen in the config and in files."""
-    absent = [
+def obstacles(config: Config) -> list[tuple[str, str]]:
+    """List (key, message) of what stands in the way of a run and can be seen in the config and in files."""
+    return [
         *missing(config),
         *_user_files(config),
         *_missing_models(config),
@@ -32,6 +32,11 @@ def refuse_at_once(config: Config) -> None:
         *_missing_columns(config),
         *_too_many_tokens(config),
     ]
+
+
+def refuse_at_once(config: Config) -> None:
+    """Raise one error with everything that stands in the way and can be seen in the config and in files."""
+    absent = obstacles(config)
     text = ""
     if absent:
         text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
@@ -130,6 +135,15 @@ def _missing_columns(config: Config) -> Iterator[tuple[str, str]]:
             yield f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}"
 
 
+def num_rows_of(config: Config) -> int | None:
+    """Count the rows of data in a single file of JSON lines; None for anything else."""
+    path = Path(config.data.path or "").expanduser()
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return sum(1 for line in file if line.strip())
+
+
 def _first_row(path: Path) -> dict[str, Any] | None:
     """Return the first row of a file of JSON lines; None if it is no such row, which is said when all are read."""
     try:
@@ -154,7 +168,9 @@ def near(path: Path, holding: str | None = None) -> str:
         return f": there is no {parent} either{near(parent)}"
     entries = [entry.name for entry in parent.iterdir() if holding is None or (entry / holding).is_file()]
     close = difflib.get_close_matches(path.name, entries, n=1, cutoff=0.6)
-    return f"; did you mean {parent / close[0]}?" if close else ""
+    if close:
+        return f"; did you mean {parent / close[0]}?"
+    return "" if path.is_absolute() or holding is not None else f" (paths start in {Path.cwd()})"
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------

@@ -39,15 +39,15 @@ class RewardTally:
                 self._causes[cause] += 1
                 self._examples.setdefault(cause, sample.reason)
 
-    def check(self) -> None:
-        """Raises `RewardError` if too many failed."""
+    def check(self, where: str = "") -> None:
+        """Raise `RewardError` if too many failed. where: what they were sampled for, to begin the message with."""
         if self.failed_fraction <= self.max_failed_fraction:
             return
         shown = self._causes.most_common(_SHOWN)
         lines = [f"  {count}x {'such as ' * (count > 1)}{self._examples[cause]}" for cause, count in shown]
         more = len(self._causes) - len(shown)
         raise RewardError(
-            f"{self.num_failed} of {self.num_samples} samples have no reward ({self.failed_fraction:.1%}), and"
+            f"{where}{self.num_failed} of {self.num_samples} samples have no reward ({self.failed_fraction:.1%}), and"
             f" reward.max_failed_fraction is {self.max_failed_fraction:.1%}:\n"
             + "\n".join(lines)
             + (f"\n  and {more} more cause{'s' * (more > 1)}" if more else "")

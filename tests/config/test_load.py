@@ -252,3 +252,10 @@ def test_yaml_out_and_in_is_the_same_config():
 def test_valid_keys_are_unique():
     keys = list(valid_keys())
     assert len(keys) == len(set(keys)) > 150
+
+
+def test_an_override_with_null_clears_a_section():
+    text = "{eval: {path: rows.jsonl, every: 5}, seed: 3}"
+    assert loads(text, ["eval=null"]) == loads("seed: 3")
+    with pytest.raises(ConfigError, match=r"eval.every: has no effect: .* \(eval=null clears the section\); remove it"):
+        loads(text, ["eval.path=null"])

@@ -141,7 +141,7 @@ def test_a_hub_name_that_cannot_be_had_offline_is_a_data_error():
     )
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=env)
-    assert "owner/nothing: there is no such file or folder here, and it could not be had from the hub" in done.stdout
+    assert "owner/nothing: there is no such file or folder here, and it could not be loaded from the hub" in done.stdout
 
 
 # --- mixing -----------------------------------------------------------------------------------------------------------

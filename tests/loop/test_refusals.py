@@ -12,7 +12,7 @@ import pytest
 from hotseat.config import loads
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.hub import OFFLINE, cache_folder, hub_problem, is_cached, is_reachable
-from hotseat.loop.refusals import looks_like_path, num_positions, refuse_at_once
+from hotseat.loop.refusals import looks_like_path, num_positions, num_rows_of, refuse_at_once
 from hotseat.loop.saving import sole_owner
 from hotseat.loop.user_files import agent_problem, reward_problem
 
@@ -126,6 +126,20 @@ def test_a_hub_name_that_is_nearly_a_folder_here_gets_it_named(here, monkeypatch
     monkeypatch.setenv(OFFLINE, "1")
     assert refusal(here, "actor.model=modle").endswith("; did you mean model?")
     assert "did you mean" not in refusal(here, "actor.model=rewards")  # reward.py is no model
+
+
+def test_a_relative_path_that_is_not_there_says_where_paths_start(here):
+    assert f"reward.function: there is no file judge.py (paths start in {here})" in refusal(
+        here, "reward.function=judge.py"
+    )
+    assert "paths start" not in refusal(here, "reward.function=/nobody/judge.py")
+
+
+def test_rows_of_a_local_file_are_counted(here):
+    (here / "rows.jsonl").write_text('{"input": "1+1="}\n\n{"input": "2+1="}\n')
+    config = loads((here / "run.yaml").read_text())
+    assert num_rows_of(config) == 2
+    assert num_rows_of(loads("data: {path: org/rows}")) is None
 
 
 def test_a_column_that_the_rows_do_not_have_is_named_by_its_key(here):

@@ -132,6 +132,8 @@ def test_a_tally_raises_above_the_limit_and_says_why():
     )
     assert "1x a.py: reward_func: raised KeyError (sample 0/1/2)" in message
     assert message.endswith("and 2 more causes")
+    with pytest.raises(RewardError, match="^evaluation: 6 of 9 samples have no reward"):
+        tally.check("evaluation: ")
     tally.clear()
     tally.check()
     assert (tally.num_samples, tally.num_failed) == (0, 0)

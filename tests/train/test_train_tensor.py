@@ -95,7 +95,7 @@ def test_models_and_ranks_are_refused_before_weights_are_looked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tiny_model(num_key_value_heads=1).config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"tensor_parallel_size is 2, and 1 rank\(s\) do not divide.* set it to 1, or"):
+    with pytest.raises(UserError, match=r"tensor_parallel_size is 2, and 1 rank cannot be divided.* set it to 1, or"):
         ZeroBackend(tmp_path, OVER_TWO)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="1 key-value heads do not divide over 2 ranks: set it to 1"):

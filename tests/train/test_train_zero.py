@@ -424,7 +424,7 @@ def test_combinations_that_deepspeed_lacks_are_refused(precision: Any, zero: Zer
 
 
 def test_ranks_that_zpg_does_not_divide_are_refused() -> None:
-    with pytest.raises(UserError, match=r"train.deepspeed.zpg is 2, and 1 rank\(s\) do not divide"):
+    with pytest.raises(UserError, match=r"train.deepspeed.zpg is 2, and 1 rank cannot be divided"):
         ZeroBackend("no/model", TrainOptions(zero=ZeroOptions(3, zpg=2)))
 
 
