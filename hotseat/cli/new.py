@@ -87,7 +87,7 @@ PRETRAINED = {"critic_rate": "9e-6", "length": "1024", "answer": "256"}
 
 @dataclass(frozen=True)
 class Kind:
-    """What `hotseat new` can begin with."""
+    """A kind of first run that `hotseat new` writes the files of."""
 
     task: str
     config: str

@@ -327,7 +327,7 @@ def _too_small_a_share(plan: Plan, group: DeviceGroup, step: GroupStep) -> str:
 
 
 def _too_large(plan: Plan, console: Console) -> None:
-    """What does not fit, and by how much."""
+    """Print the steps that do not fit, and by how much."""
     for group in plan.groups:
         for step in group.steps:
             # Where nobody works there is nothing to change: what lies there is too much in a step of its own too.
@@ -351,7 +351,7 @@ def _too_large(plan: Plan, console: Console) -> None:
 
 
 def _advice(advice: Sequence[Advice], plan: Plan, console: Console) -> None:
-    """What would make the plan fit, as YAML and as arguments of the command."""
+    """Print settings that would make the plan fit, as YAML and as arguments of the command."""
     console.print()
     if not advice:
         text = (

@@ -29,7 +29,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def loads(text: str, overrides: Sequence[str] = (), file: str | None = None, *, forget_idle: bool = False) -> Config:
-    """As `load`, from the text itself. `forget_idle`: what it sets and overrides leave without effect is left out."""
+    """Read a config's text, as `load` does. forget_idle: leave out what overrides leave without effect."""
     document = read_yaml(text, file)
     for override in overrides:
         _apply_override(document, override)

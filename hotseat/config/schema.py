@@ -581,7 +581,7 @@ class Checkpoint(Section):
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether the config says when to save; else it is done by the way, and no reason to fail."""
+        """Tell whether the user set when to save; a checkpoint by default is skipped where it would cost too much."""
         return self.every is not None or bool(self.every_minutes)
 
 

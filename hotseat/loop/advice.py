@@ -191,7 +191,7 @@ def _excess(plan: Plan | None) -> tuple[float, int]:
 
 
 def _together(trials: _Trials, knobs: Sequence[Sequence[Settings]], is_goal: Goal) -> Settings | None:
-    """As few settings as make the plan together what it should be, the cheapest of them."""
+    """Find the smallest set of settings, and the cheapest of that size, with which the plan reaches the goal."""
     chosen: Settings = {}
     turned: list[Settings] = []
     for knob in knobs:

@@ -52,7 +52,7 @@ def looked_after(
 
 
 def doing_in(cluster: Cluster) -> list[str]:
-    """What each process does that is still starting, a line each, as far as it is on this machine."""
+    """Describe what each process of this machine does that is still starting, a line each."""
     directory = os.environ.get(activity.DIRECTORY, "")
     lines = []
     for group in list(cluster.groups.values()):

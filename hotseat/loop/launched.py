@@ -18,7 +18,7 @@ class Worker(Protocol):
     """One rank. Its other methods can be called by the first rank on all of them."""
 
     def share(self, fact: Any, what: str) -> list[Any]:
-        """Together. Every rank's fact, in rank order."""
+        """Gather every rank's fact, in rank order. All ranks call it."""
 
 
 class Ensemble:
@@ -57,7 +57,7 @@ class Ensemble:
         return any(self._share(fact, what))
 
     def each(self, fact: Any, what: str) -> list[Any]:
-        """Together. Every rank's fact, in rank order."""
+        """Gather every rank's fact, in rank order. All ranks call it."""
         return self._share(fact, what)
 
     def _follow(self) -> Any:

@@ -201,7 +201,7 @@ class Saver:
         return is_at_step or self._is_late() or (is_stopping and self.can_save)
 
     def _is_late(self) -> bool:
-        """Whether it is time for a checkpoint."""
+        """Tell whether a checkpoint is due by time: minutes since the last, and it stops the run for little of them."""
         section = self._config.checkpoint
         if section.minutes is None:
             return False
@@ -260,7 +260,7 @@ class Saver:
         return path
 
     def _has_room(self, parts: Parts, journal: Journal) -> bool:
-        """Whether a checkpoint that nobody asked for leaves enough of the disk to others; says so once if not."""
+        """Tell whether a checkpoint by default leaves enough of the disk to others; warn once if it does not."""
         folder = next(
             path for path in (self._store.directory, *self._store.directory.absolute().parents) if path.exists()
         )

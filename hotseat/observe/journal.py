@@ -103,7 +103,7 @@ class Journal(Closing):
             self._view.stage(f"step {self._phase[2] or 1}: {FIRST_TIME.get(name, name)}")
 
     def stage(self, text: str, processes: Callable[[], list[str]] | None = None) -> None:
-        """What is going on before the first step. `processes`: what those do that are waited for, a line each."""
+        """Show a stage of the start-up. processes: describes what the processes do that it waits for, a line each."""
         self._view.processes = processes
         self._view.stage(text)
 

@@ -60,7 +60,7 @@ class LiveView:
         self._phase, self._phase_started_s = name, time.monotonic()
 
     def stage(self, text: str) -> None:
-        """What is going on now, on the way to the first step: a dated line where there is no terminal."""
+        """Show a stage of the start-up; where there is no terminal, as a dated line."""
         self.phase(text)
         if not self._console.is_terminal:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -275,7 +275,7 @@ def _dtype(draft: Draft) -> None:
 
 
 def _checkpoints(draft: Draft) -> None:
-    """Without --save_steps OpenRLHF saves nothing, and one folder may serve many runs: none are made by time."""
+    """Save as OpenRLHF does: nothing without --save_steps, since one folder may serve many runs, so none by time."""
     steps = draft.line["--save_steps"]
     draft.fields["checkpoint.every"] = None if steps == -1 else steps
     if steps == -1:
