@@ -362,7 +362,7 @@ class ActorWorker(ModelWorker):
         return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
 
     def score_exactly(self, canary: Canary) -> ExactScores | str | None:
-        """Score with a float32 forward of the weights that engines got. All ranks call it; only the first one returns it.
+        """Score with a float32 forward of the weights that engines got. All ranks call it; the first returns it.
 
         Where it cannot be made the first rank returns why: it is a yardstick, without which the run can go on.
         """
