@@ -101,7 +101,7 @@ def make_batch(vocab_size: int, num_sequences: int) -> Any:
 def measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from hotseat.loop.losses import SupervisedObjective
+    from hotseat.loop.workers.losses import SupervisedObjective
     from hotseat.train import TrainOptions, ZeroOptions, make_backend
     from hotseat.train.packing import split_by_tokens
 

@@ -40,15 +40,16 @@ from hotseat.algorithms.agreement import STATISTICS
 from hotseat.cluster import Cluster
 from hotseat.config.schema import Canary as CanaryConfig
 from hotseat.errors import WeightError
-from hotseat.loop.canary import CanaryGuard, CanarySettings
-from hotseat.loop.engines import EngineSettings, VllmSettings, device_of_process
-from hotseat.loop.losses import SupervisedObjective
-from hotseat.loop.push import Canary, Proof, PushReport, push_weights
-from hotseat.loop.workers import ActorWorker, EngineWorker
+from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
+from hotseat.loop.rl.push import PushReport, push_weights
+from hotseat.loop.workers.engines import EngineSettings, VllmSettings, device_of_process
+from hotseat.loop.workers.losses import SupervisedObjective
+from hotseat.loop.workers.models import ActorWorker, EngineWorker
+from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.train.backend import TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Prompt
-from hotseat.weights import Sender, choose_lanes
+from hotseat.weights import Sender, choose_transports
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LEARNING_RATE, MAX_LENGTH = 1e-6, 320
@@ -263,7 +264,7 @@ class Bench:
         self.actor: Any = None
         self.version = 0
         device = device_of_process()
-        self._lanes = choose_lanes([[0]], [[0]], is_cuda=device.type == "cuda")
+        self._lanes = choose_transports([[0]], [[0]], is_cuda=device.type == "cuda")
 
     def start_actor(self, model: Path, *, compiles: bool = False) -> None:
         if self.actor is not None:
@@ -317,7 +318,7 @@ def healthy(bench: Bench, num_pushes: int) -> None:
     records, proofs, steps = [guard.metrics()], [], []
     for number in range(num_pushes):
         started_s = time.monotonic()
-        bench.actor.call("step", answers, number)
+        bench.actor.call(BenchActor.step, answers, number)
         steps.append(time.monotonic() - started_s)
         pushed = bench.push(guard)
         proofs.append((pushed.transfer_s, pushed.proof_s))
@@ -342,20 +343,20 @@ def healthy(bench: Bench, num_pushes: int) -> None:
 
 
 def faulty(bench: Bench) -> None:
-    names = bench.actor.call("names")[0]
+    names = bench.actor.call(BenchActor.names)[0]
     say(f"\n{'fault':28} {'digests on':12} {'first push':34} {'later push':34}")
     for fault in AT_ONCE:
         if fault == "a bias not loaded" and not any(name.endswith(".bias") for name in names):
             say(f"{fault:28} this model has no bias")
             continue
         by_digest = _try_digest(bench, fault)
-        bench.actor.call("inject", fault)
+        bench.actor.call(BenchActor.inject, fault)
         at_first = _try(bench, bench.guard(), is_first=True)
-        bench.actor.call("inject", None)
+        bench.actor.call(BenchActor.inject, None)
         guard = bench.start()
-        bench.actor.call("inject", fault)
+        bench.actor.call(BenchActor.inject, fault)
         later = _try(bench, guard, is_first=False)
-        bench.actor.call("inject", None)
+        bench.actor.call(BenchActor.inject, None)
         say(f"{fault:28} {by_digest:12} {at_first:34} {later:34}")
 
 
@@ -364,10 +365,10 @@ def stale(bench: Bench, num_pushes: int) -> None:
     for fault in IN_TIME:
         guard = bench.start()
         answers = guard.canary
-        bench.actor.call("inject", fault)
+        bench.actor.call(BenchActor.inject, fault)
         largest = 0.0
         for number in range(1, num_pushes + 1):
-            bench.actor.call("step", answers, 10_000 + number)
+            bench.actor.call(BenchActor.step, answers, 10_000 + number)
             seen = _try(bench, guard, is_first=False)
             largest = max(largest, guard.metrics()["canary_use"])
             if seen.startswith("caught"):
@@ -375,7 +376,7 @@ def stale(bench: Bench, num_pushes: int) -> None:
                 break
         else:
             say(f"{fault:28} not seen by the canary alone in {num_pushes} pushes: largest use {largest:.3f}")
-        bench.actor.call("inject", None)
+        bench.actor.call(BenchActor.inject, None)
 
 
 def turned(bench: Bench, model: Path) -> None:
@@ -385,16 +386,16 @@ def turned(bench: Bench, model: Path) -> None:
 
 
 def _try_digest(bench: Bench, fault: str) -> str:
-    bench.engines.call("go_blind", False)
-    bench.actor.call("inject", fault)
+    bench.engines.call(BenchEngine.go_blind, False)
+    bench.actor.call(BenchActor.inject, fault)
     try:
         bench.push(bench.guard())
         return "NOT SEEN"
     except WeightError as error:
         return "named" if "serves other values of model.layers." in str(error) else str(error)
     finally:
-        bench.actor.call("inject", None)
-        bench.engines.call("go_blind", True)
+        bench.actor.call(BenchActor.inject, None)
+        bench.engines.call(BenchEngine.go_blind, True)
 
 
 def _try(bench: Bench, guard: CanaryGuard, is_first: bool) -> str:
@@ -446,7 +447,7 @@ def main(arguments: list[str]) -> None:
         bench.start_actor(actor_model, compiles=chosen.compile)
         say(f"{chosen.model.name}, {chosen.engine}, {chosen.dtype}: started in {time.monotonic() - started_s:.1f} s")
         healthy(bench, chosen.pushes)
-        engine.call("go_blind", True)
+        engine.call(BenchEngine.go_blind, True)
         faulty(bench)
         stale(bench, chosen.stale_pushes)
         turned(bench, turned_model)

@@ -81,12 +81,12 @@ def main() -> None:
         rows = []
         for size, batch in ((40, 1), (40, 64), (1 << 20, 1)):
             channel = cluster.channel(f"{size} bytes by {batch}", bytes, 128)
-            producing = ends.start("produce", channel, size, batch, seconds, ranks=[0])
-            ours = ends.call("consume", channel, batch, ranks=[1], timeout_s=60 + seconds)[0]
+            producing = ends.on(0).start(End.produce, channel, size, batch, seconds)
+            ours = ends.on(1).within(60 + seconds).call(End.consume, channel, batch)[0]
             producing.result(60)
             queue = Queue(maxsize=128, actor_options={"num_cpus": 0})
-            producing = ends.start("produce_queue", queue, size, batch, seconds, ranks=[0])
-            theirs = ends.call("consume_queue", queue, batch, ranks=[1], timeout_s=60 + seconds)[0]
+            producing = ends.on(0).start(End.produce_queue, queue, size, batch, seconds)
+            theirs = ends.on(1).within(60 + seconds).call(End.consume_queue, queue, batch)[0]
             producing.result(60)
             queue.shutdown(force=True)
             rows.append((size, batch, ours, theirs))

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hotseat.rollout import TransformersEngine
+from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.types import Request, Sampling
 
 MAX_LENGTH = 160
@@ -103,7 +103,11 @@ def main() -> None:
     def engine(slots: int, threads: int, own_layers: bool = True) -> TransformersEngine:
         engines.append(
             TransformersEngine(
-                small_llama(), max_length=MAX_LENGTH, num_slots=slots, num_threads=threads, own_layers=own_layers
+                small_llama(),
+                max_length=MAX_LENGTH,
+                num_slots=slots,
+                num_threads=threads,
+                options=SlotOptions(own_layers=own_layers),
             )
         )
         return engines[-1]

@@ -43,7 +43,7 @@ class Case:
     steps: int = 5
     dtype: str = "bf16"
     fp32_master: bool = False
-    always_aside: bool = False
+    always_offloaded: bool = False
     kl: bool = False
     ppo: bool = False  # with a critic, a reference and a reward model, each of the actor's shape
     micro_batch: int = 32
@@ -54,7 +54,9 @@ class Case:
 
 CASES = {
     "bf16": Case("pure bf16, everything stays", steps=6),
-    "master": Case("fp32 masters, engine and trainer put aside in turn", steps=4, fp32_master=True, always_aside=True),
+    "master": Case(
+        "fp32 masters, engine and trainer offloaded in turn", steps=4, fp32_master=True, always_offloaded=True
+    ),
     "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
     "ppo": Case("PPO: actor, critic, reference, reward model, pure bf16", steps=10, kl=True, ppo=True),
     "8B": Case(
@@ -222,7 +224,7 @@ def measure_vllm(directory: Path) -> dict[str, Any]:
 def measure_engine(directory: Path) -> dict[str, Any]:
     """The same through the engine contract: a seed for each request, log-probs, weights digested and scored."""
     make_model(directory, "1.5B")
-    from hotseat.loop.engines import EngineSettings, VllmSettings, make_engine
+    from hotseat.loop.workers.engines import EngineSettings, VllmSettings, make_engine
     from hotseat.types import Request, Sampling
 
     vllm = VllmSettings(1, 0.4, True, False, str(directory / "logs"))
@@ -244,14 +246,14 @@ def measure_engine(directory: Path) -> dict[str, Any]:
     for name, call in (
         ("digest", engine.digest),
         ("score", lambda: engine.score([prompt[:64] for prompt in prompts[:4]])),
-        ("put_aside", lambda: engine.put_aside(["weights", "kv_cache"], keep_weights=False)),
-        ("bring_back", lambda: engine.bring_back(["weights", "kv_cache"])),
+        ("offload", lambda: engine.offload(["weights", "kv_cache"], keep_weights=False)),
+        ("onload", lambda: engine.onload(["weights", "kv_cache"])),
     ):
         for turn in range(2 if name in ("digest", "score") else 1):
             start = time.perf_counter()
             result = call()
             found[f"{name}_ms, {turn}"] = (time.perf_counter() - start) * 1e3
-            if name in ("put_aside", "bring_back"):
+            if name in ("offload", "onload"):
                 found[f"{name}"] = str(result)
     engine.close()
     return found
@@ -264,7 +266,7 @@ def measure_updates(directory: Path) -> dict[str, Any]:
     """Forward, backward and optimizer step of the main case, by layout; and with mixed lengths."""
     import torch
 
-    from hotseat.loop.losses import SupervisedObjective
+    from hotseat.loop.workers.losses import SupervisedObjective
     from hotseat.train.backend import TrainOptions
     from hotseat.train.fsdp import FSDPBackend
     from hotseat.train.packing import split_by_count, split_by_tokens
@@ -328,7 +330,7 @@ def config_of(directory: Path, name: str) -> Any:
             others=', reference: "@actor"' * case.kl + ', critic: "@actor", reward: "@actor"' * case.ppo,
             reward=f"model: {directory}/{case.model}-reward" if case.ppo else f"function: {directory}/reward.py",
             estimator="gae" if case.ppo else "group_norm",
-            aside=", enable_offload: true" if case.always_aside else "",
+            aside=", enable_offload: true" if case.always_offloaded else "",
             share=case.memory_share,
             kl=f", kl: {{coef: 0.001, as_loss: {str(not case.ppo).lower()}}}" if case.kl else "",
             dtype=case.dtype,
@@ -431,13 +433,13 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
         "sync": f"{median('sync/gb_per_s'):,.0f} GB/s sent, copies reach {limits['copy_gb_per_s']:,.0f};"
         f" proof {median('sync/proof_ms'):.0f} ms",
     }
-    for how, bandwidth in (("put_aside", "to_host_gb_per_s"), ("bring_back", "from_host_gb_per_s")):
+    for how, bandwidth in (("offload", "to_host_gb_per_s"), ("onload", "from_host_gb_per_s")):
         limit[how] = f"host copies reach {limits[bandwidth]:.0f} GB/s"
     table = Table(title=f"{name}: {result['what']} ({len(records)} steps, medians)")
     for column in ("phase", "s", "share", "peak GiB", "planned", "error", "against the device's limit"):
         table.add_column(column, justify="left" if column in ("phase", "against the device's limit") else "right")
     total = 0.0
-    for phase in ("rollout", "prepare", "update", "put_aside", "sync", "bring_back"):
+    for phase in ("rollout", "prepare", "update", "offload", "sync", "onload"):
         seconds = median(f"time/{phase}")
         total += seconds
         peak_gib = median(f"memory/{phase}/device 0")
@@ -452,7 +454,7 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
     Console(width=150).print(table)
     gib, copied = median("handover/gib"), median("handover/gib_copied")
     if gib:
-        handed = median("time/put_aside") + median("time/bring_back")
+        handed = median("time/offload") + median("time/onload")
         ideal = copied * 2**30 / limits["to_host_gb_per_s"] / 1e9
         print(
             f"    handed over {gib:.2f} GiB, of which {copied:.2f} GiB copied: {handed:.3f} s,"

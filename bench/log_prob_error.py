@@ -143,16 +143,15 @@ def run_engine(path: Path, kind: str, num_tokens: int, out: Path) -> None:
 
 
 def transformers_heads(path: Path, eos_token_ids: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    from hotseat.rollout import TransformersEngine
+    from hotseat.rollout import SlotOptions, TransformersEngine
 
     for name, fp32_head in HEADS.items():
         engine = TransformersEngine(
             load(path, torch.bfloat16),
             max_length=MAX_LENGTH,
             eos_token_ids=eos_token_ids,
-            device=DEVICE,
             num_threads=torch.get_num_threads(),
-            fp32_head=fp32_head,
+            options=SlotOptions(device=DEVICE, fp32_head=fp32_head),
         )
         yield name, engine
         engine.close()

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from hotseat.config import loads
 from hotseat.loop import run
-from hotseat.loop.demo import answer, make_tokenizer, question
+from hotseat.loop.setup.demo import answer, make_tokenizer, question
 from hotseat.observe import read_lines
 
 GROUP_SIZE = 8

@@ -25,8 +25,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from hotseat.faults import VARIABLE
-from hotseat.loop.demo import make_files
-from hotseat.loop.ledger import read_ledger
+from hotseat.loop.rl.ledger import read_ledger
+from hotseat.loop.setup.demo import make_files
 from hotseat.observe import read_lines
 
 VICTIMS = {

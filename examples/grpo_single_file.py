@@ -2,8 +2,8 @@
 
     python examples/grpo_single_file.py            about two minutes on two cores
 
-It is the demo's task (`hotseat demo`) written out with torch and transformers alone: learn the format from examples of
-pupils who mostly forget to carry, then learn to carry by comparing eight answers to each sum. What differs from Hotseat
+It is the demo's task (`hotseat demo`) written out with torch and transformers alone: SFT on examples most of which
+forget the carry, then GRPO, which compares eight answers to each sum. What differs from Hotseat
 is left out on purpose: one process, one sequence length, no engine, no checkpoints.
 """
 
@@ -168,7 +168,7 @@ class Optimizer:
 
 
 def learn_from_examples(model: LlamaForCausalLM, task: Task, seed: int, num_steps: int, batch_size: int = 64) -> None:
-    """Cross-entropy on the answers of careless pupils."""
+    """Train by cross-entropy on the examples, most of which forget the carry."""
     rng = random.Random(seed + 1)
     optimizer = Optimizer(model, peak=1e-3, num_steps=num_steps, warmup=0.05, min_ratio=0.05)
     for _ in range(num_steps):

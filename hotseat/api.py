@@ -56,8 +56,8 @@ def run(config: str | Path | Mapping[str, Any] | Config, *overrides: str) -> Run
 
     wait_passively()
     checked = _checked(config, overrides)
-    from hotseat.loop.rundir import named_run
     from hotseat.loop.start import start
+    from hotseat.loop.state.run_dir import named_run
 
     named = named_run(checked)
     start(named)

@@ -8,13 +8,16 @@ of them the policy sampled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from hotseat.failed import Failed as Failed
 
 
 @dataclass(frozen=True)
@@ -156,13 +159,6 @@ class ScoredEpisode:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """What stands in the place of a sample or a reward that there is not: dropped and counted, never a zero."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Group:
     """All scored samples of one prompt, in sample order. Samples whose reward failed are missing, and counted."""
 
@@ -172,6 +168,11 @@ class Group:
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
+
+
+def segment_offsets(lengths: Tensor) -> Tensor:
+    """Return where segments of these lengths begin, and where the last one ends: [n] -> [n + 1] int64."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,34 @@ class MicroBatch:
     weights: Tensor  # [num_tokens] float: how much each token counts in the step's loss, 0 off the mask
     fields: Mapping[str, Tensor] = field(default_factory=dict)  # [num_tokens, ...] or [num_segments, ...] each
     sample_ids: tuple[str, ...] = ()  # one per segment; the segments of an episode share it, and stand together
+
+    @classmethod
+    def from_segments(
+        cls,
+        token_ids: Sequence[Tensor],
+        masks: Sequence[Tensor] | None,
+        sample_ids: Sequence[str],
+        fields: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
+    ) -> MicroBatch:
+        """Lay segments flat, one after another. Weights are 0: they are set for the whole step.
+
+        token_ids, masks and each of the fields: one tensor [length, ...] for each segment. masks None: no token is
+        sampled.
+        """
+        offsets = segment_offsets(torch.tensor([len(tokens) for tokens in token_ids], dtype=torch.int64))
+        num_tokens = int(offsets[-1])
+
+        def flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+            return torch.cat(list(tensors)) if tensors else torch.zeros(0, dtype=dtype)
+
+        return cls(
+            token_ids=flat(token_ids, torch.int64),
+            offsets=offsets,
+            mask=torch.zeros(num_tokens, dtype=torch.bool) if masks is None else flat(masks, torch.bool),
+            weights=torch.zeros(num_tokens),
+            fields={name: flat(values, torch.float32) for name, values in fields.items()},
+            sample_ids=tuple(sample_ids),
+        )
 
     def __post_init__(self) -> None:
         num_tokens, num_segments = self.num_tokens, self.num_segments
@@ -249,7 +278,7 @@ def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Moved:
-    """What it took to put parts aside or to bring them back."""
+    """What it took to offload or onload parts."""
 
     num_bytes: int  # that left the device, or came back to it
     num_bytes_copied: int  # of those, that were kept on the host; the rest was dropped, or comes back empty

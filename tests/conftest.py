@@ -5,15 +5,54 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from hotseat.openmp import wait_passively
+
+wait_passively()  # before torch is loaded: the tests run two at a time, and threads that spin take each other's cores
+
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
+# Files of slow tests that take longest, by CPU time: with `--dist loadfile --no-loadscope-reorder` workers begin with
+# them, so that the last files are small and none is waited for alone.
+LARGE = (
+    "reliability/test_kills.py",
+    "loop/test_vllm_runs.py",
+    "loop/test_rl.py",
+    "cluster/test_cluster_ray.py",
+    "train/test_train_zero.py",
+    "cluster/test_cluster_endings.py",
+    "loop/test_ppo.py",
+    "train/test_train_fsdp.py",
+    "rollout/test_vllm_models.py",
+    "loop/test_resume.py",
+    "loop/test_launched.py",
+    "reliability/test_ray_dies.py",
+    "cluster/test_cluster_existing.py",
+    "train/test_train_tensor.py",
+    "train/test_train_compile.py",
+    "cluster/test_cluster_doctor.py",
+    "reliability/test_trackers.py",
+    "loop/test_endings.py",
+    "loop/test_background.py",
+    "loop/test_reward_training.py",
+    "train/test_train_equality.py",
+)
+
 # DeepSpeed reads the first from there, so its backend sets it; by it accelerate takes itself for one of several ranks.
 LEFT_BEHIND = ("LOCAL_RANK", "DS_ACCELERATOR")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A folder with a tiny model, its data and its reward function."""
+    from loop_cases import make_task  # which loads torch
+
+    return make_task(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +64,8 @@ def _environment_as_before() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {str(Path(__file__).parent / name): place for place, name in enumerate(LARGE)}
+    items.sort(key=lambda item: places.get(str(item.path), len(LARGE)))

@@ -1,7 +1,7 @@
 """Every file in examples/plans gives the plan, or the refusal, that was worked out by hand.
 
 Residency is written as in the printed table: CAPITALS are at work, small letters are kept on the device, (round) is put
-aside on the host, [square] is dropped; W weights, G gradients, O optimizer, K kv cache, S simulator.
+offloaded to the host, [square] is dropped; W weights, G gradients, O optimizer, K kv cache, S simulator.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 from hotseat.config import load
 from hotseat.config.batches import batch_algebra
 from hotseat.errors import PlacementError
-from hotseat.loop.planning import make_plan, num_data_parallel
+from hotseat.loop.planning.plan import make_plan, num_data_parallel
 from hotseat.placement import Part, Plan
 
 PLANS = Path(__file__).parent.parent / "examples" / "plans"
@@ -29,12 +29,12 @@ def table(plan: Plan, device: int) -> dict[str, dict[str, str]]:
     for step in group.steps:
         roles: dict[str, str] = {}
         for role in group.roles:
-            states = {"needed": "", "kept": "", "aside": "", "dropped": ""}
+            states = {"needed": "", "kept": "", "offloaded": "", "dropped": ""}
             for holding in step.holdings:
                 if holding.role == role:
                     states[holding.state] += LETTERS[holding.part]
             text = states["needed"].upper() + states["kept"]
-            text += f"({states['aside']})" if states["aside"] else ""
+            text += f"({states['offloaded']})" if states["offloaded"] else ""
             text += f"[{states['dropped']}]" if states["dropped"] else ""
             roles[role] = text
         rows[step.step] = roles

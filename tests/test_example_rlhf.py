@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hotseat.config import load
-from hotseat.loop.demo import answer, careless
 from hotseat.loop.run import start
+from hotseat.loop.setup.demo import answer, careless
 from hotseat.observe import read_lines
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def test_three_short_stages(tmp_path, monkeypatch, capfd):
     assert len(held_out) == 200
     assert not held_out & learned
     start(load(EXAMPLE / "sft.yaml", ["data.max_samples=1280"]))
-    judged = start(load(EXAMPLE / "rm.yaml", ["data.max_samples=3200", "eval.every=null"]))
+    judged = start(load(EXAMPLE / "rm.yaml", ["data.max_samples=1600", "eval.every=null"]))
     assert judged["eval/accuracy"] > 0.6
     sizes = ["data.max_samples=128", "rollout.batch_size=64", "train.batch_size=64", "train.micro_batch_size=64"]
     start(load(EXAMPLE / "ppo.yaml", [*sizes, "critic.warmup_steps=1", "eval.max_samples=20"]))

@@ -88,7 +88,7 @@ def test_the_config_is_one_pass_over_the_problems():
 
 @pytest.mark.long
 @pytest.mark.ray
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_it_converts_and_runs_two_steps(tmp_path):
     for package in ("gguf", "reasoning_gym", "vllm"):
         pytest.importorskip(package, reason=f"{package} is not installed")

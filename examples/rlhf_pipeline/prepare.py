@@ -2,8 +2,8 @@
 
     python examples/rlhf_pipeline/prepare.py build/rlhf --seed 0
 
-A pair is the right answer to a sum and a wrong one. In half of the pairs a carry is forgotten, as the pupils do, or
-invented, as a model might that was only ever told to carry; in the others some digits are wrong. Held-out pairs are of
+A pair is the right answer to a sum and a wrong one. In half of the pairs a carry is forgotten, as in the SFT data,
+or invented, as a model might that saw nothing but carries; in the others some digits are wrong. Held-out pairs are of
 held-out sums. The model has a layer more than the demo's: what one layer predicts, only a later one can compare with
 what was answered.
 """
@@ -16,7 +16,7 @@ import random
 import sys
 from pathlib import Path
 
-from hotseat.loop.demo import make_files
+from hotseat.loop.setup.demo import make_files
 
 
 def careless_answers(a: int, b: int) -> list[str]:

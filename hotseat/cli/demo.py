@@ -1,4 +1,4 @@
-"""`hotseat demo`: a small model learns to carry. Makes its files, trains on examples, then by reinforcement on Ray."""
+"""`hotseat demo`: a small model learns to add. Makes its files, trains by SFT in process, then by GRPO on Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hotseat.config import load
 from hotseat.errors import UserError
 
 SFT = """\
-# Learn the format, and the pupils' bad habit, from examples.
+# SFT on worked sums, three quarters of which forget the carry.
 task: sft
 name: sft
 run_dir: {directory}
@@ -25,7 +25,7 @@ log: {{every: 50}}
 """
 
 GRPO = """\
-# Learn to carry: eight answers to each sum, compared with each other. Actor and engine take turns on one device.
+# GRPO: eight answers to each sum, compared by their rewards. Actor and engine share one device.
 task: rl
 name: grpo
 run_dir: {directory}
@@ -52,11 +52,11 @@ BAR_WIDTH = 50
 
 
 def run_demo(directory: Path | None, seed: int) -> int:
-    """The whole demo; the exit code."""
+    """Run the whole demo and return the exit code."""
     from transformers.utils import logging
 
-    from hotseat.loop.demo import make_files
     from hotseat.loop.run import start
+    from hotseat.loop.setup.demo import make_files
     from hotseat.observe import read_lines
 
     logging.disable_progress_bar()
@@ -83,11 +83,11 @@ def run_demo(directory: Path | None, seed: int) -> int:
         start(load(directory / f"{name}.yaml"))
     records = read_lines(directory / "grpo" / "metrics.jsonl")
     curve = [(int(record["step"]), record["eval/accuracy"]) for record in records if "eval/accuracy" in record]
-    print("\nheld-out exact match, by step of reinforcement")
+    print("\nheld-out exact match, by step of GRPO")
     for step, accuracy in curve:
         print(f"  {step:>4}  {'█' * round(BAR_WIDTH * accuracy):{BAR_WIDTH}}  {accuracy:6.1%}")
     print(
-        f"\n{curve[0][1]:.1%} after the examples, {curve[-1][1]:.1%} after reinforcement"
+        f"\n{curve[0][1]:.1%} after SFT, {curve[-1][1]:.1%} after GRPO"
         f" ({time.monotonic() - started_s:.0f} s)\n"
         f"report:  {directory}/grpo/report.html\n"
         f"metrics: {directory}/grpo/metrics.jsonl   curves: tensorboard --logdir {directory}\n"

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.errors import UserError
-from hotseat.loop.ledger import count_states, read_ledger
-from hotseat.loop.rundir import LEDGER
+from hotseat.loop.rl.ledger import count_states, read_ledger
+from hotseat.loop.state.run_dir import LEDGER
 from hotseat.types import SampleKey
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hotseat import __version__, clock
-from hotseat.cli import completion, new
+from hotseat.cli import completion, help_texts, new
 from hotseat.cli.stopping import interrupted_by_sigterm, last_words
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
@@ -60,10 +60,10 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     """Make the parser of all commands. `command`: the one that is used; what its help takes from the config is read."""
     parser = argparse.ArgumentParser(
         prog="hotseat",
-        description="RL post-training in which models and rollout engines take turns on the same devices.",
-        epilog="`hotseat COMMAND --help` documents each command. Configs are YAML; `hotseat options` lists every key."
-        " OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm and"
-        " train_dpo.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train language models by reinforcement learning (GRPO, PPO, RLOO, REINFORCE++), supervised\n"
+        "fine-tuning and reward modelling, on the same devices or on separate ones.",
+        epilog=help_texts.MAIN,
     )
     parser.add_argument("--version", action="version", version=f"hotseat {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -92,10 +92,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         " not those of the uninterrupted run",
     )
     if command == "resume":
-        resume.formatter_class = argparse.RawDescriptionHelpFormatter
-        resume.epilog = _what_may_change()
+        resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
 
-    ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or tell the history of one")
+    ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or show the history of one")
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     ledger.add_argument("--sample", metavar="PASS/PROMPT/SAMPLE", help="only this one, such as 0/17/3")
 
@@ -105,7 +104,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "--output", metavar="FILE", help="where the page goes (default: RUN_DIR/report.html; for several, report.html)"
     )
 
-    demo = _command(commands, "demo", _demo, "make a small model and a task, train it by examples and by reinforcement")
+    demo = _command(commands, "demo", _demo, "make a small model and a task; train it by SFT, then by GRPO")
     demo.add_argument(
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
     )
@@ -146,7 +145,11 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
 
 def _command(commands: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
     command: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text[0].upper() + text[1:] + "."
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=help_texts.EPILOGS[name],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=run)
     return command
@@ -161,7 +164,7 @@ def _what_may_change() -> str:
     lines = ["what may change, and changes from the next step on:"]
     for subject, keys in may_change():
         text = f"{subject}: {', '.join(keys)}"
-        lines += textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        lines += textwrap.wrap(text, 100, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
     lines.append("  (train.max_epochs: not in rl, where it is passes over each rollout)")
     lines.append("")
     lines.append("Everything else is refused unless --allow-change names it. With another number of steps the learning")
@@ -174,8 +177,9 @@ def _takes_config(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="KEY=VALUE",
-        help="dotted keys that replace the file's, such as rollout.top_p=0.9",
+        help="settings that replace the file's, such as rollout.top_p=0.9",
     )
 
 
@@ -203,6 +207,12 @@ def _resume(arguments: argparse.Namespace) -> int:
         here.append(f"checkpoint.allow_changes=[{', '.join(arguments.allow_change)}]")
     config = loads_saved((path / "config.yaml").read_text(), [*arguments.overrides, *here])
     if not Path(config.checkpoint.path or path / "checkpoints").is_dir():
+        model = Path(config.checkpoint.export_path or path / "model")
+        if (model / "config.json").is_file():
+            raise UserError(
+                f"{path} is finished, and kept no checkpoint to resume from: its model is {model}; to train it further,"
+                f" start another run from it (actor.model={model})"
+            )
         raise UserError(
             f"{path} has no checkpoints: it ended before its first (checkpoint.every, checkpoint.every_minutes). Start"
             " it again with `hotseat run`, under another name if it made a step"
@@ -244,7 +254,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.built import not_built
-    from hotseat.loop.planning import make_plan, on_all_devices, with_budgets
+    from hotseat.loop.planning.plan import make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
     placed = on_all_devices(config, arguments.inventory)
@@ -255,24 +265,24 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(made.to_json())
     else:
-        from rich.console import Console
+        from hotseat.cli.plan_view import make_console, notes, render
+        from hotseat.loop.planning.advice import advise
 
-        from hotseat.cli.plan_view import notes, render
-        from hotseat.loop.advice import advise
-
-        console = Console()
-        render(made, console, arguments.explain, lambda: advise(config, arguments.inventory))
-        for note in notes(config, placed, chosen, made):
-            console.print()
-            console.print(note, markup=False, highlight=False)
+        render(
+            made,
+            make_console(),
+            arguments.explain,
+            lambda: advise(config, arguments.inventory),
+            notes(config, placed, chosen, made),
+        )
     return REFUSED if made.verdict == "does_not_fit" else OK
 
 
 def _explain(arguments: argparse.Namespace) -> int:
     from hotseat.config import load
     from hotseat.config.batches import batch_algebra, explain
-    from hotseat.loop.planning import make_plan, num_data_parallel, on_all_devices, with_budgets
-    from hotseat.loop.refusals import num_rows_of
+    from hotseat.loop.planning.plan import make_plan, num_data_parallel, on_all_devices, with_budgets
+    from hotseat.loop.setup.refusals import num_rows_of
 
     config = on_all_devices(load(arguments.config, arguments.overrides), arguments.inventory)
     if arguments.num_rows is not None and arguments.num_rows < 1:
@@ -292,7 +302,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> int:
     from hotseat.config import load, to_yaml
     from hotseat.config.built import not_built
-    from hotseat.loop.refusals import obstacles
+    from hotseat.loop.setup.refusals import obstacles
 
     config = load(arguments.config, arguments.overrides)
     print(to_yaml(config), end="")

@@ -91,7 +91,7 @@ class Kind:
 
     task: str
     config: str
-    data: Mapping[str, str]  # file -> how its rows are made: a function of hotseat.loop.starter
+    data: Mapping[str, str]  # file -> how its rows are made: a function of hotseat.loop.setup.starter
     rate: str  # usual learning rate of a pretrained model
     has_reward: bool = False
 
@@ -141,7 +141,7 @@ def _next_run(directory: Path, task: str) -> str:
 
 def texts(kind: str, model: str | None = None) -> dict[str, str]:
     """Every file but the model: its name and what is in it."""
-    from hotseat.loop import starter
+    from hotseat.loop.setup import starter
 
     chosen = KINDS[kind]
     if model is None:
@@ -204,7 +204,7 @@ def _as_yaml(text: str) -> str:
 
 def _make_model(directory: Path) -> None:
     """Make the tiny model, unless it is there: a model with its tokenizer is taken for it."""
-    from hotseat.loop.starter import make_model, make_tokenizer
+    from hotseat.loop.setup.starter import make_model, make_tokenizer
 
     path = directory / MODEL
     with tempfile.TemporaryDirectory() as folder:

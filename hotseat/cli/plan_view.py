@@ -1,7 +1,12 @@
-"""A plan on the terminal: who is where, what is on which device in which step, what moves, whether it fits."""
+"""A plan on the terminal: whether it fits, what would make it fit, then what is on which device in each phase.
+
+Lines have at most `MAX_WIDTH` columns, also in a pipe; cells that are wider are folded, never cut.
+"""
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 
 from rich import box
@@ -10,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hotseat.config import Config
-from hotseat.loop.advice import MAX_SEARCHED, Advice
-from hotseat.loop.budgets import Chosen, describe
+from hotseat.loop.planning.advice import MAX_SEARCHED, Advice
+from hotseat.loop.planning.budgets import Chosen, describe
 from hotseat.placement import (
     DeviceGroup,
     GroupStep,
@@ -27,6 +32,7 @@ from hotseat.placement import (
     format_ranks,
 )
 from hotseat.placement.inventory import ranges
+from hotseat.placement.memory import FITS_BELOW
 
 _LETTERS = {
     Part.WEIGHTS: "w",
@@ -37,45 +43,61 @@ _LETTERS = {
 }
 _LEGEND = (
     "W weights  G gradients  O optimizer  K kv cache  S simulator\n"
-    "CAPITAL at work   small kept on the device   (put aside on the host)   [dropped]"
+    "CAPITAL in use   small resident, not in use   (offloaded to the host)   [dropped, made again later]"
 )
+MAX_WIDTH = 100
 _STYLES = {"fits": "green", "tight": "yellow", "does_not_fit": "bold red", "unknown": "dim"}
 _WORDS = {"fits": "fits", "tight": "tight", "does_not_fit": "does not fit", "unknown": "not checked"}
+_HEADS = {
+    "fits": "Fits",
+    "tight": "Fits, but is tight",
+    "does_not_fit": "Does not fit",
+    "unknown": "Memory not checked (the warnings say why)",
+}
 _ROUTE_WORDS = {"same_device": "same device", "same_node": "same node", "other_node": "other node"}
 _LEAVING = {"copied": "to host", "dropped": "dropped"}
 _COMING = {"restored": "from host", "allocated": "allocated", "pushed": "pushed by actor"}
 
 
+def make_console() -> Console:
+    """Make a console as wide as the terminal, `MAX_WIDTH` columns at most and where there is no terminal."""
+    return Console(width=min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH))
+
+
 def render(
-    plan: Plan, console: Console, explain: bool = False, advise: Callable[[], Sequence[Advice]] | None = None
+    plan: Plan,
+    console: Console,
+    explain: bool = False,
+    advise: Callable[[], Sequence[Advice]] | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Print a plan. `explain` adds every memory term with its arithmetic, `advise` finds what would make it fit."""
-    console.print(_headline(plan))
+    """Print a plan, the verdict first.
+
+    explain: add every memory term with its arithmetic. advise: find what would make the plan fit. notes: what was
+    assumed or chosen for this plan.
+    """
+    _verdict(plan, console)
+    if plan.verdict == "does_not_fit" and advise is not None:
+        _advice(advise(), plan, console)
+    _bullets(console, Text("Warnings", style="bold yellow"), plan.warnings)
+    _bullets(console, Text("Notes", style="bold"), notes)
     _section(console, "Roles", _roles(plan))
     if plan.groups:
         for table in _device_tables(plan, console.width):
-            _section(console, "Devices and steps" if table.title is None else "", table)
+            _section(console, "Memory on the devices, phase by phase" if table.title is None else "", table)
         console.print(Text(_LEGEND, style="dim"))
         if any(group.hand_overs for group in plan.groups):
-            _section(console, "Hand-overs of devices", _hand_overs(plan))
+            _section(console, "What moves between phases, and who has the device then", _hand_overs(plan))
         console.print(Text(_traffic(plan), style="dim"))
     if plan.routes:
-        _section(console, "Weights to the engines", _routes(plan))
-    _section(console, "Host memory", _hosts(plan))
+        _section(console, "How weights reach the engines", _routes(plan))
+    _section(console, "Memory on the hosts", _hosts(plan))
     if explain:
         _explain(plan, console)
-    _too_large(plan, console)
-    if plan.verdict == "does_not_fit" and advise is not None:
-        _advice(advise(), plan, console)
-    if plan.warnings:
-        console.print()
-        console.print(Text("Warnings", style="bold yellow"))
-        for warning in plan.warnings:
-            console.print(Text(f"- {warning}"))
 
 
 def notes(config: Config, placed: Config, chosen: Chosen, plan: Plan) -> list[str]:
-    """List what `hotseat plan` says below a plan: about a placement that it assumed, and about micro-batches."""
+    """List what `hotseat plan` assumed or chose: the placement where none is set, and the size of micro-batches."""
     found = []
     if placed != config:
         found.append(
@@ -91,10 +113,19 @@ def notes(config: Config, placed: Config, chosen: Chosen, plan: Plan) -> list[st
         lacking = "without the shape of every model: name one that is at hand, or set actor.shape"
     return [
         *found,
-        f"micro-batches: their size is not known {lacking}. A run chooses it when it starts; the figures above are for"
+        f"micro-batches: their size is not known {lacking}. A run chooses it when it starts; the figures below are for"
         f" {describe(chosen.config)}",
         *chosen.notes[1:],
     ]
+
+
+def _bullets(console: Console, title: Text, lines: Sequence[str]) -> None:
+    if lines:
+        console.print()
+        console.print(title)
+    for line in lines:
+        wrapped = textwrap.wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
+        console.print("- " + "\n  ".join(wrapped), markup=False, highlight=False, soft_wrap=True)
 
 
 def _section(console: Console, title: str, body: Table) -> None:
@@ -111,16 +142,41 @@ def _table(*headers: str, gap: int = 2) -> Table:
     return table
 
 
-def _headline(plan: Plan) -> Text:
-    text = Text("Plan: ", style="bold")
-    text.append(plan.label)
-    text.append(f" on {plan.inventory}", style="not bold")
+def _verdict(plan: Plan, console: Console) -> None:
+    """Print whether the plan fits, and the tightest device and phase; where it does not fit, all that are too small."""
+    text = Text(_HEADS[plan.verdict], style=_STYLES[plan.verdict])
+    text.append(f": {plan.label} on {plan.inventory}", style="bold")
     overlap = plan.flow.overlap
     if overlap.is_on:
-        text.append(f", overlapped (queue {overlap.queue}, staleness {overlap.staleness})", style="not bold")
-    text.append(": ")
-    text.append(_WORDS[plan.verdict], style=_STYLES[plan.verdict])
-    return text
+        text.append(f", overlapped (queue {overlap.queue}, staleness {overlap.staleness})")
+    console.print(text)
+    if plan.verdict == "does_not_fit":
+        _too_large(plan, console)
+        return
+    priced = [
+        (step.used_gib / group.memory_gib, step, group, group.memory_gib)
+        for group in plan.groups
+        for step in group.steps
+        if group.memory_gib is not None and step.verdict != "unknown"
+    ]
+    if priced:
+        share, step, group, memory_gib = max(priced, key=lambda each: each[0])
+        where = _place(plan.inventory, group.devices)
+        console.print(
+            Text(f"The tightest is {step.step} on {where}: {step.used_gib:.1f} of {memory_gib:g} GiB ({share:.0%})")
+        )
+        cached = [holding.role for holding in step.holdings if holding.part == Part.KV_CACHE and holding.is_resident]
+        engine = next((role for role in map(plan.role, cached) if role.share is not None), None)
+        if step.verdict == "tight" and engine is not None:
+            share_text = f"An engine fills its share ({engine.name}.memory_share {engine.share:g}) with KV cache"
+            console.print(Text(f"{share_text}; a smaller share leaves more room"))
+    if plan.verdict == "tight":
+        console.print(
+            Text(
+                f"Tight means that more than {FITS_BELOW:.0%} of a memory is planned for: it should run, but little is"
+                " left for fragmentation and for what else runs there"
+            )
+        )
 
 
 def _place(inventory: Inventory, spans: Sequence[tuple[int, int]]) -> str:
@@ -207,13 +263,17 @@ def _letters(holdings: Sequence[Holding]) -> str:
     def of(state: str) -> str:
         return "".join(_LETTERS[h.part] for h in holdings if h.state == state)
 
-    aside, dropped = of("aside"), of("dropped")
-    return of("needed").upper() + of("kept") + (f"({aside})" if aside else "") + (f"[{dropped}]" if dropped else "")
+    offloaded, dropped = of("offloaded"), of("dropped")
+    return (
+        of("needed").upper()
+        + of("kept")
+        + (f"({offloaded})" if offloaded else "")
+        + (f"[{dropped}]" if dropped else "")
+    )
 
 
 def _hand_overs(plan: Plan) -> Table:
-    table = _table("step", "lease", "moves  (- leaves the device, + comes to it)")
-    table.columns[0].no_wrap = True
+    table = _table("phases", "device goes", "moves (- leaves the device, + comes to it)")
     for group in plan.groups:
         if len(plan.groups) > 1 and group.hand_overs:
             table.add_row(Text(_place(plan.inventory, group.devices), style="bold"), "", "")
@@ -225,7 +285,7 @@ def _hand_overs(plan: Plan) -> Table:
 def _hand_over(hand_over: HandOver) -> tuple[str, str, str]:
     steps = f"{hand_over.from_step} -> {hand_over.to_step}" + (" (next)" if hand_over.is_next_iteration else "")
     before, after = "+".join(hand_over.from_roles), "+".join(hand_over.to_roles)
-    lease = f"{before} -> {after}" if before != after else f"{before} keeps it"
+    lease = f"{before} -> {after}" if before != after else f"stays with {before}"
     moves = [_move("-", move, _LEAVING) for move in hand_over.leaves]
     moves += [_move("+", move, _COMING) for move in hand_over.comes]
     return steps, lease, "\n".join(moves)
@@ -244,7 +304,7 @@ def _traffic(plan: Plan) -> str:
         for group in plan.groups
     ]
     if not any(group.hand_overs for group in plan.groups):
-        return "No device changes hands and nothing moves."
+        return "No device passes from role to role, and nothing moves."
     if not any(copied):
         return "Nothing is copied to the host and back."
     return f"At most {max(copied):.1f} GiB per device are copied to the host and back in an iteration."
@@ -252,7 +312,7 @@ def _traffic(plan: Plan) -> str:
 
 def _routes(plan: Plan) -> Table:
     """Engines that get their weights in the same way share a line."""
-    table = _table("engines", "way", "from actor ranks")
+    table = _table("engines", "from an actor on", "actor ranks")
     kinds: dict[tuple[str, str], list[Route]] = {}
     for route in plan.routes:
         kinds.setdefault((route.role, route.kind), []).append(route)
@@ -270,17 +330,17 @@ def _routes(plan: Plan) -> Table:
 
 
 def _hosts(plan: Plan) -> Table:
-    table = _table("nodes", "processes", "put aside", "held there always", "total", "")
+    table = _table("nodes", "processes", "offloaded between phases", "always on the host", "total", "")
     for host in plan.hosts:
         process = sum(term.gib for term in host.terms if term.name == "process")
-        aside = sum(term.gib for term in host.terms if "put aside" in term.name)
+        offloaded = sum(term.gib for term in host.terms if "offloaded (pinned)" in term.name)
         total = f"{host.used_gib:.0f} GiB" + (f" of {host.memory_gib:.0f}" if host.memory_gib else "")
         verdict = Text(_WORDS[host.verdict] if host.memory_gib else "", style=_STYLES[host.verdict])
         table.add_row(
             format_ranges(host.nodes),
             f"{process:.0f} GiB",
-            f"{aside:.0f} GiB",
-            f"{host.used_gib - process - aside:.0f} GiB",
+            f"{offloaded:.0f} GiB",
+            f"{host.used_gib - process - offloaded:.0f} GiB",
             total,
             verdict,
         )
@@ -292,7 +352,7 @@ def _explain(plan: Plan, console: Console) -> None:
         console.print()
         of = f" of {group.memory_gib:g} GiB" if group.memory_gib else ""
         console.print(Text(f"Memory on {_place(plan.inventory, group.devices)} ({group.kind}{of})", style="bold"))
-        table = _table("step", "role", "term", "GiB", "arithmetic")
+        table = _table("phase", "role", "term", "GiB", "arithmetic")
         table.columns[3].justify = "right"
         for step in group.steps:
             for index, term in enumerate(step.terms):
@@ -313,7 +373,7 @@ def _explain(plan: Plan, console: Console) -> None:
 
 
 def _too_small_a_share(plan: Plan, group: DeviceGroup, step: GroupStep) -> str:
-    """Of an engine that finds room on the device, but not in what it may take of it."""
+    """Say by how much an engine's memory share is too small, though the device itself has room."""
     assert group.memory_gib is not None
     engine = next(role for role in map(plan.role, step.roles) if role.is_engine and role.share is not None)
     assert engine.share is not None
@@ -327,27 +387,27 @@ def _too_small_a_share(plan: Plan, group: DeviceGroup, step: GroupStep) -> str:
 
 
 def _too_large(plan: Plan, console: Console) -> None:
-    """Print the steps that do not fit, and by how much."""
-    for group in plan.groups:
-        for step in group.steps:
-            # Where nobody works there is nothing to change: what lies there is too much in a step of its own too.
-            if step.verdict != "does_not_fit" or group.memory_gib is None or not step.roles:
-                continue
-            console.print()
-            where = _place(plan.inventory, group.devices)
-            over = step.used_gib - group.memory_gib
-            takes = f"it takes {step.used_gib:.1f} of {group.memory_gib:g} GiB, {over:.1f} GiB too much"
-            if over <= 0:
-                takes = _too_small_a_share(plan, group, step)
-            console.print(Text(f"{step.step} does not fit on {where}: {takes}", style="bold red"))
+    """Print the phases that do not fit and by how much, the tightest first."""
+    failing = [
+        (step.used_gib - group.memory_gib, step, group, group.memory_gib)
+        for group in plan.groups
+        for step in group.steps
+        # Where no role works there is nothing to change: what is resident there is too much in its own phase too.
+        if step.verdict == "does_not_fit" and group.memory_gib is not None and step.roles
+    ]
+    for over, step, group, memory_gib in sorted(failing, key=lambda each: -each[0]):
+        where = _place(plan.inventory, group.devices)
+        takes = f"it takes {step.used_gib:.1f} of {memory_gib:g} GiB, {over:.1f} GiB too much"
+        if over <= 0:
+            takes = _too_small_a_share(plan, group, step)
+        console.print(Text(f"- {step.step} does not fit on {where}: {takes}", style="red"))
     for host in plan.hosts:
         if host.verdict == "does_not_fit":
-            console.print()
             text = (
-                f"The host memory of node {format_ranges(host.nodes)} does not fit: {host.used_gib:.0f} of"
-                f" {host.memory_gib:.0f} GiB. Put less aside: a smaller engine share leaves more on the devices"
+                f"- the host memory of node {format_ranges(host.nodes)} does not fit: {host.used_gib:.0f} of"
+                f" {host.memory_gib:.0f} GiB. Offload less: a smaller rollout.memory_share leaves more on the devices"
             )
-            console.print(Text(text, style="bold red"))
+            console.print(Text(text, style="red"))
 
 
 def _advice(advice: Sequence[Advice], plan: Plan, console: Console) -> None:

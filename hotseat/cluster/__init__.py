@@ -2,26 +2,32 @@
 
 from hotseat.cluster._guard import in_worker_process
 from hotseat.cluster.channel import Channel, ChannelClosed
-from hotseat.cluster.cluster import Cluster, Node
-from hotseat.cluster.group import Group, Pending, Process, Ref, Worker, create_group
-from hotseat.cluster.lease import DeviceMemory, HandOver, Holder, Lease, LeaseError, Leases
+from hotseat.cluster.cluster import Cluster
+from hotseat.cluster.create_group import Worker, create_group
+from hotseat.cluster.group import Calling, WorkerGroup
+from hotseat.cluster.lease import DeviceMemory, Holder, Lease, LeaseError, Leases, LeaseTransfer
+from hotseat.cluster.pending import Pending
+from hotseat.cluster.process import Node, Process
+from hotseat.cluster.refs import Ref, as_arguments
 
 __all__ = [
+    "Calling",
     "Channel",
     "ChannelClosed",
     "Cluster",
     "DeviceMemory",
-    "Group",
-    "HandOver",
     "Holder",
     "Lease",
     "LeaseError",
+    "LeaseTransfer",
     "Leases",
     "Node",
     "Pending",
     "Process",
     "Ref",
     "Worker",
+    "WorkerGroup",
+    "as_arguments",
     "create_group",
     "in_worker_process",
 ]

@@ -1,7 +1,7 @@
 """The queue behind a channel, and the process that serves queues to other processes.
 
 `BoundedQueue` is a pure state machine: no threads, no sockets, no clock. A request is answered by calling what was
-given with it, at once or later. In one process, `channel.py` puts a lock around it. Run as a program, this file is
+passed with it, at once or later. In one process, `channel.py` puts a lock around it. Run as a program, this file is
 the broker: it serves any number of queues over sockets, knows items as bytes only, and fails a queue when a process
 that used it goes away without saying so. It needs only the standard library and starts in a few hundredths of a
 second.
@@ -39,7 +39,7 @@ _MAX_HELLO = 1 << 16
 
 
 def proof(key: bytes, nonce: bytes, side: bytes) -> bytes:
-    """That this side knows the key, without saying it."""
+    """Compute the proof that this side knows the key, which itself is not sent."""
     return hmac.digest(key, side + nonce, hashlib.sha256)
 
 
@@ -78,7 +78,7 @@ class Waiter:
 
 
 class BoundedQueue:
-    """At most `capacity` items; puts and gets are served in the order in which they came.
+    """Queue of at most `capacity` items; puts and gets are served in the order in which they came.
 
     A batch goes in whole or not at all. Answers: (DONE, None), (ITEMS, list), (CLOSED, None), (FAILED, reason).
     """
@@ -197,10 +197,9 @@ class _Connection:
 
     def __init__(self, server: Server, connection: socket.socket):
         self.socket = connection
-        self.is_writing = False  # there is more to send than the socket takes
         self._server = server
-        self._nonce = secrets.token_bytes(NONCE)
-        self._is_proven = False
+        nonce = secrets.token_bytes(NONCE)
+        self._unproven: bytes | None = nonce  # what the client has to answer; None once it has proved itself
         self._received = bytearray()
         self._unsent = bytearray()
         self._served: _Served | None = None
@@ -208,9 +207,14 @@ class _Connection:
         self.is_producer = self.is_consumer = False
         self._waiter: Waiter | None = None
         self._said_bye = False
-        self._write(self._nonce)
+        self._write(nonce)
         # A stranger who connects and says nothing is not kept.
         server.later(10.0, lambda: None if self._served else self.end())
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether there is more to send than the socket takes."""
+        return bool(self._unsent)
 
     def on_readable(self) -> None:
         try:
@@ -223,7 +227,7 @@ class _Connection:
             self.end()
             return
         self._received += data
-        if not self._is_proven and not self._check_proof():
+        if self._unproven is not None and not self._check_proof(self._unproven):
             return
         while len(self._received) >= HEAD.size:
             kind, length = HEAD.unpack_from(self._received)
@@ -245,11 +249,10 @@ class _Connection:
             self.end()
             return
         if not self._unsent:
-            self.is_writing = False
             self._server.watch(self)
 
     def end(self) -> None:
-        """The connection is over; if its process did not say that it would be, so is the channel."""
+        """End the connection, and fail the channel if the process at its other end left without notice."""
         if not self._server.forget(self) or self._served is None:
             return
         self._served.connections.discard(self)
@@ -260,16 +263,16 @@ class _Connection:
             role = "producer" if is_missed_producer else "consumer"
             self._served.queue.fail(f"its {role} {self.who} went away without closing it")
 
-    def _check_proof(self) -> bool:
+    def _check_proof(self, nonce: bytes) -> bool:
         if len(self._received) < 2 * NONCE:
             return False
-        given, nonce = bytes(self._received[:NONCE]), bytes(self._received[NONCE : 2 * NONCE])
+        answer, theirs = bytes(self._received[:NONCE]), bytes(self._received[NONCE : 2 * NONCE])
         del self._received[: 2 * NONCE]
-        if not hmac.compare_digest(given, proof(self._server.key, self._nonce, b"client")):
+        if not hmac.compare_digest(answer, proof(self._server.key, nonce, b"client")):
             self.end()
             return False
-        self._is_proven = True
-        self._write(proof(self._server.key, nonce, b"broker"))
+        self._unproven = None
+        self._write(proof(self._server.key, theirs, b"broker"))
         return True
 
     def _handle(self, kind: int, payload: bytes) -> None:
@@ -337,9 +340,9 @@ class _Connection:
             if sent == len(data):
                 return
             data = data[sent:]
+        was_writing = self.is_writing
         self._unsent += data
-        if not self.is_writing:
-            self.is_writing = True
+        if not was_writing:
             self._server.watch(self)
 
 
@@ -419,7 +422,7 @@ class Server:
 
 
 def prepare(connection: socket.socket) -> None:
-    """No waiting for more to send; and a machine that vanished is noticed in some ten seconds."""
+    """Set the socket to send at once, and to notice a machine that vanished in some ten seconds."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -430,9 +433,9 @@ def prepare(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Reads its task from standard input, writes the port, serves until standard input ends."""
-    with open(0, "rb", buffering=0, closefd=False) as given:  # to the end of the line, and no further
-        task = json.loads(given.readline())
+    """Read the task from standard input, write the port, and serve until standard input ends."""
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # to the end of the line, and no further
+        task = json.loads(stdin.readline())
     server = Server(task["path"], task["host"], bytes.fromhex(task["key"]))
     print(server.port, flush=True)
     server.run(until_ended=0)

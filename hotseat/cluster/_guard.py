@@ -37,18 +37,18 @@ _HELPERS_GRACE_S = 3.0
 
 
 def in_worker_process() -> bool:
-    """Whether this process carries the object of one rank of a group, and nothing else."""
+    """Tell whether this process carries the object of one rank of a group, and nothing else."""
     return bool(os.environ.get(WORKER))
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is none. With the pid it names a process."""
+    """Return when the process started, in clock ticks since boot; None: no such process. With the pid it names one."""
     stat = _stat(pid)
     return int(stat[19]) if stat else None
 
 
 def process_state(pid: int, started: int | None = None) -> str:
-    """One of "gone", "stopped", "running"; a process that ended and waits to be collected is gone."""
+    """Return "gone", "stopped" or "running"; a process that ended and waits to be collected is gone."""
     if not os.path.isdir("/proc/self"):
         return _state_by_signal(pid)
     stat = _stat(pid)
@@ -68,7 +68,7 @@ def _state_by_signal(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[bytes] | None:
-    """The fields of /proc/PID/stat from the state on: the name before it may contain anything."""
+    """Return the fields of /proc/PID/stat from the state on: the name before it may contain anything."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -94,7 +94,7 @@ def remark_this_process(number: int) -> int:
 
 
 def _number(session: str, worker: str = "") -> int:
-    """Half of it stands for the session, half for the worker; 0 is none."""
+    """Compute the number of a process: half of it stands for the session, half for the worker; 0 is none."""
     name = session.rpartition("/")[2]
     high = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") % (1 << 30) + (1 << 30)
     low = int.from_bytes(hashlib.blake2b(worker.encode(), digest_size=4).digest(), "big") >> 1 if worker else 0
@@ -114,7 +114,7 @@ def _number_of_process(pid: int) -> int | None:
 
 
 def marked(variable: str, values: Iterable[str], pids: Iterable[int] | None = None) -> list[int]:
-    """Live processes of this user that carry one of these values of `SESSION` or `WORKER`.
+    """Return live processes of this user that carry one of these values of `SESSION` or `WORKER`.
 
     Any other variable is looked for in environments only.
     """
@@ -123,29 +123,29 @@ def marked(variable: str, values: Iterable[str], pids: Iterable[int] | None = No
     if pids is None:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     values = list(values)
-    prefix, wanted = f"{variable}=".encode(), {value.encode() for value in values}
+    prefix, encoded = f"{variable}=".encode(), {value.encode() for value in values}
     if variable == SESSION:
         shift, numbers = 31, {_number(value) >> 31 for value in values}
     else:
         shift, numbers = 0, {_number(value.partition(":")[0], value) for value in values if variable == WORKER}
-    found = []
+    live = []
     for pid in pids:
         if pid == os.getpid() or process_state(pid) == "gone":
             continue
         number = _number_of_process(pid) if numbers else None
-        if (number is not None and number >> shift in numbers) or _has_variable(pid, prefix, wanted):
-            found.append(pid)
-    return found
+        if (number is not None and number >> shift in numbers) or _has_variable(pid, prefix, encoded):
+            live.append(pid)
+    return live
 
 
-def _has_variable(pid: int, prefix: bytes, wanted: set[bytes]) -> bool:
+def _has_variable(pid: int, prefix: bytes, values: set[bytes]) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environment = file.read().split(b"\0")
     except OSError:
         return False
-    given = (entry[len(prefix) :] for entry in environment if entry.startswith(prefix))
-    return any(not wanted.isdisjoint(value.split(b"/")) for value in given)
+    entries = (entry[len(prefix) :] for entry in environment if entry.startswith(prefix))
+    return any(not values.isdisjoint(entry.split(b"/")) for entry in entries)
 
 
 def end_marked(variable: str, values: Iterable[str], *, timeout_s: float = 8.0, spare: Iterable[int] = ()) -> list[int]:
@@ -153,14 +153,14 @@ def end_marked(variable: str, values: Iterable[str], *, timeout_s: float = 8.0, 
     values, spared, killed, clean = list(values), set(spare), [], 0
     begin = alone_since = time.monotonic()
     while time.monotonic() - begin < timeout_s:
-        found = [pid for pid in marked(variable, values) if pid not in spared]
-        clean = clean + 1 if not found else 0
+        left = [pid for pid in marked(variable, values) if pid not in spared]
+        clean = clean + 1 if not left else 0
         if clean == 2:
             break
-        helpers = {pid for pid in found if _is_helper(pid)}
-        if len(helpers) < len(found):
+        helpers = {pid for pid in left if _is_helper(pid)}
+        if len(helpers) < len(left):
             alone_since = time.monotonic()
-        for pid in found:
+        for pid in left:
             if pid in helpers and time.monotonic() - alone_since < _HELPERS_GRACE_S:
                 continue
             if _kill(pid, variable, values) and pid not in killed:
@@ -206,7 +206,7 @@ def remove_segments(prefix: str, pids: Iterable[int] = ()) -> None:
 
 
 def start_guard(session: str, shm_prefix: str, directories: Iterable[str] = ()) -> subprocess.Popen[bytes] | None:
-    """A guard over the calling process. `dismiss_guard` ends it without a sweep."""
+    """Start a guard over the calling process. `dismiss_guard` ends it without a sweep."""
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return None
     task = {
@@ -235,7 +235,7 @@ def start_guard(session: str, shm_prefix: str, directories: Iterable[str] = ()) 
 
 
 def dismiss_guard(guard: subprocess.Popen[bytes] | None) -> None:
-    """The session was cleaned up: the guard ends without doing anything."""
+    """End the guard of a session that was cleaned up: nothing is left for it to do."""
     if guard is None or guard.stdin is None or guard.stdout is None:
         return
     with contextlib.suppress(OSError):

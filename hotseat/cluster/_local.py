@@ -16,24 +16,35 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from hotseat.cluster._guard import process_state, start_time
-from hotseat.cluster._host import is_async, refuse_generator
-from hotseat.cluster.group import Calls, Group, Pending, ProcessLike, Ref, resolve, worker_error
+from hotseat.cluster._worker_process import is_async, refuse_generator
+from hotseat.cluster.environment import environment, restore_environment
+from hotseat.cluster.group import Arguments, WorkerGroup
 from hotseat.cluster.lease import Holder
+from hotseat.cluster.pending import Pending, worker_error
+from hotseat.cluster.ports import free_port
+from hotseat.cluster.process import Node
+from hotseat.cluster.refs import Ref, resolve
+from hotseat.cluster.runtime import Launch
 from hotseat.errors import DeadlineError, UserError
+
+T = TypeVar("T")
+W_co = TypeVar("W_co", covariant=True)
 
 
 class _Busy(DeadlineError):
     """The wait for the object itself ran out; what the object raises is something else."""
 
 
-class LocalRef(Ref):
-    def __init__(self, value: Any):
+class LocalRef(Ref[T]):
+    """A value in this process."""
+
+    def __init__(self, value: T):
         self._value = value
 
-    def get(self, *, timeout_s: float = 600.0) -> Any:
+    def get(self, *, timeout_s: float = 600.0) -> T:
         return self._value
 
 
@@ -53,31 +64,20 @@ class _Loop:
         self._thread.join(2.0)
 
 
-class LocalGroup(Group):
-    def __init__(
-        self,
-        name: str,
-        cls: type,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        per_rank: Sequence[Mapping[str, Any]],
-        processes: Sequence[ProcessLike],
-        *,
-        timeout_s: float,
-        num_threads: int,
-        max_concurrency: int,
-        rank_env: Callable[[int], Mapping[str, str]],
-    ):
-        self.name = name
-        self.timeout_s = timeout_s
-        self._make = lambda rank: cls(*args, **kwargs, **per_rank[rank])
-        self._processes = processes
-        self._num_threads = num_threads
+class LocalGroup(WorkerGroup[W_co]):
+    """A group whose objects live in this process. rank_env: variables that are set while a rank's object is made."""
+
+    def __init__(self, launch: Launch[W_co], rank_env: Callable[[int], Mapping[str, str]]):
+        self.name = launch.name
+        self.timeout_s = launch.timeout_s
+        self._make = lambda rank: launch.cls(*launch.args, **launch.kwargs, **launch.per_rank[rank])
+        self._processes = launch.processes
+        self._num_threads = launch.num_threads
         self._rank_env = rank_env
         self.is_closed = False
-        self._loop = _Loop(name) if is_async(cls) else None
-        self._slots = [threading.BoundedSemaphore(max_concurrency) for _ in processes]
-        self._objects: list[Any] = [None] * len(processes)
+        self._loop = _Loop(launch.name) if is_async(launch.cls) else None
+        self._slots = [threading.BoundedSemaphore(launch.max_concurrency) for _ in launch.processes]
+        self._objects: list[Any] = [None] * len(launch.processes)
         for rank in self.ranks:
             self._construct(rank)
 
@@ -85,24 +85,21 @@ class LocalGroup(Group):
     def ranks(self) -> range:
         return range(len(self._processes))
 
-    def call(
-        self, method: str, *args: Any, ranks: Any = None, timeout_s: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        chosen = self._chosen(ranks)
-        if len(chosen) > 1 or self._loop:
-            return super().call(method, *args, ranks=chosen, timeout_s=timeout_s, **kwargs)
-        timeout_s = self._deadline(timeout_s)
-        self._refuse_if_closed(chosen[0], method)
+    def _call(self, method: str, arguments: Arguments, timeout_s: float) -> list[Any]:
+        if len(arguments) > 1 or self._loop:
+            return super()._call(method, arguments, timeout_s)
+        [(rank, (args, kwargs))] = arguments.items()
+        self._refuse_if_closed(rank, method)
         started_s = time.time()
         try:
-            return [self._run(chosen[0], method, args, kwargs, timeout_s)]
+            return [self._run(rank, method, args, kwargs, timeout_s)]
         except _Busy:
             raise
         except Exception as error:
-            self._raise(chosen[0], method, error)
+            self._raise(rank, method, error)
         finally:
             if self.on_call is not None:
-                self.on_call(self.name, chosen[0], method, started_s, time.time())
+                self.on_call(self.name, rank, method, started_s, time.time())
 
     def alive(self) -> list[bool]:
         return [not self.is_closed for _ in self.ranks]
@@ -132,18 +129,18 @@ class LocalGroup(Group):
             self._loop.close()
 
     def _construct(self, rank: int) -> None:
-        with self._threads(), _environment(self._rank_env(rank)):
+        with self._threads(), environment(self._rank_env(rank)):
             try:
                 self._objects[rank] = self._make(rank)
             except Exception as error:
                 self._raise(rank, "__init__", error)
 
-    def _start(self, method: str, calls: Calls, timeout_s: float, keep: bool) -> Pending:
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
         futures = {}
-        for rank, (args, kwargs) in calls.items():
+        for rank, (args, kwargs) in arguments.items():
             self._refuse_if_closed(rank, method)
             futures[rank] = self._submit(rank, method, args, kwargs, timeout_s, keep)
-        return Pending(self, method, futures)
+        return Pending(self, method, futures, timeout_s)
 
     def _submit(
         self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, keep: bool
@@ -196,7 +193,7 @@ class LocalGroup(Group):
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:
-        """Sums depend on the number of threads, so it is set, not inherited. It belongs to the calling thread."""
+        """Set the number of threads, on which sums depend, for the calling thread; restore it afterwards."""
         torch = sys.modules.get("torch")
         before = torch.get_num_threads() if torch else 0
         if torch and before != self._num_threads:
@@ -207,7 +204,7 @@ class LocalGroup(Group):
             if torch and before != self._num_threads:
                 torch.set_num_threads(before)
 
-    def _open(self, rank: int, method: str, future: Future[Any]) -> Any:
+    def open(self, rank: int, method: str, future: Future[Any]) -> Any:
         error = future.exception()
         if error is None:
             return future.result()
@@ -216,7 +213,7 @@ class LocalGroup(Group):
         return self._raise(rank, method, error)
 
     def _raise(self, rank: int, method: str, error: BaseException) -> NoReturn:
-        """The same error as on Ray, with the original's traceback: a post-mortem ends in the worker's frame."""
+        """Raise the same error as on Ray, with the original's traceback: a post-mortem ends in the worker's frame."""
         message = f"{method!r} raised {type(error).__qualname__}: {error}"
         raise worker_error(self.name, rank, method, message).with_traceback(error.__traceback__) from error
 
@@ -224,46 +221,70 @@ class LocalGroup(Group):
         if self.is_closed:
             raise worker_error(self.name, rank, method, f"{method!r} was called, but the group is closed")
 
-    def _describe(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
         return f"works in this process, which is {process_state(os.getpid())}"
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        restore_environment(before)
-
-
-def restore_environment(before: Mapping[str, str | None]) -> None:
-    for key, value in before.items():
-        if value is None:
-            os.environ.pop(key, None)
-        else:
-            os.environ[key] = value
-
-
 class LocalRuntime:
-    """One node, as many devices as it is said to have, no process but this one."""
+    """The `Runtime` in this process: one node, as many logical devices as asked for, no process but this one."""
+
+    kind: Literal["ray", "local"] = "local"
 
     def __init__(self, num_devices: int):
-        self.num_devices = num_devices
-        self._env: dict[str, str | None] = {}
+        self.nodes = (Node(0, num_devices, num_cpus=os.cpu_count() or 1),)
+        self._groups: dict[str, LocalGroup[Any]] = {}
+        self._env_before: dict[str, str | None] = {}
 
-    def set_env(self, group: str, env: Mapping[str, str]) -> None:
-        """The environment is one for all groups here; two that want different values cannot both have them."""
+    def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
+        """Do nothing: all devices are this process's."""
+
+    def launch(self, launch: Launch[T]) -> LocalGroup[T]:
+        self._set_env(launch.name, launch.env_on(0))
+        port, num_ranks = str(free_port("127.0.0.1")), str(len(launch.processes))
+
+        def rank_env(rank: int) -> Mapping[str, str]:
+            return {
+                "RANK": str(rank),
+                "WORLD_SIZE": num_ranks,
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": num_ranks,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+
+        self._groups[launch.name] = group = LocalGroup(launch, rank_env)
+        return group
+
+    def broker(self, node: int | None) -> None:
+        """Return None: a channel within a process needs no broker."""
+
+    def put(self, value: T) -> LocalRef[T]:
+        return LocalRef(value)
+
+    def device_memory(self, device: int) -> None:
+        """Return None: there is no GPU behind a logical device."""
+
+    def is_gone(self, holder: Holder) -> bool:
+        """Return False: all objects live as long as this process."""
+        return False
+
+    def close(self, grace_s: float) -> None:
+        for group in self._groups.values():
+            group.close(grace_s=grace_s)
+        restore_environment(self._env_before)
+        self._env_before = {}
+
+    def end_leftovers(self) -> list[int]:
+        return []
+
+    def _set_env(self, group: str, env: Mapping[str, str]) -> None:
+        """Set a group's variables. All groups share one environment: two that want different values cannot both have
+        them."""
         for key, value in env.items():
-            if key in self._env and os.environ.get(key) != value:
+            if key in self._env_before and os.environ.get(key) != value:
                 raise UserError(
                     f"{group} sets {key}={value}, another group {key}={os.environ.get(key)}: with runtime 'local'"
                     " they share one environment; use runtime 'ray' or give both the same value"
                 )
-            self._env.setdefault(key, os.environ.get(key))
+            self._env_before.setdefault(key, os.environ.get(key))
             os.environ[key] = value
-
-    def close(self) -> None:
-        restore_environment(self._env)
-        self._env = {}

@@ -1,4 +1,4 @@
-"""What a process is doing and whom it waits for, kept where others can read it even when the process hangs."""
+"""Records what a process is doing and whom it waits for, where others can read it even when the process hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIRECTORY = "HOTSEAT_ACTIVITY"  # of the files; unset: they are kept in memory a
 
 
 @dataclass(frozen=True)
-class Doing:
+class Operation:
     """Something under way. `whom`: processes that are waited for, such as `rollout rank 0`."""
 
     what: str
@@ -34,19 +34,19 @@ class Activity:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._now: dict[int, Doing] = {}
+        self._now: dict[int, Operation] = {}
         self._lock = threading.Lock()
         self._file: int | None = None
 
     def keep_in(self, directory: str, name: str) -> None:
-        """From now on also in a file."""
+        """Keep the record in a file too, from now on."""
         with contextlib.suppress(OSError):  # a worker does its work without it
             Path(directory).mkdir(parents=True, exist_ok=True)
             self._file = os.open(Path(directory) / name, os.O_CREAT | os.O_RDWR, 0o600)
 
     @contextlib.contextmanager
     def doing(self, what: str, whom: Sequence[str] = ()) -> Iterator[None]:
-        number, entry = next(self._numbers), Doing(what, tuple(whom), time.time())
+        number, entry = next(self._numbers), Operation(what, tuple(whom), time.time())
         with self._lock:
             self._now[number] = entry
             self._write()
@@ -57,7 +57,7 @@ class Activity:
                 del self._now[number]
                 self._write()
 
-    def now(self) -> list[Doing]:
+    def now(self) -> list[Operation]:
         with self._lock:
             return list(self._now.values())
 
@@ -67,17 +67,17 @@ class Activity:
             os.pwrite(self._file, json.dumps(entries).encode() + b"\0", 0)
 
 
-def read_activity(directory: str, name: str) -> list[Doing]:
-    """What a process on this machine was doing when last it said so."""
+def read_activity(directory: str, name: str) -> list[Operation]:
+    """Read what a process on this machine was doing when it last recorded it."""
     try:
         text = (Path(directory) / name).read_bytes().partition(b"\0")[0]
-        return [Doing(what, tuple(whom), since_s) for what, whom, since_s in json.loads(text)]
+        return [Operation(what, tuple(whom), since_s) for what, whom, since_s in json.loads(text)]
     except (OSError, ValueError):
         return []
 
 
 def show_stacks_on_signal(directory: str) -> None:
-    """In a worker: SIGUSR2 writes the stacks of its threads to a file, for machines without py-spy."""
+    """Have SIGUSR2 write the stacks of this process's threads to a file, for machines without py-spy."""
     with contextlib.suppress(OSError, ValueError):
         Path(directory).mkdir(parents=True, exist_ok=True)
         file = (Path(directory) / f"{os.getpid()}.stack").open("w")  # stays open: the handler writes to it

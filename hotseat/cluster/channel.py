@@ -71,9 +71,9 @@ class Channel(Generic[Item]):
         self.num_producers = num_producers
         self.timeout_s = timeout_s
         if broker is None:
-            self._link: _Inside | _Outside = _Inside(capacity, num_producers)
+            self._link: _LocalQueue | _BrokerClient = _LocalQueue(capacity, num_producers)
         else:
-            self._link = _outside(*broker, f"{name}/{secrets.token_hex(8)}", capacity, num_producers)
+            self._link = _client_of(*broker, f"{name}/{secrets.token_hex(8)}", capacity, num_producers)
 
     def put(self, item: Item, *, timeout_s: float | None = None) -> None:
         """Wait for room, then put the item in."""
@@ -110,13 +110,13 @@ class Channel(Generic[Item]):
         return payload
 
     def __iter__(self) -> Iterator[Item]:
-        """Items until the stream ends, each waited for at most `timeout_s` of the channel."""
+        """Yield items until the stream ends, each waited for at most `timeout_s` of the channel."""
         with contextlib.suppress(ChannelClosed):
             while True:
                 yield self.get()
 
     def close(self) -> None:
-        """This producer puts nothing more. When `num_producers` have said so, the stream ends."""
+        """Declare that this producer puts nothing more. When `num_producers` have said so, the stream ends."""
         self._link.close()
 
     def fail(self, error: BaseException | str) -> None:
@@ -126,7 +126,7 @@ class Channel(Generic[Item]):
         self._link.fail(error)
 
     def size(self) -> int:
-        """How many items wait to be taken."""
+        """Return how many items wait to be taken."""
         return self._link.facts()["size"]
 
     def _deadline(self, timeout_s: float | None) -> float:
@@ -135,7 +135,7 @@ class Channel(Generic[Item]):
             raise ValueError(f"channel {self.name!r}: timeout_s is {waits}; every wait has a deadline, in seconds")
         return waits
 
-    def _error(self, kind: int, payload: Any, wanted: str, waited_s: float) -> Exception:
+    def _error(self, kind: int, payload: Any, purpose: str, waited_s: float) -> Exception:
         if kind == wire.CLOSED:
             return ChannelClosed(f"channel {self.name!r} is closed")
         if kind == wire.FAILED:
@@ -144,7 +144,7 @@ class Channel(Generic[Item]):
             f"; {role} {', '.join(payload[role])}" for role in ("producers", "consumers") if payload.get(role)
         )
         return DeadlineError(
-            f"channel {self.name!r}: waited {waited_s:.1f} s {wanted}; it has {payload['size']} of {self.capacity}"
+            f"channel {self.name!r}: waited {waited_s:.1f} s {purpose}; it has {payload['size']} of {self.capacity}"
             f"{ends}"
         )
 
@@ -156,7 +156,7 @@ def _type_names(types: type | tuple[type, ...]) -> str:
 # --- within a process -------------------------------------------------------------------------------------------------
 
 
-class _Inside:
+class _LocalQueue:
     """The queue, with a lock around it."""
 
     def __init__(self, capacity: int, num_producers: int):
@@ -256,7 +256,7 @@ class Broker:
             os.unlink(self._path)
 
 
-class _Outside:
+class _BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
     There is one for each channel in a process, however often the channel is sent there, and it lasts as long as the
@@ -277,7 +277,7 @@ class _Outside:
 
     def __reduce__(self) -> Any:
         hello = self._hello
-        return _outside, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
+        return _client_of, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
 
     def put(self, items: list[Any], timeout_s: float) -> tuple[int, Any]:
         pieces = [wire.ASK_PUT.pack(timeout_s), *wire.pack_items([_dumps(item) for item in items])]
@@ -370,19 +370,19 @@ class _Outside:
         _receive(connection)
 
 
-_links: dict[str, _Outside] = {}
-_links_lock = threading.Lock()
+_clients: dict[str, _BrokerClient] = {}
+_clients_lock = threading.Lock()
 
 
-def _outside(address: Address, key: bytes, channel: str, capacity: int, num_producers: int) -> _Outside:
-    with _links_lock:
-        if channel not in _links:
-            _links[channel] = _Outside(address, key, channel, capacity, num_producers)
-        return _links[channel]
+def _client_of(address: Address, key: bytes, channel: str, capacity: int, num_producers: int) -> _BrokerClient:
+    with _clients_lock:
+        if channel not in _clients:
+            _clients[channel] = _BrokerClient(address, key, channel, capacity, num_producers)
+        return _clients[channel]
 
 
 def _who() -> str:
-    """This process, in words: the worker's group and rank, or the driver."""
+    """Describe this process: the worker's group and rank, or the driver."""
     _, group, rank, *_ = [*os.environ.get(WORKER, "").split(":"), "", "", ""][:4]
     return f"{group}[{rank}] (pid {os.getpid()})" if group else f"driver (pid {os.getpid()})"
 

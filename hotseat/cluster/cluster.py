@@ -3,7 +3,7 @@
     with Cluster() as cluster:
         cluster.reserve([*plan.actor.processes, *plan.rollout.processes])
         actor = cluster.launch("actor", Actor, args=(config,), processes=plan.actor.processes)
-        losses = actor.call("update", batch, timeout_s=60)
+        losses = actor.within(60).call(Actor.update, batch)
 
 On Ray it attaches to an existing cluster (`RAY_ADDRESS`, which `ray job submit` sets) or starts its own. With
 `runtime="local"` the same calls run in this process. Whatever ends the process that made the cluster, nothing of ours
@@ -13,44 +13,25 @@ outlives it by more than some seconds: a guard process watches (`_guard.py`).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import secrets
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from hotseat.cluster import _guard, activity
-from hotseat.cluster._host import free_port
-from hotseat.cluster._local import LocalGroup, LocalRef, LocalRuntime, restore_environment
+from hotseat.cluster._local import LocalRuntime
 from hotseat.cluster.channel import Channel
-from hotseat.cluster.devices import device_memory
-from hotseat.cluster.group import CallObserver, Group, Process, ProcessLike, Ref
+from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
+from hotseat.cluster.pending import CallObserver
+from hotseat.cluster.process import Node, Process, ProcessLike, devices_of
+from hotseat.cluster.refs import Ref
+from hotseat.cluster.runtime import Launch, Runtime
+from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
-from hotseat.openmp import wait_policy
 
-__all__ = ["Cluster", "Node"]
+__all__ = ["Cluster"]
 
-# Longer paths than this do not leave room for Ray's socket names: a socket's path has at most 107 characters.
-_MAX_DIRECTORY = 40
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine of the cluster. Its devices are numbered on from those of the node before it."""
-
-    rank: int
-    num_devices: int
-    address: str = "127.0.0.1"
-    hostname: str = ""
-    num_cpus: int = 0
-    memory_bytes: int = 0
-    device_bytes: int | None = None  # memory of each device; None where it cannot be known
-    env: Mapping[str, str] = field(default_factory=dict)
+T = TypeVar("T")
 
 
 class Cluster:
@@ -76,55 +57,26 @@ class Cluster:
         if runtime not in ("ray", "local"):
             raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
         self.timeout_s = timeout_s
-        self.on_call: CallObserver | None = None  # told of the calls to groups that are launched from then on
-        name = secrets.token_hex(6)
-        outer = os.environ.get(_guard.SESSION)
-        self.session = f"{outer}/{name}" if outer else name
-        self.shm_prefix = f"hotseat-{name}-"
-        self._name = name
-        self._directory = _make_directory()
-        self._groups: dict[str, Group] = {}
+        self.on_call: CallObserver | None = None  # is called for each call to groups that are launched from then on
+        self._groups: dict[str, WorkerGroup[Any]] = {}
         self._node_env: dict[int, Mapping[str, str]] = {}
-        self._reserved = False
+        self._is_reserved = False
         self._is_closed = False
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._guard_process = _guard.start_guard(name, self.shm_prefix, [self._directory])
-        self._env_before = {name: os.environ.get(name) for name in (_guard.SHM_PREFIX, activity.DIRECTORY)}
-        os.environ[_guard.SHM_PREFIX] = self.shm_prefix
-        os.environ[activity.DIRECTORY] = os.path.join(self._directory, "activity")
-        self._local: LocalRuntime | None = None
-        self._ray: Any = None
+        self._session = Session()
+        self._runtime: Runtime | None = None
         try:
             if runtime == "local":
-                self._local = LocalRuntime(1 if num_devices is None else num_devices)
-                self.nodes: tuple[Node, ...] = (Node(0, self._local.num_devices, num_cpus=os.cpu_count() or 1),)
+                self._runtime = LocalRuntime(1 if num_devices is None else num_devices)
             else:
-                from hotseat.cluster._ray import RayRuntime
-
-                self._ray = RayRuntime(
-                    session=self.session,
-                    shm_prefix=self.shm_prefix,
-                    directory=self._directory,
+                self._runtime = _ray_runtime(
+                    self._session,
                     address=address,
                     num_devices=num_devices,
                     num_cpus=num_cpus,
                     object_store_bytes=object_store_bytes,
                     log_to_driver=log_to_driver,
-                )
-                # The devices of other nodes are taken to be like those of this one.
-                first = device_memory(self._ray.own_name(0)) if self._ray.nodes[0].num_devices else None
-                self.nodes = tuple(
-                    Node(
-                        rank,
-                        node.num_devices,
-                        node.address,
-                        node.hostname,
-                        node.num_cpus,
-                        node.memory_bytes,
-                        None if first is None else first.total,
-                    )
-                    for rank, node in enumerate(self._ray.nodes)
                 )
         except BaseException:
             self.close(grace_s=0)
@@ -132,17 +84,30 @@ class Cluster:
         atexit.register(self.close)
 
     @property
+    def session(self) -> str:
+        """The id by which processes of this cluster are marked."""
+        return self._session.id
+
+    @property
+    def shm_prefix(self) -> str:
+        """The first part of the names of shared-memory segments of this cluster."""
+        return self._session.shm_prefix
+
+    @property
     def runtime(self) -> str:
-        return "local" if self._local else "ray"
+        return self._started_runtime.kind
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return self._started_runtime.nodes
 
     @property
     def num_devices(self) -> int:
         return sum(node.num_devices for node in self.nodes)
 
     def devices_of(self, node: int) -> range:
-        """The numbers of a node's devices."""
-        first = sum(before.num_devices for before in self.nodes[:node])
-        return range(first, first + self.nodes[node].num_devices)
+        """Return the numbers of a node's devices."""
+        return devices_of(self.nodes, node)
 
     # --- devices and groups ---------------------------------------------------------------------------------------
 
@@ -158,7 +123,7 @@ class Cluster:
 
         Without it, the first launch reserves every device there is.
         """
-        if self._reserved:
+        if self._is_reserved:
             raise PlacementError("devices are reserved once, for all groups, before the first launch")
         devices: dict[int, set[int]] = {}
         for process in processes:
@@ -166,17 +131,15 @@ class Cluster:
             devices.setdefault(process.node, set()).update(process.devices)
         if not devices:
             raise PlacementError("there is no process to reserve devices for")
+        numbered = {node: sorted(numbers) for node, numbers in devices.items()}
+        self._started_runtime.reserve(numbered, num_cpus_per_node, timeout_s)
         self._node_env = {node.rank: dict(getattr(node, "env", None) or {}) for node in nodes}
-        if self._ray:
-            first = [self.devices_of(node.rank).start for node in self.nodes]
-            numbered = {node: sorted(numbers) for node, numbers in devices.items()}
-            self._ray.reserve(numbered, first, num_cpus_per_node, timeout_s)
-        self._reserved = True
+        self._is_reserved = True
 
     def launch(
         self,
         name: str,
-        cls: type,
+        cls: type[T],
         *,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -188,7 +151,7 @@ class Cluster:
         timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         wait: bool = True,
-    ) -> Group:
+    ) -> WorkerGroup[T]:
         """Make an object of the plain class `cls` in each process, and return when all are made.
 
         per_rank: further constructor arguments, one mapping for each rank.
@@ -197,8 +160,8 @@ class Cluster:
         num_threads: of torch and the libraries under it, in each process; set, never inherited.
         max_concurrency: calls that may run at once in a process; by default `cls.max_concurrency`, else 1. A class with
             coroutine methods runs them all on one event loop.
-        wait: False returns at once, so that several groups can start together; `Group.ready` waits, and so does the
-            first call. To be ready it must be before it is passed to another worker.
+        wait: False returns at once, so that several groups can start together; `WorkerGroup.ready` waits, and so does
+            the first call. A group has to be ready before it is passed to another worker.
         """
         self._refuse_if_closed()
         if name in self._groups and not self._groups[name].is_closed:
@@ -208,59 +171,29 @@ class Cluster:
             raise PlacementError(
                 f"{name}: per_rank has {len(per_rank)} entries for {len(placed)} processes; give one per rank"
             )
-        per_rank = per_rank or [{}] * len(placed)
-        concurrency: int = max_concurrency or getattr(cls, "max_concurrency", None) or 1
-        timeout_s = timeout_s or self.timeout_s
-        if self._ray:
-            if not self._reserved:
-                self.reserve([Process(0, node.rank, tuple(self.devices_of(node.rank))) for node in self.nodes])
-            group: Group = self._ray.launch(
+        group = self._started_runtime.launch(
+            Launch(
                 name,
                 cls,
                 tuple(args),
                 dict(kwargs or {}),
-                per_rank,
+                per_rank or [{}] * len(placed),
                 placed,
-                env=lambda process: {
-                    **_thread_env(num_threads),
-                    **self._node_env.get(process.node, {}),
-                    **(env or {}),
-                },
-                timeout_s=timeout_s,
+                env_on=lambda node: {**self._node_env.get(node, {}), **(env or {})},
+                num_threads=num_threads,
+                max_concurrency=max_concurrency or getattr(cls, "max_concurrency", None) or 1,
+                timeout_s=timeout_s or self.timeout_s,
                 start_timeout_s=start_timeout_s,
-                max_concurrency=concurrency,
                 wait=wait,
             )
-        else:
-            assert self._local is not None
-            self._local.set_env(name, {**self._node_env.get(0, {}), **(env or {})})
-            port = str(free_port("127.0.0.1"))
-            group = LocalGroup(
-                name,
-                cls,
-                tuple(args),
-                dict(kwargs or {}),
-                per_rank,
-                placed,
-                timeout_s=timeout_s,
-                num_threads=num_threads,
-                max_concurrency=concurrency,
-                rank_env=lambda rank: {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(len(placed)),
-                    "LOCAL_RANK": str(rank),
-                    "LOCAL_WORLD_SIZE": str(len(placed)),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                },
-            )
+        )
         group.on_call = self.on_call
         self._groups[name] = group
         return group
 
     @property
-    def groups(self) -> Mapping[str, Group]:
-        """All that were launched."""
+    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
+        """All groups that were launched, by name."""
         return self._groups
 
     def _placed(self, name: str, processes: Any) -> list[ProcessLike]:
@@ -282,9 +215,9 @@ class Cluster:
                 f"{who} is placed on node {process.node}; the cluster has nodes 0 to {len(self.nodes) - 1}"
             )
         there = self.devices_of(process.node)
-        if strange := [device for device in process.devices if device not in there]:
+        if unknown := [device for device in process.devices if device not in there]:
             has = f"devices {there.start} to {there.stop - 1}" if there else "no devices"
-            raise PlacementError(f"{who} is given devices {strange}, but node {process.node} has {has}")
+            raise PlacementError(f"{who} is given devices {unknown}, but node {process.node} has {has}")
 
     # --- what groups share ----------------------------------------------------------------------------------------
 
@@ -298,31 +231,23 @@ class Cluster:
         node: int | None = None,
         timeout_s: float | None = None,
     ) -> Channel[Any]:
-        """A channel that any process of this cluster can use. Its items wait on `node`, by default the driver's."""
+        """Make a channel for any process of this cluster. Its items wait on `node`, by default the driver's."""
         self._refuse_if_closed()
-        timeout_s = timeout_s or self.timeout_s
-        broker = None
-        if self._ray:
-            broker = self._ray.broker(self._ray.home if node is None else node)
+        timeout_s, broker = timeout_s or self.timeout_s, self._started_runtime.broker(node)
         return Channel(name, item_type, capacity, num_producers=num_producers, timeout_s=timeout_s, broker=broker)
 
-    def put(self, value: Any) -> Ref:
+    def put(self, value: T) -> Ref[T]:
         """Put a value where every worker can get it, once, instead of sending it with every call."""
         self._refuse_if_closed()
-        return self._ray.put(value) if self._ray else LocalRef(value)
+        return self._started_runtime.put(value)
 
     def device_memory(self, device: int) -> DeviceMemory | None:
-        """What is in use on a device of this node; None elsewhere, and where there is no GPU behind it."""
-        if self._local or device not in self.devices_of(0):
-            return None
-        name = self._ray.device_name(device)
-        return None if name is None else device_memory(name)
+        """Measure what is in use on a device of this node; None elsewhere, and where there is no GPU behind it."""
+        return self._started_runtime.device_memory(device)
 
     def is_gone(self, holder: Holder) -> bool:
-        """Whether a process no longer exists, for leases. In the local runtime they all live as long as this one."""
-        if self._local or holder.pid is None:
-            return False
-        return self._ray.process_state(holder.node, holder.pid, holder.started) == "gone"
+        """Tell whether a process no longer exists, for leases. In the local runtime they all live as long as this."""
+        return self._started_runtime.is_gone(holder)
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
@@ -335,18 +260,11 @@ class Cluster:
             self._is_closed = True
         atexit.unregister(self.close)
         try:
-            if self._local:
-                for group in self._groups.values():
-                    group.close(grace_s=grace_s)
-                self._local.close()
-            elif self._ray:
-                self._ray.close(grace_s)
+            if self._runtime is not None:
+                self._runtime.close(grace_s)
         finally:
-            killed = _guard.end_marked(_guard.SESSION, [self._name]) if self._ray and self._guard_process else []
-            _guard.remove_segments(self.shm_prefix, killed)
-            shutil.rmtree(self._directory, ignore_errors=True)
-            restore_environment(self._env_before)
-            _guard.dismiss_guard(self._guard_process)
+            has_leftovers = self._runtime is not None and self._session.guard is not None
+            self._session.close(killed=self._started_runtime.end_leftovers() if has_leftovers else [])
 
     def __enter__(self) -> Cluster:
         return self
@@ -355,20 +273,19 @@ class Cluster:
         # After an error the workers may be stuck in what caused it: they are not asked.
         self.close(grace_s=5.0 if kind is None else 0.0)
 
+    @property
+    def _started_runtime(self) -> Runtime:
+        assert self._runtime is not None
+        return self._runtime
+
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
             raise RunError("the cluster is closed")
 
 
-def _make_directory() -> str:
-    """A temporary directory, only for us, with a path short enough for sockets."""
-    for base in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
-        if len(base) <= _MAX_DIRECTORY and os.path.isdir(base):
-            with contextlib.suppress(OSError):
-                return tempfile.mkdtemp(prefix="hotseat-", dir=base)
-    raise RunError(f"no directory for temporary files with a path of at most {_MAX_DIRECTORY} characters; set TMPDIR")
+def _ray_runtime(session: Session, **options: Any) -> Runtime:
+    """Connect to Ray, which is imported only now."""
+    from hotseat.cluster._ray.connection import RayConnection
+    from hotseat.cluster._ray.runtime import RayRuntime
 
-
-def _thread_env(num_threads: int) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return {**dict.fromkeys(names, str(num_threads)), **wait_policy()}
+    return RayRuntime(RayConnection(session, **options), session)

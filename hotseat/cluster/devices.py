@@ -1,4 +1,4 @@
-"""What is in use on this node's GPUs, asked of the driver's management library: without a CUDA context of our own."""
+"""Measures memory of this node's GPUs through the driver's management library, without a CUDA context of our own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Memory(ctypes.Structure):
 
 
 def device_memory(name: str) -> DeviceMemory | None:
-    """Of the device that CUDA_VISIBLE_DEVICES would call so: an index or a UUID. None where there is no such GPU."""
+    """Measure the device that CUDA_VISIBLE_DEVICES calls by this name, an index or a UUID. None: no such GPU."""
     library = _library()
     handle = None if library is None else _handle(name)
     if library is None or handle is None:

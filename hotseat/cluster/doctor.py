@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat.cluster.activity import DIRECTORY, Doing, activity, read_activity
-from hotseat.cluster.group import Group
+from hotseat.cluster.activity import DIRECTORY, Operation, activity, read_activity
+from hotseat.cluster.group import WorkerGroup
 from hotseat.errors import DeadlineError
 
 _STACK_TIMEOUT_S = 10.0
@@ -29,13 +29,13 @@ _COLLECTIVE = ("torch/distributed", "/ranks.py")  # in the stack of a rank that 
 
 
 @dataclass(frozen=True)
-class Patient:
+class ProcessReport:
     """One process, as seen from outside."""
 
     name: str  # such as `actor rank 1`
     pid: int | None
     state: str
-    doing: tuple[Doing, ...]
+    doing: tuple[Operation, ...]
     stack: str
 
     @property
@@ -43,39 +43,39 @@ class Patient:
         return any(mark in self.stack for mark in _COLLECTIVE)
 
     def __str__(self) -> str:
-        doing = "; ".join(map(str, self.doing)) or "nothing that it told of"
+        doing = "; ".join(map(str, self.doing)) or "nothing that it reported"
         shared = ", in a collective with the other ranks" if self.is_in_collective else ""
         return f"{self.name} (pid {self.pid}) is {self.state}: {doing}{shared}"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found. `culprit` names a process and says why it."""
+    """The outcome of an examination. `culprit` names a process, and says why it is to blame."""
 
     culprit: str
     waits: str
-    patients: tuple[Patient, ...]
+    processes: tuple[ProcessReport, ...]
 
     def summary(self) -> str:
-        lines = [f"hang: {self.waits}", *(f"  {patient}" for patient in self.patients), f"culprit: {self.culprit}"]
+        lines = [f"hang: {self.waits}", *(f"  {process}" for process in self.processes), f"culprit: {self.culprit}"]
         return "\n".join(lines)
 
     def text(self) -> str:
-        """With the stacks."""
-        stacks = (f"--- {patient.name} (pid {patient.pid})\n{patient.stack.rstrip()}\n" for patient in self.patients)
+        """Return the summary with the stacks of all processes."""
+        stacks = (f"--- {process.name} (pid {process.pid})\n{process.stack.rstrip()}\n" for process in self.processes)
         return self.summary() + "\n\n" + "\n".join(stacks)
 
 
-def examine(groups: Iterable[Group], error: BaseException | None = None, waits: str = "") -> Diagnosis:
-    """Look at everybody. `error`: what a wait that ran out was told; `waits`: in words, where there is no error."""
+def examine(groups: Iterable[WorkerGroup[Any]], error: BaseException | None = None, waits: str = "") -> Diagnosis:
+    """Examine every process. `error`: what a wait that ran out raised; `waits`: in words, where there is no error."""
     awaited = awaited_in(error)
-    patients = [patient for group in groups for patient in _look_at(group)]
-    patients.append(Patient("driver", os.getpid(), "running", tuple(activity.now()), _stack(os.getpid())))
-    return Diagnosis(_blame(patients, awaited), waits or _first_line(error), tuple(patients))
+    processes = [process for group in groups for process in _reports_of(group)]
+    processes.append(ProcessReport("driver", os.getpid(), "running", tuple(activity.now()), _stack(os.getpid())))
+    return Diagnosis(_blame(processes, awaited), waits or _first_line(error), tuple(processes))
 
 
 def is_hang(error: BaseException) -> bool:
-    """Whether somebody waited in vain, here, in a worker, or in a collective there."""
+    """Tell whether somebody waited in vain, here, in a worker, or in a collective there."""
     return any(isinstance(each, DeadlineError) or _is_late_collective(each) for each in _chain(error))
 
 
@@ -85,13 +85,13 @@ def _is_late_collective(error: BaseException) -> bool:
 
 
 def awaited_in(error: BaseException | None) -> list[str]:
-    """The processes that were waited for in vain, by the innermost error that names some."""
-    found: list[str] = []
+    """Return the processes that were waited for in vain, by the innermost error that names some."""
+    awaited: list[str] = []
     for each in _chain(error):
         missing = getattr(each, "missing", None)
         if missing:
-            found = [f"{each.group} rank {rank}" for rank in missing]  # type: ignore[attr-defined]
-    return found
+            awaited = [f"{each.group} rank {rank}" for rank in missing]  # type: ignore[attr-defined]
+    return awaited
 
 
 def _chain(error: BaseException | None) -> Iterable[BaseException]:
@@ -104,48 +104,48 @@ def _first_line(error: BaseException | None) -> str:
     return str(error).splitlines()[0] if error is not None else "somebody waits"
 
 
-def _look_at(group: Group) -> Iterator[Patient]:
+def _reports_of(group: WorkerGroup[Any]) -> Iterator[ProcessReport]:
     for rank, (state, pid) in enumerate(zip(group.states(), group.known_pids(), strict=True)):
         doing = read_activity(os.environ.get(DIRECTORY, ""), f"{group.name}-{rank}")
         stack = _stack(pid) if pid is not None and state in ("running", "stopped") else ""
-        yield Patient(f"{group.name} rank {rank}", pid, state, tuple(doing), stack)
+        yield ProcessReport(f"{group.name} rank {rank}", pid, state, tuple(doing), stack)
 
 
-def _blame(patients: Sequence[Patient], awaited: Sequence[str]) -> str:
-    by_name = {patient.name: patient for patient in patients}
+def _blame(processes: Sequence[ProcessReport], awaited: Sequence[str]) -> str:
+    by_name = {process.name: process for process in processes}
     for state in ("gone", "stopped"):
-        for patient in sorted(patients, key=lambda patient: patient.name not in awaited):
-            if patient.state == state:
-                return f"{patient.name} (pid {patient.pid}), which is {state}"
-    found = next((by_name[name] for name in awaited if name in by_name), None)
-    if found is None:
+        for process in sorted(processes, key=lambda process: process.name not in awaited):
+            if process.state == state:
+                return f"{process.name} (pid {process.pid}), which is {state}"
+    suspect = next((by_name[name] for name in awaited if name in by_name), None)
+    if suspect is None:
         return "nobody in particular: every process is there, and nobody said whom it waits for"
     seen: list[str] = []
-    while found.name not in seen:
-        seen.append(found.name)
-        later = _waits_for(found, patients)
+    while suspect.name not in seen:
+        seen.append(suspect.name)
+        later = _waits_for(suspect, processes)
         if later is None:
-            doing = f" ({found.doing[0]})" if found.doing else ""
-            return f"{found.name} (pid {found.pid}), which waits for nobody{doing}"
-        found = later
+            doing = f" ({suspect.doing[0]})" if suspect.doing else ""
+            return f"{suspect.name} (pid {suspect.pid}), which waits for nobody{doing}"
+        suspect = later
     return f"{' and '.join(seen)}, which wait for each other"
 
 
-def _waits_for(patient: Patient, patients: Sequence[Patient]) -> Patient | None:
-    if patient.is_in_collective:
-        siblings = [other for other in patients if other.name.split(" rank ")[0] == patient.name.split(" rank ")[0]]
+def _waits_for(process: ProcessReport, processes: Sequence[ProcessReport]) -> ProcessReport | None:
+    if process.is_in_collective:
+        siblings = [other for other in processes if other.name.split(" rank ")[0] == process.name.split(" rank ")[0]]
         late = [other for other in siblings if not other.is_in_collective]
         if late:
             return late[0]
-    wanted = [name for doing in sorted(patient.doing, key=lambda doing: doing.since_s) for name in doing.whom]
-    return next((other for name in wanted for other in patients if other.name == name), None)
+    names = [name for doing in sorted(process.doing, key=lambda doing: doing.since_s) for name in doing.whom]
+    return next((other for name in names for other in processes if other.name == name), None)
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 
 def _stack(pid: int) -> str:
-    """The stacks of a process on this machine: by py-spy where there is one, else by its own handler."""
+    """Return the stacks of a process on this machine: by py-spy where there is one, else by its own handler."""
     beside = Path(sys.executable).with_name("py-spy")
     tool = str(beside) if beside.exists() else shutil.which("py-spy")
     if tool is not None:
@@ -175,17 +175,17 @@ def _stack(pid: int) -> str:
 class Watch:
     """A thread that looks at processes every second, and ends those that have been silent for `limit_s`.
 
-    Silent is one that is stopped, or one of `pinged` that does not answer `health`. `on_silence` is told group, rank
-    and why before the process is ended. It is woken by `close`.
+    Silent is one that is stopped, or one of `pinged` that does not answer `health`. `on_silence` is called with group,
+    rank and reason before the process is ended. `close` wakes the thread.
     """
 
     def __init__(
         self,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, WorkerGroup[Any]],
         *,
         pinged: Sequence[str] = (),
         limit_s: float,
-        on_silence: Callable[[Group, int, str], object],
+        on_silence: Callable[[WorkerGroup[Any], int, str], object],
     ):
         self._groups = groups
         self._pinged = pinged
@@ -215,11 +215,11 @@ class Watch:
             for group in list(self._groups.values()):
                 try:
                     self._look(group, now)
-                except Exception as error:  # told, not hidden; one group's trouble must not leave the others alone
-                    self._tell_trouble(group, error)
-            last = time.monotonic()  # telling of silence takes its time
+                except Exception as error:  # reported, not hidden; one group's trouble must not leave the others alone
+                    self._report_trouble(group, error)
+            last = time.monotonic()  # reporting silence takes its time
 
-    def _look(self, group: Group, now: float) -> None:
+    def _look(self, group: WorkerGroup[Any], now: float) -> None:
         for rank, (state, pid) in enumerate(zip(group.states(), group.known_pids(), strict=True)):
             key = group.name, rank, pid
             if state != "stopped":
@@ -230,7 +230,7 @@ class Watch:
             if state == "running" and group.name in self._pinged and not self._answers(group, rank, key):
                 self._end(group, rank, pid, f"it did not answer for {self._limit_s:g} s")
 
-    def _answers(self, group: Group, rank: int, key: tuple[str, int, int | None]) -> bool:
+    def _answers(self, group: WorkerGroup[Any], rank: int, key: tuple[str, int, int | None]) -> bool:
         if key not in self._pings:
             self._pings[key] = time.monotonic(), group.ping(rank)
         asked, future = self._pings[key]
@@ -239,7 +239,7 @@ class Watch:
             return True
         return time.monotonic() - asked < self._limit_s
 
-    def _end(self, group: Group, rank: int, pid: int | None, why: str) -> None:
+    def _end(self, group: WorkerGroup[Any], rank: int, pid: int | None, why: str) -> None:
         if self._is_closing.is_set():
             return
         self._since.pop((group.name, rank, pid), None)
@@ -249,7 +249,7 @@ class Watch:
         finally:
             group.end(rank, why, pid=pid)
 
-    def _tell_trouble(self, group: Group, error: Exception) -> None:
+    def _report_trouble(self, group: WorkerGroup[Any], error: Exception) -> None:
         if group.name not in self._troubled and not self._is_closing.is_set():
             self._troubled.add(group.name)
             print(f"hotseat: {group.name} cannot be watched: {type(error).__name__}: {error}", file=sys.stderr)

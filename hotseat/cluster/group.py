@@ -1,165 +1,139 @@
-"""A group: the processes of one role, called together.
+"""Worker groups: the processes of one role, called together.
 
-`call` asks every rank, or some, and returns their results in rank order. Every call has a deadline. What goes wrong
-is raised at the first rank where it is seen, without waiting for the others: `WorkerError` for an exception or a dead
-process, `DeadlineError` for silence. Both name group, rank and method.
+A method is named as an attribute of the worker class, so that a type checker sees its arguments and its result:
+
+    losses = actor.call(Actor.update, batch)                        # one result per rank, in rank order
+    first = actor.on(0).within(60).call(Actor.state)                # on some ranks, with a deadline of its own
+    pending = actor.start(Actor.save, path)                         # does not wait
+    scores = model.scatter_and_keep(Model.score, shares)            # rank r gets shares[r]; returns Refs
+    actor.call(Actor.prepare, as_arguments(scores))                 # a Ref arrives as its value
+
+What is sent is the method's name: an override in the class that runs is what is called there. A protocol's method can
+stand for those of every class that has it. Every call has a deadline. What goes wrong is raised at the first rank where
+it is seen, without waiting for the others: `WorkerError` for an exception or a dead process, `DeadlineError` for
+silence. Both name group, rank and method. A coroutine method returns what it returns when awaited in the worker, though
+a type checker takes the result for the coroutine.
 """
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-import contextlib
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hotseat.cluster._host import Failure
-from hotseat.cluster.activity import activity
 from hotseat.cluster.lease import Holder
-from hotseat.errors import DeadlineError, WorkerError
+from hotseat.cluster.pending import CallObserver, Pending
+from hotseat.cluster.refs import Ref
 
-if TYPE_CHECKING:
-    from hotseat.cluster.cluster import Cluster
+__all__ = ["Arguments", "Calling", "WorkerGroup"]
 
-__all__ = ["Group", "GroupSpec", "Pending", "Process", "Ref", "Worker", "create_group"]
+Arguments = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # positional and keyword arguments, by rank
 
-
-class ProcessLike(Protocol):
-    """Where one process of a group runs. The planner's processes look like this, and so does `Process`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def node(self) -> int: ...
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """By their number in the whole cluster."""
+W_co = TypeVar("W_co", covariant=True)  # the worker class
+T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process of a group: its rank, the node it runs on and the devices it sees."""
-
-    rank: int
-    node: int = 0
-    devices: tuple[int, ...] = ()
-
-
-class Ref(ABC):
-    """Stands for a value that stays where it was made. Passed to a call of any group, it arrives as the value."""
+class Calling(ABC, Generic[W_co]):
+    """Calls methods of a group's workers. `on` and `within` choose other ranks and another deadline."""
 
     @abstractmethod
-    def get(self, *, timeout_s: float = 600.0) -> Any:
-        """Fetch the value to this process."""
+    def _scope(self) -> tuple[WorkerGroup[W_co], Sequence[int], float]:
+        """Return the group, the ranks that are called, and the deadline of a call in seconds."""
+
+    def on(self, *ranks: int) -> Calling[W_co]:
+        """Call only these ranks."""
+        group, _, timeout_s = self._scope()
+        return _Scope(group, group.checked_ranks(ranks), timeout_s)
+
+    def within(self, timeout_s: float | None) -> Calling[W_co]:
+        """Give each call so many seconds; None: the group's own."""
+        group, ranks, _ = self._scope()
+        return _Scope(group, ranks, group.deadline(timeout_s))
+
+    def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call the method on each rank with the same arguments; results in rank order."""
+        group, ranks, timeout_s = self._scope()
+        return group._call(name_of(method), dict.fromkeys(ranks, (args, kwargs)), timeout_s)
+
+    async def acall(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Do as `call` does, in a coroutine: other tasks run while this one waits."""
+        return await self.start(method, *args, **kwargs).aresult()
+
+    def start(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Start the calls without waiting for them."""
+        group, ranks, timeout_s = self._scope()
+        return group._start(name_of(method), dict.fromkeys(ranks, (args, kwargs)), timeout_s)
+
+    def call_and_keep(
+        self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Ref[R]]:
+        """Do as `call` does, but leave the results where they were made, and return references to them."""
+        group, ranks, timeout_s = self._scope()
+        arguments = dict.fromkeys(ranks, (args, kwargs))
+        return group._start(name_of(method), arguments, timeout_s, keep=True).result()
+
+    def scatter(
+        self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Call the method on each rank with a value of its own as the first argument; values, results in rank order."""
+        return self.start_scatter(method, values, *args, **kwargs).result()
+
+    def start_scatter(
+        self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]:
+        """Start what `scatter` calls without waiting for it."""
+        group, _, timeout_s = self._scope()
+        return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s)
+
+    def scatter_and_keep(
+        self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[Ref[R]]:
+        """Do as `scatter` does, but leave the results where they were made, and return references to them."""
+        group, _, timeout_s = self._scope()
+        return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s, keep=True).result()
+
+    def _scattered(self, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        group, ranks, _ = self._scope()
+        if len(values) != len(ranks):
+            raise ValueError(
+                f"{group.name}: {len(values)} values to scatter over {len(ranks)} ranks; give one per rank"
+            )
+        return {rank: ((value, *args), kwargs) for rank, value in zip(ranks, values, strict=True)}
 
 
-def resolve(arguments: Any, timeout_s: float, depth: int = 2) -> Any:
-    """Put values in the place of the `Ref`s among a call's arguments, and in lists, tuples and dicts among them."""
-    if isinstance(arguments, Ref):
-        return arguments.get(timeout_s=timeout_s)
-    if depth and type(arguments) in (list, tuple):
-        return type(arguments)([resolve(value, timeout_s, depth - 1) for value in arguments])
-    if depth and type(arguments) is dict:
-        return {key: resolve(value, timeout_s, depth - 1) for key, value in arguments.items()}
-    return arguments
+class _Scope(Calling[W_co]):
+    """Some ranks of a group, and the deadline of calls to them."""
 
-
-Calls = Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]]  # arguments by rank
-CallObserver = Callable[[str, int, str, float, float], object]  # group, rank, method, start and end (`time.time`)
-
-
-class Pending:
-    """Calls that were started. `result` waits for them; so does `await`."""
-
-    def __init__(self, group: Group, method: str, futures: Mapping[int, Future[Any]]):
+    def __init__(self, group: WorkerGroup[W_co], ranks: Sequence[int], timeout_s: float):
         self._group = group
-        self._method = method
-        self._futures = dict(futures)
-        group.observe(method, self._futures)
+        self._ranks = ranks
+        self._timeout_s = timeout_s
 
-    @property
-    def ranks(self) -> list[int]:
-        """In the order of the results."""
-        return sorted(self._futures)
+    def _scope(self) -> tuple[WorkerGroup[W_co], Sequence[int], float]:
+        return self._group, self._ranks, self._timeout_s
 
-    def done(self) -> bool:
-        """Whether every rank has answered, well or not."""
-        return all(future.done() for future in self._futures.values())
 
-    def result(self, timeout_s: float | None = None) -> list[Any]:
-        """One result per rank, in rank order. Waits at most `timeout_s` from now (the group's, if None)."""
-        timeout_s = self._group._deadline(timeout_s)
-        until, waiting = time.monotonic() + timeout_s, set(self._futures.values())
-        results: dict[int, Any] = {}
-        with self._waiting():
-            while waiting:
-                done, waiting = concurrent.futures.wait(
-                    waiting, timeout=max(0.0, until - time.monotonic()), return_when=concurrent.futures.FIRST_COMPLETED
-                )
-                if not done:
-                    raise self._late(timeout_s, results)
-                self._open(done, results)
-        return [results[rank] for rank in sorted(results)]
-
-    async def aresult(self, timeout_s: float | None = None) -> list[Any]:
-        """`result` for a coroutine: other tasks run while this one waits."""
-        timeout_s = self._group._deadline(timeout_s)
-        until, loop = time.monotonic() + timeout_s, asyncio.get_running_loop()
-        answered: asyncio.Queue[Future[Any]] = asyncio.Queue()
-
-        def tell(future: Future[Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(answered.put_nowait, future)
-
-        for future in self._futures.values():
-            future.add_done_callback(tell)
-        results: dict[int, Any] = {}
-        with self._waiting():
-            while len(results) < len(self._futures):
-                try:
-                    future = await asyncio.wait_for(answered.get(), max(0.0, until - time.monotonic()))
-                except TimeoutError:
-                    raise self._late(timeout_s, results) from None
-                self._open({future}, results)
-        return [results[rank] for rank in sorted(results)]
-
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        whom = [f"{self._group.name} rank {rank}" for rank in self.ranks]
-        return activity.doing(f"waits for {', '.join(whom)} to answer {self._method!r}", whom)
-
-    def __await__(self) -> Generator[Any, None, list[Any]]:
-        return self.aresult().__await__()
-
-    def _open(self, done: set[Future[Any]], results: dict[int, Any]) -> None:
-        for rank, future in sorted(self._futures.items()):
-            if future in done:
-                results[rank] = self._group._open(rank, self._method, future)
-
-    def _late(self, waited_s: float, results: Mapping[int, Any]) -> DeadlineError:
-        missing = sorted(set(self._futures) - set(results))
-        states = "; ".join(f"rank {rank} {self._group._describe(rank)}" for rank in missing[:8])
-        error = DeadlineError(
-            f"{self._group.name} rank {missing[0]}: no answer to {self._method!r} in {waited_s:.1f} s"
-            f" ({len(results)} of {len(self._futures)} ranks answered; missing: {states}"
-            f"{', ...' if len(missing) > 8 else ''}). Give the call a longer timeout_s if the work takes that long."
+def name_of(method: Callable[..., Any]) -> str:
+    """Return the name by which a method is called in the worker's process."""
+    name = getattr(method, "__name__", "")
+    if not callable(method) or not name.isidentifier():
+        raise TypeError(
+            f"{method!r} is not a method of a worker class; pass one, as in `group.call(Actor.update, batch)`"
         )
-        error.group, error.rank, error.method = self._group.name, missing[0], self._method  # type: ignore[attr-defined]
-        error.missing = missing  # type: ignore[attr-defined]
-        return error
+    return name
 
 
-class Group(ABC):
-    """The processes of one role. `Cluster.launch` makes it."""
+class WorkerGroup(Calling[W_co]):
+    """The processes of one role, each with an object of the worker class. `Cluster.launch` makes it."""
 
     name: str
     timeout_s: float
     is_closed: bool = False
-    on_call: CallObserver | None = None  # told of every call from this process that has ended
+    on_call: CallObserver | None = None  # is called for every call from this process that has ended
 
     @property
     @abstractmethod
@@ -170,67 +144,17 @@ class Group(ABC):
     def size(self) -> int:
         return len(self.ranks)
 
-    # --- calling --------------------------------------------------------------------------------------------------
-
-    def call(
-        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """Call the method on all ranks, or some, with the same arguments; results in rank order."""
-        return self.start(method, *args, ranks=ranks, timeout_s=timeout_s, **kwargs).result(timeout_s)
-
-    def start(
-        self,
-        method: str,
-        *args: Any,
-        ranks: Iterable[int] | None = None,
-        timeout_s: float | None = None,
-        keep: bool = False,
-        **kwargs: Any,
-    ) -> Pending:
-        """Like `call`, but does not wait. With `keep`, results stay where they were made and come back as `Ref`."""
-        chosen = self._chosen(ranks)
-        return self._start(method, dict.fromkeys(chosen, (args, kwargs)), self._deadline(timeout_s), keep)
-
-    def scatter(
-        self, method: str, values: Sequence[Any], *, timeout_s: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """Call the method on every rank, rank r with `values[r]` as its argument."""
-        return self.start_scatter(method, values, timeout_s=timeout_s, **kwargs).result(timeout_s)
-
-    def start_scatter(
-        self, method: str, values: Sequence[Any], *, timeout_s: float | None = None, keep: bool = False, **kwargs: Any
-    ) -> Pending:
-        if len(values) != self.size:
-            raise ValueError(f"{self.name}: {len(values)} values to scatter over {self.size} ranks; give one per rank")
-        calls = {rank: ((values[rank],), kwargs) for rank in self.ranks}
-        return self._start(method, calls, self._deadline(timeout_s), keep)
-
-    async def acall(
-        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """`call` for a coroutine: other tasks run while this one waits."""
-        return await self.start(method, *args, ranks=ranks, timeout_s=timeout_s, **kwargs).aresult(timeout_s)
-
-    def observe(self, method: str, futures: Mapping[int, Future[Any]]) -> None:
-        """Tell the observer of these calls when they end."""
-        if self.on_call is None:
-            return
-        tell, started_s = self.on_call, time.time()
-
-        def told(rank: int) -> Callable[[Future[Any]], object]:
-            return lambda _: tell(self.name, rank, method, started_s, time.time())
-
-        for rank, future in futures.items():
-            future.add_done_callback(told(rank))
+    def _scope(self) -> tuple[WorkerGroup[W_co], Sequence[int], float]:
+        return self, self.ranks, self.timeout_s
 
     # --- the processes --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def alive(self) -> list[bool]:
-        """Which ranks have a process. One that is busy or stopped has."""
+        """Tell which ranks have a process. One that is busy or stopped has."""
 
     def states(self) -> list[str]:
-        """Of each rank's process: "starting", "running", "stopped" or "gone"."""
+        """Return the state of each rank's process: "starting", "running", "stopped" or "gone"."""
         return ["running" if is_alive else "gone" for is_alive in self.alive()]
 
     def ping(self, rank: int) -> Future[Any]:
@@ -243,17 +167,25 @@ class Group(ABC):
 
     @abstractmethod
     def holders(self) -> tuple[Holder, ...]:
-        """Each rank's process, as leases know it."""
+        """Return each rank's process, as leases know it."""
 
     def pids(self) -> list[int]:
         return [holder.pid for holder in self.holders() if holder.pid is not None]
 
     def known_pids(self) -> list[int | None]:
-        """As `pids`, without waiting for what is starting, and only on this machine."""
+        """Return the pids on this machine, without waiting for processes that are starting."""
         return [holder.pid for holder in self.holders()]
 
-    def ready(self) -> None:  # noqa: B027 - nothing to wait for, unless a runtime says so
+    def ready(self) -> None:
         """Wait until the objects of a group that was launched with `wait=False` are made."""
+
+    def when_started(self, tell: Callable[[int], object]) -> None:
+        """Call `tell` with each rank whose object is made: at once, or, from another thread, when it is.
+
+        A rank that fails to start is not told of, nor is one that is started again.
+        """
+        for rank in self.ranks:
+            tell(rank)
 
     @abstractmethod
     def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
@@ -266,74 +198,32 @@ class Group(ABC):
     # --- what a runtime provides ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def _start(self, method: str, calls: Calls, timeout_s: float, keep: bool) -> Pending: ...
+    def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
+        """Start the calls. With `keep`, their results are `Ref`s."""
+
+    def _call(self, method: str, arguments: Arguments, timeout_s: float) -> list[Any]:
+        """Make the calls and wait for their results."""
+        return self._start(method, arguments, timeout_s).result()
 
     @abstractmethod
-    def _open(self, rank: int, method: str, future: Future[Any]) -> Any:
-        """The result in a future that is done; raises WorkerError if it is not one."""
+    def open(self, rank: int, method: str, future: Future[Any]) -> Any:
+        """Return the result in a future that is done; raise WorkerError if it is not one."""
 
     @abstractmethod
-    def _describe(self, rank: int) -> str:
-        """What the process of a silent rank is doing, as far as can be seen from outside."""
+    def describe(self, rank: int) -> str:
+        """Describe what the process of a silent rank is doing, as far as can be seen from outside."""
 
-    def _deadline(self, timeout_s: float | None) -> float:
+    def deadline(self, timeout_s: float | None) -> float:
+        """Return the seconds that a call may take: `timeout_s`, or the group's if that is None."""
         if timeout_s is None:
             return self.timeout_s
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise ValueError(f"{self.name}: timeout_s is {timeout_s}; every call has a deadline, in seconds above 0")
         return timeout_s
 
-    def _chosen(self, ranks: Iterable[int] | None) -> list[int]:
-        if ranks is None:
-            return list(self.ranks)
+    def checked_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks in ascending order, if they are different ranks of this group."""
         chosen = list(ranks)
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(self.ranks):
             raise ValueError(f"{self.name}: ranks {chosen} are not different ranks from 0 to {self.size - 1}")
-        return chosen
-
-
-def worker_error(group: str, rank: int, method: str, message: str, remote_traceback: str = "") -> WorkerError:
-    """A WorkerError that says where: it has the attributes `group`, `rank`, `method` and `remote_traceback`."""
-    error = WorkerError(f"{group} rank {rank}: {message}" + (f"\n{remote_traceback}" if remote_traceback else ""))
-    error.group, error.rank, error.method = group, rank, method  # type: ignore[attr-defined]
-    error.remote_traceback = remote_traceback  # type: ignore[attr-defined]
-    return error
-
-
-def raise_failure(group: str, rank: int, method: str, failure: Failure) -> None:
-    """Raise what happened in the worker, with the exception itself as the cause where it could travel."""
-    raise worker_error(
-        group, rank, method, f"{method!r} raised {failure.kind}: {failure.message}", failure.traceback
-    ) from failure.exception()
-
-
-# --- the shape that RLinf users know ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """A class and its constructor arguments, not yet anywhere."""
-
-    cls: type
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def launch(self, cluster: Cluster, name: str | None = None, placement_strategy: Any = 1, **options: Any) -> Group:
-        """`Cluster.launch`, with a strategy that has `processes`, or with the processes themselves."""
-        name = name or self.cls.__name__
-        return cluster.launch(
-            name, self.cls, args=self.args, kwargs=self.kwargs, processes=placement_strategy, **options
-        )
-
-
-def create_group(cls: type, *args: Any, **kwargs: Any) -> GroupSpec:
-    """`create_group(Actor, cfg).launch(cluster, name="actor", placement_strategy=...)`, for any plain class."""
-    return GroupSpec(cls, args, kwargs)
-
-
-class Worker:
-    """Optional base of a worker class: `Actor.create_group(cfg).launch(cluster, name=, placement_strategy=)`."""
-
-    @classmethod
-    def create_group(cls, *args: Any, **kwargs: Any) -> GroupSpec:
-        return GroupSpec(cls, args, kwargs)
+        return sorted(chosen)

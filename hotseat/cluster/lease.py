@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 
 from hotseat.errors import DeadlineError, RunError
 
-MAX_LOG = 10_000  # hand-overs that are remembered
+MAX_LOG = 10_000  # transfers that are remembered
 
-__all__ = ["DeviceMemory", "HandOver", "Holder", "Lease", "LeaseError", "Leases"]
+__all__ = ["DeviceMemory", "Holder", "Lease", "LeaseError", "LeaseTransfer", "Leases"]
 
 
 class LeaseError(RunError):
@@ -51,14 +51,14 @@ class Holder:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What was measured on a device, in bytes."""
+    """Memory that was measured on a device, in bytes."""
 
     used: int
     total: int | None = None
 
 
 @dataclass(frozen=True)
-class HandOver:
+class LeaseTransfer:
     """One device passed from a phase to the next: a bar of the timeline."""
 
     device: int
@@ -86,11 +86,11 @@ class Lease:
         self._granted_at: float | None = None
 
     def report(self, holder: Holder, bytes_given_up: Mapping[int, int] | int = 0) -> None:
-        """`holder` has put its parts aside. One number stands for its only device; a missing device gave up nothing."""
+        """Record the bytes that `holder` gave up: one number for its only device; none for a missing device."""
         self._leases._report(self, holder, bytes_given_up)
 
     def is_over(self) -> bool:
-        """Every holder has reported or was found gone."""
+        """Tell whether every holder has reported or is gone."""
         return not self._leases._silent(self)
 
     def __enter__(self) -> Lease:
@@ -140,7 +140,7 @@ class Leases:
         self._slack_bytes = slack_bytes
         self._devices: dict[int, _Device] = {}
         self._queue: list[Lease] = []
-        self._log: deque[HandOver] = deque(maxlen=MAX_LOG)
+        self._log: deque[LeaseTransfer] = deque(maxlen=MAX_LOG)
         self._changed = threading.Condition()
 
     def acquire(
@@ -171,7 +171,7 @@ class Leases:
         return lease
 
     def forget_use(self, devices: Iterable[int]) -> None:
-        """Somebody took the place of a dead holder: what was in use before is no measure of what is free now."""
+        """Forget earlier measurements after a dead holder was replaced: they do not tell what is free now."""
         with self._changed:
             for device in devices:
                 if device in self._devices:
@@ -179,13 +179,13 @@ class Leases:
             self._changed.notify_all()
 
     def holders(self, device: int) -> tuple[Holder, ...]:
-        """Who has the device now and has not reported it."""
+        """Return who has the device now and has not reported it."""
         with self._changed:
             state = self._devices.get(device)
             return self._waited_for(device) if state and state.lease else ()
 
-    def log(self) -> tuple[HandOver, ...]:
-        """Hand-overs so far, oldest first; of very many, the newest."""
+    def log(self) -> tuple[LeaseTransfer, ...]:
+        """Return the transfers so far, oldest first; of very many, the newest."""
         with self._changed:
             return tuple(self._log)
 
@@ -234,7 +234,7 @@ class Leases:
         )
 
     def _settled(self, device: int, needs: int | None) -> tuple[bool, DeviceMemory | None]:
-        """Whether the device can be passed on, and what was measured on it just now."""
+        """Tell whether the device can be passed on, and what was measured on it just now."""
         state = self._devices.setdefault(device, _Device())
         for holder in self._waited_for(device):
             if not self._is_gone(holder):
@@ -254,7 +254,7 @@ class Leases:
         state = self._devices[device]
         before = state.lease
         self._log.append(
-            HandOver(
+            LeaseTransfer(
                 device=device,
                 from_phase=before.phase if before else None,
                 from_holders=_on(before, device) if before else (),
@@ -283,8 +283,8 @@ class Leases:
                 if len(mine) > 1 and bytes_given_up:
                     raise LeaseError(f"{holder} holds {_devices(mine)}: report bytes for each, as a mapping")
                 bytes_given_up = dict.fromkeys(mine, bytes_given_up)
-            if strange := sorted(set(bytes_given_up) - set(mine)):
-                raise LeaseError(f"{holder} reports {_devices(strange)} but holds {_devices(mine)}")
+            if foreign := sorted(set(bytes_given_up) - set(mine)):
+                raise LeaseError(f"{holder} reports {_devices(foreign)} but holds {_devices(mine)}")
             for device in mine:
                 state = self._devices.get(device)
                 if state is None or state.lease is not lease or holder in state.reported or holder in state.died:
@@ -335,9 +335,9 @@ class Leases:
                     + f", {now - state.last_report_s:.1f} s later"
                 )
             elif not state.lease and device in lease.needs:
-                found = self._measure(device)
+                measured = self._measure(device)
                 reasons.append(
-                    f"device {device}: nobody holds it, but {found.used if found else '?'} bytes are in use and"
+                    f"device {device}: nobody holds it, but {measured.used if measured else '?'} bytes are in use and"
                     f" {lease.needs[device]} are needed"
                 )
         return "; ".join(reasons) or _devices(lease.devices)

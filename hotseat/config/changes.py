@@ -84,13 +84,14 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             "train.on_spike",
             "reward.timeout_s",
             "reward.retries",
+            "reward.trial_timeout_s",
             "reward.max_failed_fraction",
             "reward.max_memory_gib",
         ),
     ),
 )
 _PASSES = "train.max_epochs"  # over the data, of supervised training; over each rollout in rl, where it is maths
-_NEVER = ("task",)  # not even if it is allowed
+_NEVER = ("task", "seed")  # not even if it is allowed: the order of prompts follows from the seed
 _SILENT = ("checkpoint.resume", "checkpoint.allow_changes", "name", "run_dir")  # how a run is resumed, not what it does
 
 
@@ -142,7 +143,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         else:
             refused.append(Change(key, old, new))
     if refused:
-        raise UserError(_refusal(refused, f"{config.run_dir}/{config.name or 'NAME'}"))
+        raise UserError(_refusal(refused, found, f"{config.run_dir}/{config.name or 'NAME'}"))
     used = [change.key for change in found if change.is_allowed]
     unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
     if unused:
@@ -153,12 +154,14 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     return found
 
 
-def _refusal(refused: Sequence[Change], run_dir: str) -> str:
+def _refusal(refused: Sequence[Change], taken: Sequence[Change], run_dir: str) -> str:
+    """Word what was refused, and the whole command that resumes all the same. taken: changes that need no leave."""
     lines = [f"  {change}" for change in refused]
     keys = [change.key for change in refused if not _is_below(change.key, _NEVER)]
     hint = "set them back, or start a new run"
     if keys:
-        given = "".join(f" {change.key}={_as_override(change.after)}" for change in refused if change.key in keys)
+        changes = [*taken, *(change for change in refused if change.key in keys)]
+        given = "".join(f" {change.key}={_as_override(change.after)}" for change in changes)
         allow = "".join(f" --allow-change {key}" for key in keys)
         hint += f"; to resume all the same, with results of its own: hotseat resume {run_dir}{given}{allow}"
     return "\n".join(["this run cannot be resumed with another config:", *lines, hint])

@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         _says("rewards come neither from reward.function nor from reward.url"),
     ),
     Rule(
-        ("reward.max_memory_gib",),
+        ("reward.max_memory_gib", "reward.trial_timeout_s"),
         _rl_but(_has_reward_file),
         _says("rewards do not come from reward.function"),
     ),

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
-from hotseat.config.schema import Config
+from hotseat.config.schema import Config, Evaluation
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 
@@ -33,6 +33,7 @@ def loads(text: str, overrides: Sequence[str] = (), file: str | None = None, *, 
     document = read_yaml(text, file)
     for override in overrides:
         _apply_override(document, override)
+    _forget_evaluation(document)
     if forget_idle:
         _forget_idle(document)
     config, problems = check(document)
@@ -168,6 +169,18 @@ def _apply_override(document: Document, override: str) -> None:
     document.origins[path] = origin
     if path[-1] in ("micro_batch_size", "max_tokens_per_device"):
         node.pop("chosen_tokens_per_device", None)  # that the run in the file chose, and is not to use any more
+
+
+def _forget_evaluation(document: Document) -> None:
+    """Take out what `eval.path: null` leaves without effect: whoever writes it wants no evaluation. Runs note it."""
+    section = document.values.get("eval")
+    if not isinstance(section, dict) or "path" not in section or section["path"] is not None:
+        return
+    for name in Evaluation.model_fields.keys() & section.keys() - {"path"}:
+        del section[name]
+    checkpoint = document.values.get("checkpoint")
+    if isinstance(checkpoint, dict):
+        checkpoint.pop("best_metric", None)
 
 
 def _forget_idle(document: Document) -> None:

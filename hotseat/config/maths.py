@@ -48,6 +48,20 @@ def prompt_max_length(config: Config) -> int:
     return config.data.max_length // 2
 
 
+def prompt_limit(config: Config) -> tuple[str, str]:
+    """Word where the limit of a prompt comes from, and what to raise for longer ones."""
+    length, data = prompt_max_length(config), config.data
+    if data.prompt_max_length is not None:
+        return f"data.prompt_max_length {length}", "raise data.prompt_max_length and data.max_length"
+    if config.rollout.max_new_tokens is not None and config.task == "rl":
+        sampled = config.rollout.max_new_tokens
+        return (
+            f"{length} (data.max_length {data.max_length} - rollout.max_new_tokens {sampled})",
+            "raise data.max_length",
+        )
+    return f"{length} tokens (half of data.max_length {data.max_length})", "raise data.max_length"
+
+
 def max_new_tokens(config: Config) -> int:
     """Return the tokens that one turn may sample at most."""
     if config.rollout.max_new_tokens is not None:

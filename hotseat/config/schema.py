@@ -64,7 +64,7 @@ class PoolPlacement(Section):
 
 class Cluster(Section):
     runtime: Literal["ray", "local"] = "ray"
-    """`ray` runs each role in processes of its own; `local` runs all of them in this one, for tests and debuggers."""
+    """`ray` runs each role in processes of its own; `local` runs one rank of each in this one, without Ray."""
     num_nodes: Positive | None = None
     """Nodes to use; unset takes as many as the placement needs."""
     inventory: str | None = None
@@ -149,7 +149,7 @@ class Actor(Section):
     optimizer: Optimizer = Optimizer()
     """How the policy is optimised."""
     enable_offload: bool | None = None
-    """Put weights, gradients and optimizer aside between turns: true always, false never, unset as needed."""
+    """Offload weights, gradients and optimizer between phases: true always, false never, unset as needed."""
 
 
 class Critic(Section):
@@ -173,7 +173,7 @@ class Reference(Section):
     model: str | None = None
     """Checkpoint of the reference policy; unset takes the actor's."""
     enable_offload: bool | None = None
-    """Keep its weights in host memory between turns: true always, false never, unset as needed."""
+    """Offload its weights between phases: true always, false never, unset as needed."""
 
 
 class Inference(Section):
@@ -183,7 +183,7 @@ class Inference(Section):
 
 class Env(Section):
     enable_offload: bool | None = None
-    """Put simulators aside between turns: true always, false never, unset as needed."""
+    """Offload simulators between phases: true always, false never, unset as needed."""
 
 
 class Overlong(Section):
@@ -203,7 +203,7 @@ class Reward(Section):
     shape: dict[str, Any] | None = None
     """As `actor.shape`, for the reward model."""
     enable_offload: bool | None = None
-    """Keep the reward model in host memory between turns: true always, false never, unset as needed."""
+    """Offload the reward model between phases: true always, false never, unset as needed."""
     value_head_prefix: str = "score"
     """Name of the reward head's parameters in the checkpoint."""
     normalize: bool = False
@@ -222,6 +222,8 @@ class Reward(Section):
     """Attempts after the first one that failed."""
     max_memory_gib: Annotated[float, Field(gt=0)] | None = 8.0
     """Memory that the process of a reward function may take for its data; unset is no bound."""
+    trial_timeout_s: Amount = 10.0
+    """Longest that one call of a reward file may take before the run starts, to see that it works; 0: no such call."""
     max_failed_fraction: Fraction = 0.1
     """Share of a step's samples that may stay unscored before the run stops."""
 
@@ -275,7 +277,7 @@ class Rollout(Section):
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None
-    """Put engine weights and cache aside between turns: true always, false never, unset as needed."""
+    """Offload engine weights and cache between phases: true always, false never, unset as needed."""
     canary: Canary = Canary()
     """Check that engines compute the policy that is trained, beyond the digests of their weights."""
 
@@ -330,7 +332,7 @@ class Data(Section):
     pretrain_mode: bool = False
     """Learn from every token (sft)."""
     prompt_max_length: Positive | None = None
-    """Prompts longer than this are dropped and counted; unset is half of `max_length`."""
+    """Longest prompt that is kept; unset: `max_length` less `rollout.max_new_tokens` if that is set, else its half."""
     max_length: Positive = 2048
     """Tokens of a whole sequence at most."""
     max_lost_fraction: Fraction = 0.05
@@ -519,7 +521,7 @@ class Train(Section):
         return self.deepspeed.tensor_parallel_size if self.backend == "deepspeed" else 1
 
     @property
-    def num_sharing(self) -> int:
+    def num_model_parallel(self) -> int:
         """Ranks, next to each other, that get the same samples: they share sequences or layers."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
@@ -529,7 +531,7 @@ class Train(Section):
 
 class Evaluation(Section):
     path: str | None = None
-    """Evaluation data; unset does not evaluate."""
+    """Evaluation data; unset does not evaluate, `null` besides has the rest of `eval` ignored."""
     split: str = "test"
     """Its split."""
     every: Positive | None = None
@@ -542,6 +544,11 @@ class Evaluation(Section):
     """Evaluation rows used at most."""
     reward: str | None = None
     """Python file like `reward.function` that scores evaluations alone; unset: what scores the rest does."""
+
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether `path` was set to null, which is more than leaving it unset."""
+        return self.path is None and "path" in self.model_fields_set
 
 
 class Checkpoint(Section):
@@ -556,9 +563,9 @@ class Checkpoint(Section):
     max_gib: Annotated[float, Field(gt=0)] | None = None
     """Disk space all checkpoints may take; unset is no bound."""
     resume: bool = False
-    """Go on from the newest checkpoint."""
+    """Resume from the newest checkpoint."""
     allow_changes: list[str] = []
-    """Keys that may differ from the checkpoint's although the run then goes on otherwise than it would have."""
+    """Keys that may differ from the checkpoint's although the results then are not those of the uninterrupted run."""
     best_metric: str | None = None
     """Evaluation metric whose best checkpoint is kept; unset is the first one, `none` keeps no best."""
     save_state: bool = True
@@ -615,7 +622,7 @@ class Config(Section):
     """A whole run."""
 
     task: Literal["rl", "sft", "rm", "dpo"] = "rl"
-    """What to train: a policy by reinforcement, or a model on examples, pairs or preferences."""
+    """What to train: a policy by RL, or a model by SFT, on pairs (rm) or on preferences (dpo)."""
     name: str | None = None
     """Name of the run; unset is the task and the first number that is free, such as `rl-1`."""
     run_dir: str = "runs"

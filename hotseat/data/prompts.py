@@ -39,12 +39,14 @@ def make_prompts(
     apply_chat_template: bool = False,
     chat_template: str | None = None,
     prompt_max_length: int | None = None,
+    limit: tuple[str, str] = ("", "raise data.prompt_max_length"),
 ) -> tuple[list[Prompt], PromptReport]:
     """Prompts in the order of the rows, `index` counting those that were kept.
 
     With `apply_chat_template` the input is a list of messages, or a string which becomes the user's, and
     `input_template` is not used; otherwise the input is a string, put in the place of the `{}` in `input_template`.
-    A label that is not a string becomes its JSON text. Special tokens are only those that the text has.
+    A label that is not a string becomes its JSON text. Special tokens are only those that the text has. limit: what
+    sets `prompt_max_length`, and what to do about it, for the message where no prompt is short enough.
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
@@ -78,8 +80,10 @@ def make_prompts(
     problems.raise_if_any()
     lost = count.total()
     if not prompts:
-        limit = f" with at most {prompt_max_length} tokens: raise data.prompt_max_length" if lost.count else ""
-        raise DataError(f"none of the {len(rows)} rows is a prompt{limit}{shown(lost)}")
+        source, fix = limit
+        because = f", the limit by {source}" if source else ""
+        why = f" with at most {prompt_max_length} tokens{because}: {fix}" if lost.count else ""
+        raise DataError(f"none of the {len(rows)} rows is a prompt{why}{shown(lost)}")
     longest = max(len(prompt.token_ids) for prompt in prompts)
     return prompts, PromptReport(len(rows), len(prompts), lost.count, longest, lost)
 

@@ -7,7 +7,8 @@ import os
 from rich.console import Console
 
 from hotseat.config import Config
-from hotseat.loop.refusals import refuse_at_once
+from hotseat.loop.setup.refusals import refuse_at_once
+from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
 
 
@@ -15,10 +16,11 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
     """Run a config to its end, as `hotseat.loop.run.start` does."""
     refuse_at_once(config)
     with make_view(config, launched) as view:
+        notes = try_rewards(config, view.stage)
         view.stage("loading torch and transformers")
         from hotseat.loop import run
 
-        return run.start(config, launched, view)
+        return run.start(config, launched, view, notes)
 
 
 def make_view(config: Config, launched: bool) -> LiveView:

@@ -107,9 +107,17 @@ class Journal(Closing):
         self._view.processes = processes
         self._view.stage(text)
 
+    def progress(self, text: str) -> None:
+        """Show and record a line about the start-up that is not a stage of it. Any thread may call this."""
+        self._view.progress(text)
+        self._record(text, "note")
+
     def say(self, text: str, kind: Kind = "note") -> None:
         """A line that stays."""
         self._view.say(text)
+        self._record(text, kind)
+
+    def _record(self, text: str, kind: Kind) -> None:
         with self._lock:  # what looks after the processes has a thread of its own
             self._events.write({"time": time.time(), "step": max(0, self._step), "kind": kind, "text": text})
         if kind == "fault":
@@ -149,16 +157,22 @@ class Journal(Closing):
             self._phase = None
 
 
-class Silence:
-    """A journal that nobody reads, for a rank that has nothing to tell."""
+class Silence(Journal):
+    """A journal without files, for a rank that has nothing to record. It has no timeline."""
+
+    def __init__(self) -> None: ...
 
     def phase(self, name: str) -> None: ...
+
+    def end_phase(self) -> None: ...
 
     def stage(self, text: str, processes: Callable[[], list[str]] | None = None) -> None: ...
 
     def say(self, text: str, kind: Kind = "note") -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def spread(values: Sequence[float]) -> list[list[float]]:

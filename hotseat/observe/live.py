@@ -63,9 +63,13 @@ class LiveView:
         """Show a stage of the start-up; where there is no terminal, as a dated line."""
         self.phase(text)
         if not self._console.is_terminal:
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._console.print(f"{stamp}  {text}", highlight=False, markup=False, soft_wrap=True)
-            self._console.file.flush()
+            self.progress(text)
+
+    def progress(self, text: str) -> None:
+        """Show a line of the start-up that stays: on a terminal above what is going on, elsewhere with its date."""
+        stamp = "" if self._console.is_terminal else time.strftime("%Y-%m-%d %H:%M:%S  ")
+        self._console.print(f"{stamp}{text}", highlight=False, markup=False, soft_wrap=True)
+        self._console.file.flush()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
         """A finished step: one line that stays."""

@@ -1,6 +1,6 @@
 """What a role's memory is estimated from, so that it can be estimated with another memory share.
 
-Which settings of a config would make a plan fit is searched for where configs are known: `hotseat.loop.advice`.
+`hotseat.loop.planning.advice`, which knows configs, searches for settings that make a plan fit.
 """
 
 from __future__ import annotations

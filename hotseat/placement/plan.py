@@ -43,7 +43,7 @@ from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role
 from hotseat.placement.selection import Elsewhere, InPools, Ranks, Selection, parse_selection
 from hotseat.placement.shapes import ModelShape
 
-PutAside = Literal["always", "never"]
+Offloading = Literal["always", "never"]
 Verdict = Literal["fits", "tight", "does_not_fit", "unknown"]
 RouteKind = Literal["same_device", "same_node", "other_node"]
 Label = Literal["colocated", "disaggregated", "hybrid"]
@@ -56,8 +56,8 @@ class RoleSpec:
     """A role as the planner takes it.
 
     `on` is a selection or what `parse_selection` reads. `num_procs` counts engines for an engine, otherwise processes.
-    `share` is the part of a device's memory that each process claims. `put_aside` None means as needed; "always" covers
-    `put_aside_parts`, by default all that `can_put_aside` allows; what a backend can put aside it must declare.
+    `share` is the part of a device's memory that each process claims. `offload` None means as needed; "always" covers
+    `offload_parts`, by default all that `can_offload` allows; what a backend can offload it must declare.
     """
 
     name: str
@@ -65,9 +65,9 @@ class RoleSpec:
     tensor_parallel: int = 1
     num_procs: int | None = None
     share: float | None = None
-    put_aside: PutAside | None = None
-    put_aside_parts: frozenset[Part] | None = None
-    can_put_aside: frozenset[Part] = frozenset()
+    offload: Offloading | None = None
+    offload_parts: frozenset[Part] | None = None
+    can_offload: frozenset[Part] = frozenset()
     memory: Memory | None = None
     model: ModelShape | None = None
     model_assumed: str | None = None  # the public model whose shape was taken from the name alone
@@ -253,27 +253,27 @@ def _checked(roles: Sequence[RoleSpec]) -> dict[str, RoleSpec]:
             raise PlacementError(f"{name}: {what} is {spec.num_procs}: it must be 1 or more")
         if spec.share is not None and not 0 < spec.share <= 1:
             raise PlacementError(f"{name}: its memory share is {spec.share:g}: it must be above 0 and at most 1")
-        _check_put_aside(spec)
+        _check_offload(spec)
     return specs
 
 
-def _check_put_aside(spec: RoleSpec) -> None:
-    if spec.put_aside_parts is not None and spec.put_aside != "always":
+def _check_offload(spec: RoleSpec) -> None:
+    if spec.offload_parts is not None and spec.offload != "always":
         raise PlacementError(
-            f"{spec.name}: parts to put aside are named, which only put_aside always uses:"
-            f" set put_aside to always or leave the parts out"
+            f"{spec.name}: parts to offload are named, which only enable_offload: true uses:"
+            f" set enable_offload to true or leave the parts out"
         )
-    if spec.put_aside != "always":
+    if spec.offload != "always":
         return
-    can = spec.can_put_aside & PARTS_OF_ROLE[spec.name]
+    can = spec.can_offload & PARTS_OF_ROLE[spec.name]
     if not can:
         raise PlacementError(
-            f"{spec.name}: put_aside is always, but its backend can put nothing aside: leave put_aside unset"
+            f"{spec.name}: enable_offload is true, but its backend can offload nothing: leave enable_offload unset"
         )
-    cannot = (spec.put_aside_parts or frozenset()) - can
+    cannot = (spec.offload_parts or frozenset()) - can
     if cannot:
         raise PlacementError(
-            f"{spec.name}: {_list(cannot)} cannot be put aside by its backend, which can put aside {_list(can)}:"
+            f"{spec.name}: {_list(cannot)} cannot be offloaded by its backend, which can offload {_list(can)}:"
             f" name only those"
         )
 
@@ -337,14 +337,14 @@ def _check_overlap(flow: Flow, located: Mapping[str, Located]) -> None:
 
 
 def _modes(spec: RoleSpec, flow: Flow) -> tuple[tuple[Part, Mode], ...]:
-    always = spec.put_aside_parts if spec.put_aside_parts is not None else spec.can_put_aside
+    always = spec.offload_parts if spec.offload_parts is not None else spec.can_offload
 
     def mode(part: Part) -> Mode:
-        if spec.put_aside == "never":
+        if spec.offload == "never":
             return "never"
-        if spec.put_aside == "always" and part in always:
+        if spec.offload == "always" and part in always:
             return "always"
-        return "as_needed" if part in spec.can_put_aside else "cannot"
+        return "as_needed" if part in spec.can_offload else "cannot"
 
     return tuple((part, mode(part)) for part in flow.parts_of(spec.name))
 
@@ -421,7 +421,7 @@ def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mappi
     why = (
         f"{stuck.role}.enable_offload is false: unset it, or set it to true"
         if stuck.mode == "never"
-        else "its backend cannot put that aside: use one that can"
+        else "its backend cannot offload that: use one that can"
     )
     others = "".join(f", or set {role}.memory_share to {share:g}" for role, share in shares.items())
     return (
@@ -510,7 +510,7 @@ def _hosts(
     steps: Sequence[Step],
     groups: Sequence[DeviceGroup],
 ) -> tuple[HostGroup, ...]:
-    """Host memory of each node that has a process: the processes themselves, and what is put aside there."""
+    """Host memory of each node that has a process: the processes themselves, and what is offloaded there."""
     procs: list[dict[str, int]] = [{} for _ in inventory.nodes]
     for name, found in located.items():
         for process in found.processes:
@@ -534,7 +534,7 @@ def _hosts(
             for name, count in counts
             for term in per_process[name] or (process_on_host(name),)
         ]
-        terms += [term for index, count in group_counts for term in _aside_terms(groups[index], count)]
+        terms += [term for index, count in group_counts for term in _offloaded_terms(groups[index], count)]
         is_known = all(per_process[name] is not None for name, _ in counts)
         is_known &= all(s.verdict != "unknown" for index, _ in group_counts for s in groups[index].steps)
         used = total(terms)
@@ -562,15 +562,15 @@ def _host_terms(spec: RoleSpec, found: Located, flow: Flow, steps: Sequence[Step
     return (*memory.host, *parts, *peak)
 
 
-def _aside_terms(group: DeviceGroup, count: int) -> list[Term]:
+def _offloaded_terms(group: DeviceGroup, count: int) -> list[Term]:
     """Copies on the host of what leaves these devices in some step. Their buffers stay, so they add up."""
     copies: dict[tuple[str, Part], float] = {}
     for step in group.steps:
         for holding in step.holdings:
-            if holding.state == "aside" and holding.gib:
+            if holding.state == "offloaded" and holding.gib:
                 copies[holding.role, holding.part] = holding.gib
     return [
-        Term(role, f"{part} put aside (pinned)", gib * count, f"{count} devices x {gib:.2f} GiB", part)
+        Term(role, f"{part} offloaded (pinned)", gib * count, f"{count} devices x {gib:.2f} GiB", part)
         for (role, part), gib in copies.items()
     ]
 
@@ -623,13 +623,11 @@ def _warnings(
     located: Mapping[str, Located],
     groups: Sequence[DeviceGroup],
 ) -> list[str]:
-    warnings = []
+    warnings = _assumed_shapes(specs)
     for name, spec in specs.items():
         found = located[name]
         given = selections[name]
         selection = given.selection if isinstance(given, InPools) else given
-        if spec.model_assumed:
-            warnings.append(f"{name}: the model's shape is assumed to be that of {spec.model_assumed}, from its name")
         if isinstance(selection, Ranks) and selection.from_int and (rank := selection.segments[0].ranks) is not None:
             if rank.first >= 60:
                 minutes, seconds = divmod(rank.first, 60)
@@ -649,10 +647,13 @@ def _warnings(
         alone = found.devices and all(
             set(located[other].devices).isdisjoint(found.devices) for other in specs if other != name
         )
-        if spec.put_aside == "always" and not _is_ever_away(name, groups):
-            warnings.append(f"{name}: put_aside always has no effect: it has no part on a device that is ever idle")
-        elif spec.put_aside == "always" and alone:
-            warnings.append(f"{name}: always put aside although no other role uses its devices: it moves for nothing")
+        if spec.offload == "always" and not _is_ever_away(name, groups):
+            warnings.append(f"{name}: enable_offload: true has no effect: no part of it is ever idle on a device")
+        elif spec.offload == "always" and alone:
+            warnings.append(
+                f"{name}: always offloaded (enable_offload: true) although no other role uses its devices: it moves for"
+                " nothing"
+            )
         if spec.share is not None and found.where != "devices":
             warnings.append(f"{name}: a memory share has no effect on a role without devices")
     warnings += _unknown_memory(specs, groups)
@@ -661,6 +662,19 @@ def _warnings(
         unused = [device for device in range(inventory.num_devices) if device not in used]
         warnings.append(f"{len(unused)} of {inventory.num_devices} devices are used by no role: {format_ranks(unused)}")
     return warnings
+
+
+def _assumed_shapes(specs: Mapping[str, RoleSpec]) -> list[str]:
+    """One warning for all roles whose model's shape was taken from the same public model."""
+    roles: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        if spec.model_assumed:
+            roles.setdefault(spec.model_assumed, []).append(name)
+    return [
+        f"{', '.join(names)}: the model's shape is assumed to be that of {model}, from its name: its config.json is not"
+        " at hand"
+        for model, names in roles.items()
+    ]
 
 
 def _is_ever_away(role: str, groups: Sequence[DeviceGroup]) -> bool:
@@ -682,7 +696,7 @@ def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]
         reasons.setdefault(why, []).extend(group.devices)
     return [
         f"memory is not checked on devices {format_ranges(sorted(devices))}, and nothing moves there but what is always"
-        f" put aside: {why}"
+        f" offloaded: {why}"
         for why, devices in reasons.items()
     ]
 

@@ -1,6 +1,6 @@
 """Which parts are on a device in which step, and what moves between steps.
 
-A part that a step needs is on the device. Any other part stays if all fits; leaves if it is always put aside, or if the
+A part that a step needs is on the device. Any other part stays if all fits; leaves if it is always offloaded, or if the
 memory is needed: first what can be dropped without a copy, then what is used again furthest from now, then the largest.
 What turns out to have left for nothing stays after all.
 """
@@ -15,7 +15,7 @@ from hotseat.placement.flow import Step, Work
 from hotseat.placement.memory import FITS_BELOW, Activity, RoleMemory, Term, total
 from hotseat.placement.roles import Part
 
-State = Literal["needed", "kept", "aside", "dropped"]
+State = Literal["needed", "kept", "offloaded", "dropped"]
 Mode = Literal["always", "as_needed", "never", "cannot"]
 How = Literal["copied", "dropped", "restored", "allocated", "pushed"]
 
@@ -33,7 +33,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A part of a role in a step: needed or merely kept on the device; aside on the host, or dropped."""
+    """A part of a role in a step: needed or merely kept on the device; offloaded to the host, or dropped."""
 
     role: str
     part: Part
@@ -105,7 +105,7 @@ def activity(step: Step, work: Work) -> Activity:
 
 
 def working_terms(tenants: Sequence[Tenant], step: Step) -> tuple[Term, ...]:
-    """Memory that is there in this step whatever is put aside: fixed for everybody, working memory for who works."""
+    """Memory that is there in this step whatever is offloaded: fixed for everybody, working memory for who works."""
     memories = {tenant.role: tenant.memory for tenant in tenants if tenant.memory is not None}
     terms = [term for memory in memories.values() for term in memory.fixed]
     for work in works_here(step, memories):
@@ -174,7 +174,7 @@ def _holding(item: _Item, step: int, is_away: bool, known: bool) -> Holding:
     elif not is_away:
         state = "kept"
     else:
-        state = "dropped" if item.dropped[step] else "aside"
+        state = "dropped" if item.dropped[step] else "offloaded"
     return Holding(item.role, item.part, state, item.gib if known else None)
 
 
@@ -304,7 +304,7 @@ def _moves(
         away = [s for s in between if not holdings[s][row].is_resident]
         end = holdings[last][row]
         if start.is_resident and away:
-            how: How = "copied" if holdings[away[0]][row].state == "aside" else "dropped"
+            how: How = "copied" if holdings[away[0]][row].state == "offloaded" else "dropped"
             leaves.append(Move(start.role, start.part, how, start.gib))
         if end.is_resident and away:
             comes.append(Move(end.role, end.part, _coming(end, steps[last]), end.gib))

@@ -42,6 +42,10 @@ class NotLoaded(Exception):
     """The user's file cannot be loaded; the message says why."""
 
 
+class LoadedTooLate(NotLoaded):
+    """The user's file was still being loaded at the deadline."""
+
+
 class Died(Exception):
     """The process ended. Its exit code, or minus the signal that ended it."""
 
@@ -72,6 +76,7 @@ class Task:
     function: str
     max_memory_bytes: int | None = None
     log_path: Path | None = None
+    extra_path: tuple[str, ...] = ()  # folders to import from, besides those of this process
 
 
 class WorkerProcess:
@@ -85,7 +90,7 @@ class WorkerProcess:
             "parent": os.getpid(),
             "file": task.file,
             "function": task.function,
-            "path": sys.path,
+            "path": [*sys.path, *task.extra_path],
             "max_memory": task.max_memory_bytes,
             "inbox": worker_inbox,
             "outbox": worker_outbox,
@@ -116,7 +121,7 @@ class WorkerProcess:
             answer = self._receive(time.monotonic() + timeout_s)
         except Late:
             self.end()
-            raise NotLoaded(f"it did not load within {timeout_s:g} s") from None
+            raise LoadedTooLate(f"it did not load within {timeout_s:g} s") from None
         except BaseException:
             self.end()
             raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, TypeGuard
 
-from hotseat.types import Failed
+from hotseat.failed import Failed
 
 _KEYS = ("rewards", "scores", "extra_logs")
 _MAX = (2 - 2**-23) * 2.0**127  # the largest number of 32 bits

@@ -16,10 +16,10 @@ from typing import Any
 
 from hotseat import faults
 from hotseat.errors import RunError, UserError
+from hotseat.failed import Failed
 from hotseat.rewards import builtin
 from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.types import Failed
 
 _IDS_SHOWN = 8
 
@@ -64,7 +64,7 @@ class RewardFunction:
         log_path: str | Path | None = None,
         seed: int | None = None,
     ):
-        file, function = _locate(str(path))
+        file, function = locate(str(path))
         self.name = f"{file}: {function}"
         self.timeout_s = timeout_s
         self.retries = retries
@@ -256,7 +256,8 @@ class _Worker:
             self._note(None)
 
 
-def _locate(path: str) -> tuple[Path, str]:
+def locate(path: str) -> tuple[Path, str]:
+    """Return the file and the name of the function that `path` names."""
     if path in builtin.FUNCTIONS:
         return Path(builtin.__file__), path
     found = re.fullmatch(r"(.+\.py):(\w+)", path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hotseat.errors import RewardError
-from hotseat.types import Failed
+from hotseat.failed import Failed
 
 _SHOWN = 3
 

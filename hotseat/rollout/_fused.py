@@ -1,4 +1,4 @@
-"""Where the weights of a Hugging Face model lie in the live parameters of a vLLM model.
+"""The place of each weight of a Hugging Face model in the live parameters of a vLLM model.
 
 vLLM fuses projections (q, k and v in one matrix, gate and up in another) and gives each tensor-parallel rank a slice.
 Both are known from the type of the layer. A `Piece` is what one rank holds of one weight, as a view of the live
@@ -29,7 +29,7 @@ class Piece:
     is_taken_here: bool = False  # vLLM's own loading is not asked: it has another name for it, or other parts
 
     def take(self, whole: Tensor) -> None:
-        """This piece of a new weight."""
+        """Copy this piece out of a new weight."""
         window = tuple(slice(start, start + size) for start, size in zip(self.offset, self.live.shape, strict=True))
         self.live.copy_(whole[window])
 
@@ -85,7 +85,7 @@ def _of_parameter(
         names = packed.get(last, ())
         if live.shape[0] != sum(sizes):
             return  # fused in another way: no digest reaches it
-        # One weight in some checkpoints too (Phi-3, GLM-4): under that name, which others do not have.
+        # Some checkpoints have one fused weight too (Phi-3, GLM-4), under that name, which others do not have.
         starts = [sum(totals[:index]) for index in range(len(totals))]
         for view, size, at, first, counts in zip(live.split(list(sizes)), sizes, parts, starts, counted, strict=True):
             yield piece(full, view, first + at * size, sum(totals), is_counted=counts)
@@ -100,7 +100,7 @@ def _of_parameter(
         heads = [module.num_heads, module.num_kv_heads, module.num_kv_heads]
         all_heads = [module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads]
         widths = [module.head_size, module.head_size, module.v_head_size]
-        # Where there are fewer heads of keys than ranks, neighbours hold the same one.
+        # If there are fewer heads of keys than ranks, neighbouring ranks hold the same one.
         copies = module.num_kv_head_replicas
         yield from fused(
             [count * width for count, width in zip(heads, widths, strict=True)],
@@ -127,9 +127,10 @@ def _of_parameter(
 
 
 def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:
-    """`gate_up_proj` [experts, 2 x intermediate, hidden] and `down_proj` [experts, hidden, intermediate].
+    """Yield the pieces of experts.
 
-    Each rank has its rows of every expert's gate and up, and its columns of every down.
+    Weights are `gate_up_proj` [experts, 2 x intermediate, hidden] and `down_proj` [experts, hidden, intermediate]. Each
+    rank has its rows of every expert's gate and up, and its columns of every down.
     """
     parallel = experts.moe_config.moe_parallel_config
     size, part = parallel.tp_size, parallel.tp_rank

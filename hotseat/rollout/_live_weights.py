@@ -1,4 +1,4 @@
-"""The weights of a module while an engine serves them: named, replaced, digested, put aside."""
+"""The weights of a module while an engine serves them: named, replaced, digested, offloaded."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hotseat.errors import WeightError
 
 
 class WeightNames:
-    """Which weights a model has, under every name (tied ones have several), and which have come since `begin`."""
+    """The weights of a model, under every name (tied ones have several), and which have arrived since `begin`."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], first_names: Mapping[str, str]):
         self._shapes = shapes
-        self._first = first_names  # of each name: the first name of the same weight
+        self._first = first_names  # for each name: the first name of the same weight
         self._loaded: set[str] = set()
 
     @staticmethod
     def of(model: nn.Module) -> WeightNames:
-        """Of a model on any device, "meta" too."""
+        """List the weights of a model on any device, "meta" too."""
         tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         first = {id(tensor): name for name, tensor in reversed(tensors.items())}
         return WeightNames(
@@ -41,7 +41,7 @@ class WeightNames:
         self._loaded = set()
 
     def take(self, name: str, shape: Sequence[int]) -> None:
-        """It has come. Raises if it should not have."""
+        """Record that a weight has arrived. Raises if it is unknown, of another shape, or came before."""
         expected = self._shapes.get(name)
         if expected is None:
             near = difflib.get_close_matches(name, self._shapes, n=1)
@@ -54,13 +54,13 @@ class WeightNames:
         self._loaded.add(name)
 
     def missing(self) -> list[str]:
-        """Weights none of whose names has come, under their first."""
+        """List weights that have arrived under none of their names, each by its first."""
         loaded = {self._first[name] for name in self._loaded}
         return [name for name in dict.fromkeys(self._first.values()) if name not in loaded]
 
 
 class LiveWeights:
-    """Every tensor of `module.state_dict()`, under every name it has (tied weights have several)."""
+    """The tensors of `module.state_dict()`, under every name they have (tied weights have several)."""
 
     def __init__(self, module: nn.Module):
         self._tensors: dict[str, Tensor] = {
@@ -99,7 +99,7 @@ class LiveWeights:
         digests = named_digests((name, self._tensors[name]) for name in dict.fromkeys(first_names.values()))
         return {name: digests[first] for name, first in first_names.items()}
 
-    def put_aside(self, keep: bool) -> int:
+    def offload(self, keep: bool) -> int:
         """Free the memory of every tensor; the tensors stay, as views of nothing. Returns the bytes copied."""
         if keep:
             total = sum(self._sizes)
@@ -117,8 +117,8 @@ class LiveWeights:
             torch.cuda.empty_cache()
         return 0 if self._saved is None else self._saved.numel()
 
-    def bring_back(self) -> int:
-        """Memory again, with what was saved in it, if anything was. Returns the bytes copied."""
+    def onload(self) -> int:
+        """Give every tensor memory again, with the values that were saved, if any. Returns the bytes copied."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
         if self._saved is None:

@@ -1,4 +1,4 @@
-"""From logits to tokens, each row for itself: nothing here depends on which rows share a batch."""
+"""Sampling of tokens from logits, each row for itself: nothing here depends on which rows share a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hotseat.algorithms.digest import golden_counter, mix64
 
 
 def uniforms(seeds: Tensor, num_steps: int) -> Tensor:
-    """[rows] int64 -> [rows, num_steps] float64 in [0, 1): entry (r, s) depends on seeds[r] and s alone.
+    """Draw uniforms in [0, 1), [rows] int64 -> [rows, num_steps] float64: entry (r, s) depends on seeds[r] and s alone.
 
     52 bits, so that a uniform times a total stays below the total in float64.
     """
@@ -19,7 +19,7 @@ def uniforms(seeds: Tensor, num_steps: int) -> Tensor:
 
 
 def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[rows, vocab] logits with -inf for what top-k, and then top-p among the rest, leave out.
+    """Set logits [rows, vocab] to -inf where top-k, and then top-p among the rest, leave a token out.
 
     top_k: [rows] int64, keeps the k largest and what ties with the k-th. top_p: [rows] float64, keeps the fewest
     tokens, most probable first and lower id first among equals, that have at least this probability together.
@@ -34,7 +34,7 @@ def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, uniform: Tensor, is_greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling: [rows, vocab] float32 logits and [rows] uniforms -> tokens and log-probs, both [rows].
+    """Sample by the inverse CDF: [rows, vocab] float32 logits, [rows] uniforms -> tokens and log-probs, both [rows].
 
     is_greedy: [rows] bool, rows that take the most probable token instead; None where there are none.
     A row without a finite distribution gets a log-prob that is not finite.

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: mixed into vLLM's own worker class, one per tensor-parallel rank.
+"""The part of the engine inside vLLM's workers: mixed into vLLM's own worker class, one per tensor-parallel rank.
 
 Methods are called through vLLM's `collective_rpc`, in the engine's process or in others. A mistake in the weights comes
 back as a message instead of an error: from another process vLLM would hand on neither its type nor its text.
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
-from hotseat.rollout import vllm_versions as versions
+from hotseat.rollout import _vllm_inside as inside
 from hotseat.rollout._fused import Piece, pieces
 from hotseat.rollout._live_weights import WeightNames
 
-# Here, because this module is the first of ours that a worker's process imports, and it does so before the model loads.
-versions.leave_weights_in_place()
-versions.leave_classes_alone()
+# Called here: this module is the first of ours that a worker's process imports, before it loads the model.
+inside.leave_weights_in_place()
+inside.leave_classes_alone()
 
 
 class WorkerExtension:
-    """The names begin with `hotseat_`, so that none is vLLM's."""
+    """Methods added to vLLM's workers. Their names begin with `hotseat_`, so that none is vLLM's."""
 
     model_runner: Any  # vLLM's
     rank: int  # vLLM's
 
     def hotseat_start(self, names: WeightNames) -> dict[str, Any]:
-        """Get to know the weights: bytes of each part on this rank's device, names that no digest reaches."""
+        """Find the weights; return the bytes of each part on this rank's device, and names that no digest reaches."""
         model = self.model_runner.model
-        problem = versions.experts_problem(model) or versions.widen_head(model, self.model_runner.model_config)
+        problem = inside.experts_problem(model) or inside.widen_head(model, self.model_runner.model_config)
         if problem is not None:
             return {"problem": problem}
         self.hotseat_names = names
@@ -46,10 +46,10 @@ class WorkerExtension:
         self.hotseat_buffers: dict[str, Tensor] = {}
         if not hasattr(self, "hotseat_temperature"):
             self.hotseat_temperature = 1.0
-            versions.let_prompts_be_scored_at(self.model_runner, lambda: self.hotseat_temperature)
+            inside.let_prompts_be_scored_at(self.model_runner, lambda: self.hotseat_temperature)
         reached = {piece.name for piece in self.hotseat_pieces}
         return {
-            "bytes": versions.part_bytes(self),
+            "bytes": inside.part_bytes(self),
             "undigested": [name for name, first in names.first_names.items() if not reached & {name, first}],
         }
 
@@ -60,18 +60,18 @@ class WorkerExtension:
 
     def hotseat_begin_load(self) -> None:
         self.hotseat_names.begin()
-        self.hotseat_given: set[str] = set()
+        self.hotseat_arrived: set[str] = set()
 
     def hotseat_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Replace these weights; what is wrong with them."""
+        """Replace these weights; return what is wrong with them, or None."""
 
         def checked() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in named_tensors:
                 self.hotseat_names.take(name, tensor.shape)
                 first = self.hotseat_names.first_names[name]
-                if first in self.hotseat_given:  # vLLM wants a tied weight once
+                if first in self.hotseat_arrived:  # vLLM wants a tied weight once
                     continue
-                self.hotseat_given.add(first)
+                self.hotseat_arrived.add(first)
                 for piece in self.hotseat_taken.get(first, ()):
                     piece.take(tensor)
                 if first not in self.hotseat_taken:
@@ -90,7 +90,7 @@ class WorkerExtension:
         return self.hotseat_names.missing()
 
     def hotseat_digest(self) -> list[tuple[str, tuple[int, ...], int, bool]]:
-        """(name, offset, digest, whether it counts) of this rank's piece of each weight."""
+        """Return (name, offset, digest, whether it counts) of this rank's piece of each weight."""
         with torch.inference_mode():
             digests = named_digests(
                 [(str(index), piece.live) for index, piece in enumerate(self.hotseat_pieces)],
@@ -103,16 +103,16 @@ class WorkerExtension:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def hotseat_put_aside(self, parts: list[str], keep_weights: bool) -> tuple[int, int]:
-        """(bytes that left, bytes that were copied)."""
+    def hotseat_offload(self, parts: list[str], keep_weights: bool) -> tuple[int, int]:
+        """Take parts off the device: (bytes that left, bytes that were copied)."""
         torch.cuda.synchronize()
         if "weights" in parts and not keep_weights:
             # Buffers lie beside the weights, and no push brings them.
             self.hotseat_buffers = {name: buffer.cpu() for name, buffer in self.model_runner.model.named_buffers()}
-        return versions.put_aside(parts, keep_weights)
+        return inside.offload(parts, keep_weights)
 
-    def hotseat_bring_back(self, parts: list[str]) -> tuple[int, int]:
-        moved = versions.bring_back(self.model_runner, parts)
+    def hotseat_onload(self, parts: list[str]) -> tuple[int, int]:
+        moved = inside.onload(self.model_runner, parts)
         if "weights" in parts and self.hotseat_buffers:
             for name, buffer in self.model_runner.model.named_buffers():
                 buffer.copy_(self.hotseat_buffers[name])

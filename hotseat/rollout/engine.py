@@ -1,4 +1,4 @@
-"""What a rollout engine is. Every engine passes `tests/rollout/conformance.py`."""
+"""The contract of rollout engines. Every engine passes `tests/rollout/conformance.py`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from hotseat.errors import UserError
+from hotseat.placement.roles import Part
 from hotseat.types import Completion, Moved, Request
 
-Part = Literal["weights", "kv_cache"]
-PARTS: tuple[Part, ...] = ("weights", "kv_cache")
+PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.KV_CACHE)
 
 
 @dataclass(frozen=True)
 class Health:
-    """An engine that answers is alive; one that is not raises."""
+    """The state of an engine that is alive; one that is not raises instead."""
 
     version: int
     is_paused: bool
     is_loading: bool  # between `begin_load` and `finish_load`
-    aside: frozenset[Part]
+    offloaded: frozenset[Part]
     resident_bytes: Mapping[Part, int]  # on the device now
     num_running: int  # requests that hold a slot
     num_waiting: int
@@ -33,7 +33,7 @@ class Health:
 
 
 class Engine(Protocol):
-    """Generates from token ids and scores token ids, with weights that are replaced while it runs.
+    """An engine: generates from token ids and scores token ids, with weights that are replaced while it runs.
 
     Calls come from any thread. What waits, waits for a bounded time and raises `DeadlineError`. If the engine dies, its
     pending futures and every later call raise `WorkerError` with the cause.
@@ -41,19 +41,19 @@ class Engine(Protocol):
 
     @property
     def parts(self) -> frozenset[Part]:
-        """What it keeps on the device."""
+        """List the parts that the engine keeps on the device."""
 
     @property
-    def can_put_aside(self) -> frozenset[Part]:
-        """Which of its parts it can take off the device."""
+    def can_offload(self) -> frozenset[Part]:
+        """List the parts that the engine can take off the device."""
 
     @property
     def scores_with(self) -> frozenset[Part]:
-        """The parts that must be on the device for `score`."""
+        """List the parts that must be on the device for `score`."""
 
     @property
     def version(self) -> int:
-        """Of the weights it serves: of the last load that was complete."""
+        """Return the version of the weights that are served: that of the last complete load."""
 
     def submit(self, request: Request) -> Future[Completion]:
         """Ask for a completion. Returns at once; the future completes when this request does, whatever the others do.
@@ -67,32 +67,32 @@ class Engine(Protocol):
         """
 
     def submit_many(self, requests: Sequence[Request]) -> list[Future[Completion]]:
-        """`submit` for each, at once: they can start together. If one is refused, none is taken."""
+        """Submit several requests at once, so that they can start together. If one is refused, none is taken."""
 
     def generate(self, requests: Sequence[Request], timeout_s: float = ...) -> list[Completion]:
-        """All completions, in the order of the requests. After a failure or `timeout_s` the remaining are aborted."""
+        """Return all completions, in the order of the requests. After a failure or `timeout_s` the rest is aborted."""
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Log-probs of given tokens: entry t is of token t given what precedes it, at `temperature`; entry 0 is 0."""
+        """Score sequences: entry t is the log-prob of token t after those before it, at `temperature`; entry 0 is 0."""
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[str]:
-        """End these requests, or all, with the tokens they have. Returns the ids it found waiting or running."""
+        """End these requests, or all, with the tokens they have. Returns the ids that were waiting or running."""
 
     def pause(self) -> None:
         """Stop sampling after the current step. Requests keep their place; new ones may come in and wait."""
 
     def resume(self) -> None:
-        """Go on where `pause` stopped, under the weights that are loaded now; each token records its version."""
+        """Continue where `pause` stopped, with the weights that are loaded now; each token records its version."""
 
-    def put_aside(self, parts: Iterable[Part], keep_weights: bool = True) -> Moved:
+    def offload(self, parts: Iterable[Part], keep_weights: bool = True) -> Moved:
         """Take parts off the device. Refused while requests run, unless paused: then their cache is saved.
 
         keep_weights: False drops the weights instead of saving them; then nothing is generated before the next complete
-        load. Requests that come while a part is aside are refused.
+        load. Requests that come while a part is offloaded are refused.
         """
 
-    def bring_back(self, parts: Iterable[Part]) -> Moved:
-        """Bring parts back to the device, bit for bit."""
+    def onload(self, parts: Iterable[Part]) -> Moved:
+        """Onload parts, bit for bit."""
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, under their Hugging Face names: begin, one bucket, finish."""
@@ -110,17 +110,17 @@ class Engine(Protocol):
         """
 
     def digest(self) -> dict[str, int]:
-        """`tensor_digest` of each live weight under each of its names: of what the next step would use."""
+        """Hash each live weight, as the next step would use it, by `tensor_digest`, under each of its names."""
 
     @property
     def undigested(self) -> frozenset[str]:
-        """Weights that the engine has put into a form of its own, so that no digest reaches them."""
+        """List weights that the engine has put into a form of its own, so that no digest reaches them."""
 
     def health(self) -> Health:
-        """How it is. Answers at once, in the middle of a step too."""
+        """Report the engine's state. Answers at once, in the middle of a step too."""
 
     def close(self) -> None:
-        """End it. Pending futures raise. Closing twice is fine."""
+        """Close the engine. Pending futures raise. Closing twice is fine."""
 
 
 # --- what every engine refuses ----------------------------------------------------------------------------------------
@@ -159,7 +159,8 @@ def check_scoring(sequences: Sequence[Sequence[int]], temperature: float, max_le
 def check_parts(parts: Iterable[Part], known: frozenset[Part]) -> frozenset[Part]:
     chosen = frozenset(parts)
     if not chosen <= known:
-        raise UserError(f"parts {sorted(chosen - known)}: this engine has {sorted(known)}")
+        unknown = [str(part) for part in sorted(chosen - known)]
+        raise UserError(f"parts {unknown}: this engine has {[str(part) for part in sorted(known)]}")
     return chosen
 
 

@@ -7,11 +7,10 @@ values of a prompt, computed once for all samples of it.
 
 from __future__ import annotations
 
-import itertools
 import math
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,21 +19,23 @@ from torch import Tensor
 from hotseat import faults
 from hotseat.algorithms.digest import signed
 from hotseat.errors import HotseatError, UserError
+from hotseat.placement.roles import Part
 from hotseat.rollout._live_weights import LiveWeights
+from hotseat.rollout._requests import EngineSequence
 from hotseat.rollout._sampling import filtered, sample, uniforms
 from hotseat.rollout._slots import Prefix, check_config, padded, slot_model
-from hotseat.rollout._threaded import EngineSequence, ThreadedEngine
-from hotseat.rollout.engine import PARTS, Part
+from hotseat.rollout._threaded import ThreadedEngine
+from hotseat.rollout.engine import PARTS
 from hotseat.types import Completion
 
-__all__ = ["TransformersEngine", "check_config"]
+__all__ = ["SlotOptions", "TransformersEngine", "check_config"]
 
 
 class _PrefixCache:
-    """Prefixes by their exact tokens, least recently used first to go.
+    """A cache of prefixes by their exact tokens; the least recently used goes first.
 
-    Never a part of a longer one: it would be computed by other kernels than the whole, and the last bits of a sample
-    would depend on what was asked before.
+    A part of a longer prefix never serves: it would be computed by other kernels than the whole, and the last bits of a
+    sample would depend on what was asked before.
     """
 
     def __init__(self, max_tokens: int):
@@ -68,8 +69,30 @@ class _PrefixCache:
         self._num_tokens = self.num_bytes = 0
 
 
+@dataclass(frozen=True)
+class SlotOptions:
+    """How a model runs over slots.
+
+    dtype: of the model; None leaves it as it is. own_layers: False runs the model's own forward even where a faster
+    one is known. fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the
+    model's type. prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default
+    8 * max_length.
+    """
+
+    device: str | torch.device = "cpu"
+    dtype: torch.dtype | None = None
+    own_layers: bool = True
+    fp32_head: bool = True
+    prefix_cache_tokens: int | None = None
+
+
+_DEFAULT_OPTIONS = SlotOptions()
+
+
 class TransformersEngine(ThreadedEngine):
-    """See `Engine` for the contract. On a CPU, what comes back is bit for bit independent of other requests.
+    """The engine on transformers. See `Engine` for the contract.
+
+    On a CPU completions are bit for bit independent of other requests.
 
     model: any causal language model of transformers with keys and values per token; the engine owns it from here on
         (it may rearrange the memory of its parameters; they stay the module's).
@@ -78,18 +101,15 @@ class TransformersEngine(ThreadedEngine):
     num_threads: of the thread that computes. Sums may depend on it, so it is a setting and not inherited; it also
         becomes the default of threads started later in the process. None leaves it to torch. More than one pays on idle
         cores only (see `bench/engine_throughput.py`); where others work too, take more engines of one thread.
-    prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default 8 * max_length.
-    own_layers: False runs the model's own forward even where a faster one is known.
-    fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the model's type.
     call_timeout_s: how long a call that waits for the background thread may take.
 
-    On a CPU the host is the device: weights put aside are kept elsewhere in the same memory, and only dropping them
+    On a CPU the host is the device: offloaded weights are kept elsewhere in the same memory, and only dropping them
     (`keep_weights=False`) or the cache leaves room for others.
     """
 
     parts: frozenset[Part] = frozenset(PARTS)
-    can_put_aside: frozenset[Part] = frozenset(PARTS)
-    scores_with: frozenset[Part] = frozenset({"weights"})
+    can_offload: frozenset[Part] = frozenset(PARTS)
+    scores_with: frozenset[Part] = frozenset({Part.WEIGHTS})
     undigested: frozenset[str] = frozenset()
 
     def __init__(
@@ -99,25 +119,21 @@ class TransformersEngine(ThreadedEngine):
         max_length: int,
         num_slots: int = 64,
         eos_token_ids: Iterable[int] = (),
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
         num_threads: int | None = None,
         version: int = 0,
-        prefix_cache_tokens: int | None = None,
-        own_layers: bool = True,
-        fp32_head: bool = True,
         call_timeout_s: float = 600.0,
+        options: SlotOptions = _DEFAULT_OPTIONS,
     ):
         if num_slots < 1 or max_length < 2:
             raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if max_positions is not None and max_length > max_positions:
             raise UserError(f"max_length {max_length} is over the model's max_position_embeddings {max_positions}")
-        where = torch.device(device)
+        where = torch.device(options.device)
         if where.type == "cuda" and where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
-        model = model.to(device=where, dtype=dtype).eval()
-        self._slots = slot_model(model, num_slots, max_length, where, own_layers, fp32_head)
+        model = model.to(device=where, dtype=options.dtype).eval()
+        self._slots = slot_model(model, num_slots, max_length, where, options.own_layers, options.fp32_head)
         super().__init__(
             max_length=max_length,
             num_slots=num_slots,
@@ -129,7 +145,8 @@ class TransformersEngine(ThreadedEngine):
             call_timeout_s=call_timeout_s,
         )
         self._weights = LiveWeights(model)
-        self._prefixes = _PrefixCache(8 * max_length if prefix_cache_tokens is None else prefix_cache_tokens)
+        kept = options.prefix_cache_tokens
+        self._prefixes = _PrefixCache(8 * max_length if kept is None else kept)
 
         # Per slot, on the device. Slots without a sequence decode token 0 at position 0 and nobody looks.
         rows = padded(num_slots)
@@ -140,7 +157,7 @@ class TransformersEngine(ThreadedEngine):
         self._is_greedy = torch.zeros(rows, dtype=torch.bool, device=self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
 
-        # Touched by the background thread alone: the sequence in each slot, None where one has just ended.
+        # The sequence in each slot, None where one has just ended; touched by the background thread alone.
         self._running: list[EngineSequence | None] = []
         self._saved_cache: tuple[Tensor, Tensor] | None = None
         self._start()
@@ -172,30 +189,29 @@ class TransformersEngine(ThreadedEngine):
         self._tokens[: len(running)] = tokens[: len(running)]
         self._positions[: len(running)] += 1
 
-        # One transfer; both are exact in float64.
+        # Tokens and log-probs come in one transfer; both are exact in float64.
         sampled_tokens, sampled_log_probs = torch.stack([tokens.double(), log_probs.double()]).tolist()
         done: list[tuple[EngineSequence, Completion | HotseatError]] = []
         for slot, sequence in enumerate(running):
             assert sequence is not None
             log_prob = sampled_log_probs[slot]
             if not math.isfinite(log_prob):
-                done.append((sequence, sequence.not_finite(self._version)))
+                done.append((sequence, sequence.not_finite(self._serving.version)))
                 self._slots.cache.erase(slot)  # A masked NaN is still one for the next sequence here.
                 running[slot] = None
                 continue
-            finish = sequence.append(int(sampled_tokens[slot]), log_prob, self._version)
+            finish = sequence.append(int(sampled_tokens[slot]), log_prob, self._serving.version)
             if finish is not None:
                 done.append((sequence, sequence.completion(finish)))
                 running[slot] = None
-        self._num_sampled += len(running)
-        self._last_step = time.monotonic()
-        self._complete(done)
+        self._steps.record(len(running))
+        self._requests.complete(done)
 
     def _admit(self) -> None:
         """Give free slots to waiting sequences, and close the gaps that remain, so that running ones come first."""
         running = self._running
         gaps = [slot for slot, sequence in enumerate(running) if sequence is None]
-        admitted = self._take_waiting(self._num_slots - len(running) + len(gaps))
+        admitted = self._requests.take_waiting(self._num_slots - len(running) + len(gaps))
         slots = (gaps + list(range(len(running), self._num_slots)))[: len(admitted)]
         running.extend([None] * (max(slots, default=-1) + 1 - len(running)))
         for slot, sequence in zip(slots, admitted, strict=True):
@@ -211,7 +227,7 @@ class TransformersEngine(ThreadedEngine):
                 running[slot] = running.pop()
 
     def _fill(self, slots: list[int], sequences: list[EngineSequence]) -> None:
-        """Prompts into slots. All but the last token, which is decoded with the others and gives the first logits."""
+        """Put prompts into slots, without the last token: it is decoded with the others and gives the first logits."""
         prefixes = self._prefill(list(dict.fromkeys(s.prompt[:-1] for s in sequences if len(s.prompt) > 1)))
         slots_of: dict[tuple[int, ...], list[int]] = {prefix: [] for prefix in prefixes}
         for slot, sequence in zip(slots, sequences, strict=True):
@@ -235,24 +251,23 @@ class TransformersEngine(ThreadedEngine):
         return torch.tensor(values, dtype=dtype, device=self._device)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], Prefix]:
-        found = {prompt: prefix for prompt in prompts if (prefix := self._prefixes.get(prompt)) is not None}
-        new = [prompt for prompt in prompts if prompt not in found]
+        prefixes_of = {prompt: prefix for prompt in prompts if (prefix := self._prefixes.get(prompt)) is not None}
+        new = [prompt for prompt in prompts if prompt not in prefixes_of]
         if new:
             new += self._upcoming(new)
         for batch, tokens in self._batches(new):
             prefixes = self._slots.prefill(tokens, [len(new[i]) for i in batch])
             for i, prefix in zip(batch, prefixes, strict=True):
-                found[new[i]] = prefix
+                prefixes_of[new[i]] = prefix
                 self._prefixes.put(new[i], prefix)
-        return found
+        return prefixes_of
 
     def _upcoming(self, new: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Prompts of waiting requests that fit into the forwards that `new` needs anyway, and into half the cache."""
+        """List prompts of waiting requests that fit into forwards that `new` needs anyway, and into half the cache."""
         lengths = Counter(padded(len(prompt)) for prompt in new)
         rows_left = {length: -count % self._batch_size(length) for length, count in lengths.items()}
         tokens_left = self._prefixes.max_tokens // 2
-        with self._wake:
-            waiting = list(itertools.islice(self._waiting, 4 * self._num_slots))
+        waiting = self._requests.upcoming(4 * self._num_slots)
         upcoming: list[tuple[int, ...]] = []
         for prompt in dict.fromkeys(s.prompt[:-1] for s in waiting):
             length = padded(len(prompt))
@@ -267,7 +282,7 @@ class TransformersEngine(ThreadedEngine):
         return max(1, self._slots.max_forward_tokens // length)
 
     def _batches(self, sequences: Sequence[Sequence[int]]) -> Iterable[tuple[list[int], Tensor]]:
-        """Sequences that are equally long once padded: which, and their tokens [batch, padded length].
+        """Batch sequences that are equally long once padded: yield their indices and tokens [batch, padded length].
 
         Padding to the length of others would change the attention kernel's blocks, and with them last bits.
         """
@@ -325,22 +340,22 @@ class TransformersEngine(ThreadedEngine):
         pass
 
     def _drop(self, sequences: list[EngineSequence]) -> None:
-        wanted = {id(sequence) for sequence in sequences}
-        self._running = [None if s is not None and id(s) in wanted else s for s in self._running]
+        dropped = {id(sequence) for sequence in sequences}
+        self._running = [None if s is not None and id(s) in dropped else s for s in self._running]
 
-    def _move_aside(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
+    def _offload_parts(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
         resident = self._resident_bytes()
         num_copied = 0
         saved = None
         lengths = [s.num_keys for s in self._running if s is not None]
-        if "kv_cache" in parts and lengths:
+        if Part.KV_CACHE in parts and lengths:
             saved = self._slots.cache.read(len(self._running), max(lengths), torch.device("cpu"))
             num_copied += sum(part.nbytes for part in saved)
         if parts:
             self._slots.release()
-        if "weights" in parts:
-            num_copied += self._weights.put_aside(keep_weights)
-        if "kv_cache" in parts:
+        if Part.WEIGHTS in parts:
+            num_copied += self._weights.offload(keep_weights)
+        if Part.KV_CACHE in parts:
             self._saved_cache = saved
             self._prefixes.clear()
             self._slots.cache.free()
@@ -348,14 +363,14 @@ class TransformersEngine(ThreadedEngine):
 
     def _resident_bytes(self) -> dict[Part, int]:
         kv_cache = self._slots.cache.num_bytes + self._prefixes.num_bytes
-        return {"weights": self._weights.num_bytes, "kv_cache": kv_cache}
+        return {Part.WEIGHTS: self._weights.num_bytes, Part.KV_CACHE: kv_cache}
 
-    def _move_back(self, parts: frozenset[Part]) -> tuple[int, int]:
+    def _onload_parts(self, parts: frozenset[Part]) -> tuple[int, int]:
         num_bytes = num_copied = 0
-        if "weights" in parts:
-            num_copied += self._weights.bring_back()
+        if Part.WEIGHTS in parts:
+            num_copied += self._weights.onload()
             num_bytes += self._weights.num_bytes
-        if "kv_cache" in parts:
+        if Part.KV_CACHE in parts:
             self._slots.cache.allocate()
             num_bytes += self._slots.cache.num_bytes
             if self._saved_cache is not None:

@@ -1,7 +1,8 @@
 """vLLM as a rollout engine: its scheduler and model runner, stepped by the engine's own thread.
 
-vLLM schedules, caches prefixes and samples; who asked, what came back under which weights, and what may be asked when
-is kept here. What runs in vLLM's workers is in `_vllm_worker`, what differs between versions in `vllm_versions`.
+vLLM schedules, caches prefixes and samples. This module keeps requests, the weight version of each sampled token, and
+what may be asked when. `_vllm_worker` runs in vLLM's workers; what differs between versions is in `vllm_versions` and
+`_vllm_inside`.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from torch import Tensor
 from hotseat import faults
 from hotseat.algorithms.digest import combine_digests
 from hotseat.errors import DeadlineError, HotseatError, RunError, UserError, WeightError
+from hotseat.placement.roles import Part
 from hotseat.rollout._live_weights import WeightNames
-from hotseat.rollout._threaded import EngineSequence, ThreadedEngine
-from hotseat.rollout.engine import PARTS, Part
+from hotseat.rollout._requests import EngineSequence
+from hotseat.rollout._threaded import ThreadedEngine
+from hotseat.rollout.engine import PARTS
 from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, Core, CoreOptions, Sampled
 from hotseat.types import Completion
 
 __all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "start_error", "weight_names"]
 
-_MAX_SAID = 400  # characters of vLLM's own words
+_MAX_REASON = 400  # characters of vLLM's own words
 
 
 class VllmEngine(ThreadedEngine):
-    """See `Engine` for the contract. The same request gives the same tokens as far as the arithmetic of another batch
-    is the same: not bit for bit.
+    """The engine on vLLM. See `Engine` for the contract.
+
+    The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
     core: vLLM, started; the engine closes it. names: the weights of the model. max_length: at most the core's.
     """
@@ -55,7 +59,7 @@ class VllmEngine(ThreadedEngine):
     ):
         if num_slots < 1 or max_length < 2:
             raise UserError(f"num_slots {num_slots} must be at least 1 and max_length {max_length} at least 2")
-        self.can_put_aside: frozenset[Part] = frozenset() if core.is_cpu else frozenset(PARTS)
+        self.can_offload: frozenset[Part] = frozenset() if core.is_cpu else frozenset(PARTS)
         super().__init__(
             max_length=max_length,
             num_slots=num_slots,
@@ -73,7 +77,7 @@ class VllmEngine(ThreadedEngine):
             raise RunError(problem)
         self._part_bytes = _add_up(rank["bytes"] for rank in started)
         self.undigested: frozenset[str] = frozenset(started[0]["undigested"])
-        # What vLLM has, by the name that it knows; touched by the background thread alone.
+        # Sequences that vLLM runs, by the name that it knows; touched by the background thread alone.
         self._running: dict[str, EngineSequence] = {}
         self._num_named = 0
         self._start()
@@ -81,7 +85,7 @@ class VllmEngine(ThreadedEngine):
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        for sequence in self._take_waiting(self._num_slots - len(self._running)):
+        for sequence in self._requests.take_waiting(self._num_slots - len(self._running)):
             # A name of our own: vLLM tells a step that is still in flight from a new request by its name alone.
             self._num_named += 1
             name = f"{self._num_named}/{sequence.request.id}"
@@ -90,35 +94,37 @@ class VllmEngine(ThreadedEngine):
         faults.reach("generation.during")
         self._take(self._core.step())
 
-    def _take(self, found: list[Sampled]) -> None:
+    def _take(self, step: list[Sampled]) -> None:
+        """Add what a step sampled to its sequences; complete those that end."""
         done: list[tuple[str, Completion | HotseatError]] = []
-        for sampled in found:
+        num_sampled = 0
+        for sampled in step:
             sequence = self._running.get(sampled.request_id)
             if sequence is None:
                 continue  # aborted while it was in flight
             for token_id, log_prob in zip(sampled.token_ids, sampled.log_probs, strict=True):
                 if not math.isfinite(log_prob):
-                    done.append((sampled.request_id, sequence.not_finite(self._version)))
+                    done.append((sampled.request_id, sequence.not_finite(self._serving.version)))
                     break
-                finish = sequence.append(token_id, log_prob, self._version)
-                self._num_sampled += 1
+                finish = sequence.append(token_id, log_prob, self._serving.version)
+                num_sampled += 1
                 if finish is not None:
                     done.append((sampled.request_id, sequence.completion(finish)))
                     break
             else:
                 assert not sampled.is_finished, f"vLLM ended request {sampled.request_id!r} and we did not"
-        self._last_step = time.monotonic()
+        self._steps.record(num_sampled)
         refused = [name for name, outcome in done if isinstance(outcome, HotseatError)]
         if refused:
             self._core.abort(refused)
-        self._complete([(self._running.pop(name), outcome) for name, outcome in done])
+        self._requests.complete([(self._running.pop(name), outcome) for name, outcome in done])
 
     def _pause(self) -> None:
         self._take(self._core.drain())
 
     def _drop(self, sequences: list[EngineSequence]) -> None:
-        wanted = {id(sequence) for sequence in sequences}
-        names = [name for name, sequence in self._running.items() if id(sequence) in wanted]
+        dropped = {id(sequence) for sequence in sequences}
+        names = [name for name, sequence in self._running.items() if id(sequence) in dropped]
         for name in names:
             del self._running[name]
         self._core.abort(names)
@@ -167,37 +173,37 @@ class VllmEngine(ThreadedEngine):
                     f"score: {len(asked)} of {len(sequences)} sequences had no answer in {self._call_timeout_s:g} s"
                 )
 
-    def _move_aside(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
-        chosen = sorted(parts & self.can_put_aside)
+    def _offload_parts(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:
+        chosen = sorted(str(part) for part in parts & self.can_offload)
         if not chosen:
             return 0, 0
         self._pause()
         self._core.forget_cache()
-        moved = self._core.call("hotseat_put_aside", chosen, keep_weights, timeout_s=self._call_timeout_s)
+        moved = self._core.call("hotseat_offload", chosen, keep_weights, timeout_s=self._call_timeout_s)
         return sum(left for left, _ in moved), sum(copied for _, copied in moved)
 
-    def _move_back(self, parts: frozenset[Part]) -> tuple[int, int]:
-        chosen = sorted(parts & self.can_put_aside)
+    def _onload_parts(self, parts: frozenset[Part]) -> tuple[int, int]:
+        chosen = sorted(str(part) for part in parts & self.can_offload)
         if not chosen:
             return 0, 0
-        moved = self._core.call("hotseat_bring_back", chosen, timeout_s=self._call_timeout_s)
+        moved = self._core.call("hotseat_onload", chosen, timeout_s=self._call_timeout_s)
         return sum(came for came, _ in moved), sum(copied for _, copied in moved)
 
     def _resident_bytes(self) -> dict[Part, int]:
-        away = self._aside & self.can_put_aside
-        return {part: 0 if part in away else self._part_bytes[part] for part in PARTS}
+        gone = self._serving.offloaded & self.can_offload
+        return {part: 0 if part in gone else self._part_bytes[part] for part in PARTS}
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _prepare_load(self) -> None:
         self._pause()
-        if "kv_cache" not in self._aside & self.can_put_aside:
+        if Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
             self._core.forget_cache()
         self._core.call("hotseat_begin_load", timeout_s=self._call_timeout_s)
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._core.tensor_parallel_size > 1 and isinstance(named_tensors, Iterator):
-            # To other processes each goes with its own bytes, not with those of all the others that it is a view among.
+            # A view is pickled with the bytes of its whole bucket: other processes get copies.
             named_tensors = [(name, tensor.clone()) for name, tensor in named_tensors]
         for problem in self._core.call("hotseat_load", named_tensors, timeout_s=self._call_timeout_s):
             if problem is not None:
@@ -210,8 +216,8 @@ class VllmEngine(ThreadedEngine):
     def _digest(self) -> dict[str, int]:
         counted: dict[str, list[int]] = {}
         copies: dict[tuple[str, tuple[int, ...]], int] = {}
-        for rank, found in enumerate(self._core.call("hotseat_digest", timeout_s=self._call_timeout_s)):
-            for name, offset, digest, is_counted in found:
+        for rank, pieces in enumerate(self._core.call("hotseat_digest", timeout_s=self._call_timeout_s)):
+            for name, offset, digest, is_counted in pieces:
                 if copies.setdefault((name, offset), digest) != digest:
                     raise WeightError(f"tensor-parallel rank {rank} holds another {name} than a rank before it")
                 if is_counted:
@@ -220,7 +226,7 @@ class VllmEngine(ThreadedEngine):
 
 
 def weight_names(model: str, trust_remote_code: bool) -> WeightNames:
-    """Of the Hugging Face model, from its config alone."""
+    """List the weights of a Hugging Face model, from its config alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -233,9 +239,9 @@ def weight_names(model: str, trust_remote_code: bool) -> WeightNames:
 def cache_bytes(
     model: str, dtype: str, sequences: tuple[int, int], tensor_parallel_size: int, trust_remote_code: bool = False
 ) -> int:
-    """Of each rank's cache for sequences (tokens, how many), at most 4 GiB but one sequence in any case.
+    """Return the bytes of each rank's cache on a CPU, where vLLM would take most of the host's memory.
 
-    For a CPU, where vLLM would take most of the host's memory.
+    sequences: their tokens, and how many there are. At most 4 GiB, but enough for one sequence in any case.
     """
     from transformers import AutoConfig
 
@@ -248,7 +254,7 @@ def cache_bytes(
 
 
 def log_to(path: Path) -> dict[str, str]:
-    """Environment that sends vLLM's log, and that of its worker processes, to a file. Before vLLM is imported."""
+    """Return the environment that sends the log of vLLM and its workers to a file; set it before importing vLLM."""
     path.parent.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {
         "version": 1,
@@ -263,13 +269,13 @@ def log_to(path: Path) -> dict[str, str]:
 
 
 def start_error(error: Exception, model: str, log: Path) -> RunError:
-    """What keeps vLLM from starting, in short: its own words may list every model that it knows. The log gets all."""
+    """Make a short error of why vLLM did not start: its own may list every model that it knows. The log gets all."""
     logging.getLogger("vllm").error("vLLM did not start", exc_info=error)
     problems = getattr(error, "errors", None)  # of pydantic: one for each field
-    said = "; ".join(str(each["msg"]) for each in problems()) if callable(problems) else str(error)
-    if len(said) > _MAX_SAID:
-        said = f"{said[:_MAX_SAID]} ..."
-    return RunError(f"vLLM did not start with the model {model}: {type(error).__name__}: {said}\nits log: {log}")
+    reason = "; ".join(str(each["msg"]) for each in problems()) if callable(problems) else str(error)
+    if len(reason) > _MAX_REASON:
+        reason = f"{reason[:_MAX_REASON]} ..."
+    return RunError(f"vLLM did not start with the model {model}: {type(error).__name__}: {reason}\nits log: {log}")
 
 
 def _add_up(ranks: Iterable[dict[Part, int]]) -> dict[Part, int]:

@@ -11,9 +11,9 @@ from hotseat.train.backend import AdamW
 
 
 def make_adamw(weights: Iterable[Tensor], settings: AdamW, apart: Collection[int] = ()) -> torch.optim.AdamW:
-    """Without state yet, and with a learning rate of 0: each step sets it.
+    """Make an optimizer without state, and with a learning rate of 0, which each step sets.
 
-    Weights whose ids are in `apart` have groups of their own.
+    apart: ids of weights that get parameter groups of their own.
     """
     weights = list(weights)
     groups = [
@@ -30,8 +30,9 @@ def make_adamw(weights: Iterable[Tensor], settings: AdamW, apart: Collection[int
 
 
 def start_state(optimizer: torch.optim.AdamW, weights: Iterable[Tensor]) -> None:
-    """Made now rather than in the first step: memory is then known from the start, and there is always something to
-    save, load and move.
+    """Make the optimizer state now rather than in the first step.
+
+    Memory is then known from the start, and there is always something to save, load and move.
     """
     for weight in weights:
         optimizer.state[weight] = {

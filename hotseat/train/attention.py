@@ -42,7 +42,7 @@ BLOCKS = "hotseat_blocks"  # the keyword argument that carries `Blocks` from the
 # Segments down to this share of the longest are gathered into the same rows; shorter ones get rows of their own.
 _LIKE_LENGTH = 0.7
 
-# Older versions take grouped-query heads as they are, newer ones want to be told.
+# Older versions of torch take grouped-query heads as they are, newer ones need a flag.
 _ASKS_FOR_GROUPING = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -67,7 +67,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How packed tokens fall into segments."""
+    """The segments of packed tokens, as attention needs them."""
 
     offsets: Tensor | None  # [num_segments + 1] int32 on the device, for varlen attention; None elsewhere
     longest: int
@@ -85,7 +85,10 @@ class Blocks:
         device: torch.device | None,
         has_flash: bool,
     ) -> Blocks:
-        """`token` [sum of lengths] names the token at each place of each segment where segments share some."""
+        """Make the blocks of segments with these lengths and offsets.
+
+        token [sum of lengths]: the token at each place of each segment, where segments share tokens; None: no two do.
+        """
         longest = DynamicInt(int(lengths.max()))  # to the compiler a number that changes, not a constant
         if token is None:
             token, is_shared = torch.arange(int(offsets[-1])), False
@@ -123,15 +126,17 @@ class Blocks:
 
 
 def _set_rows(target: Tensor, index: Tensor, values: Tensor) -> None:
-    """target[index] = values; of several values for one index any will do, and it is always the same one."""
+    """Set target[index] = values. Of several values for one index the last is taken, on every device."""
     last = torch.full_like(target, -1).scatter_reduce_(0, index, torch.arange(len(index)), "amax")
     is_set = last >= 0
     target[is_set] = values[last[is_set]]
 
 
 class Gather(torch.autograd.Function):
-    """`index_select` of rows of which some are wanted several times. Their gradients are added in fp32, not rounded to
-    16 bits after each addition."""
+    """`index_select` of rows, some of them several times, whose gradients are added up in fp32.
+
+    torch would round to 16 bits after each addition.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
@@ -147,12 +152,12 @@ class Gather(torch.autograd.Function):
 
 
 def gather(values: Tensor, index: Tensor) -> Tensor:
-    """values[index] by rows."""
+    """Return values[index], by rows."""
     return Gather.apply(values, index) if values.element_size() < 4 else values.index_select(0, index)
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packed attention runs through the varlen kernel there."""
+    """Tell whether packed attention of this type runs through the varlen kernel on the device."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
@@ -169,7 +174,7 @@ def causal_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [batch, num_heads, length, head_size], key and value with num_key_value_heads -> [batch, length, ...]."""
+    """Attend: query [batch, num_heads, length, head_size], key and value with fewer heads -> [batch, length, ...]."""
     if dropout or kwargs.get("position_bias") is not None:
         raise NotBuiltError(
             f"{type(module).__name__} asks for attention with {'dropout' if dropout else 'position_bias'}, which"
@@ -200,7 +205,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, scores: S
 
 
 def _rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-    """Every row is one segment: [rows, heads, length, head_size] -> [rows, length, heads, head_size]."""
+    """Attend within rows, one segment each: [rows, heads, length, head_size] -> [rows, length, heads, head_size]."""
     if not scores.are_plain:
         return _defined(query, key, value, scores)
     length = query.shape[2]
@@ -219,7 +224,7 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
 
 
 def _is_seen(queries: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """[num_queries] positions -> [num_queries, num_keys]: whether each sees the key."""
+    """Tell which keys each query sees: [num_queries] positions -> [num_queries, num_keys]."""
     behind = queries[:, None] - torch.arange(num_keys, device=queries.device)
     return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
@@ -247,15 +252,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scores: Score
     if copies > 1:
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
     scale = query.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    found = (query @ key.transpose(-1, -2)).float() * scale
+    logits = (query @ key.transpose(-1, -2)).float() * scale
     if scores.cap is not None:
-        found = scores.cap * torch.tanh(found / scores.cap)
+        logits = scores.cap * torch.tanh(logits / scores.cap)
     positions = torch.arange(start, start + query.shape[2], device=query.device)
-    found = found.masked_fill(~_is_seen(positions, key.shape[2], scores.window), -torch.inf)
+    logits = logits.masked_fill(~_is_seen(positions, key.shape[2], scores.window), -torch.inf)
     if scores.sinks is not None:
-        sinks = scores.sinks.float()[:, None, None].expand(*found.shape[:-1], 1)
-        found = torch.cat([found, sinks], dim=-1)
-    shares = found.softmax(-1)[..., : key.shape[2]]
+        sinks = scores.sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    shares = logits.softmax(-1)[..., : key.shape[2]]
     return shares.to(value.dtype) @ value
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class MovingAverage:
-    """average = beta · average + (1 - beta) · weight after every update; it begins as the weights do.
+    """The average after every update: average = beta · average + (1 - beta) · weight. It begins as the weights do.
 
-    In 32 bits and in host memory, each rank of what it holds: it is needed once per update, and on a device it would
-    take as much as the weights.
+    Each rank keeps its shard, in 32 bits and in host memory: the average is needed once per update, and on a device it
+    would take as much as the weights.
     """
 
     def __init__(self, shards: Mapping[str, Tensor], beta: float):
@@ -25,7 +25,7 @@ class MovingAverage:
 
     def update(self, shards: Mapping[str, Tensor]) -> None:
         for name, shard in shards.items():
-            # On the device, one weight at a time: a host would take longer to add than the bytes to travel.
+            # The device adds, one weight at a time: the host would take longer to add than the bytes take to travel.
             average = self.shards[name].to(shard.device, non_blocking=True)
             average.mul_(self._beta).add_(shard.float(), alpha=1 - self._beta)
             self.shards[name].copy_(average, non_blocking=True)
@@ -34,7 +34,7 @@ class MovingAverage:
 
     @contextmanager
     def in_place_of(self, shards: Mapping[str, Tensor]) -> Iterator[None]:
-        """The live weights are the average meanwhile."""
+        """Put the average in place of the live weights inside the context."""
         kept = {name: shard.to("cpu", copy=True) for name, shard in shards.items()}
         try:
             for name, shard in shards.items():

@@ -1,8 +1,8 @@
 """The contract of every training backend, and the types it speaks in.
 
-A backend is one rank of a model under training. All ranks call the same methods in the same order: each call that says
-"together" waits for the others. What a rank brings to such a call may differ, micro-batches in number and size
-included, down to none at all; only ranks that share sequences (`sequence`) or layers (`tensor`) bring the same.
+A backend is one rank of a model under training. All ranks call the same methods in the same order, and a method marked
+"all ranks together" waits for the others. Ranks may bring different micro-batches to such a call, in number and size,
+down to none at all. Only model-parallel ranks, which share sequences (`sequence`) or layers (`tensor`), bring the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from hotseat.errors import NotBuiltError, UserError
+from hotseat.placement.roles import Part
 from hotseat.train.packing import LayoutKind
 from hotseat.train.schedule import Schedule
 from hotseat.types import MicroBatch, Moved
 
-Part = Literal["weights", "gradients", "optimizer"]
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 
 Precision = Literal["fp32", "bf16_master", "bf16", "fp16"]
 GradDtype = Literal["fp32", "bf16", "fp16"]
@@ -33,7 +33,7 @@ Head = Literal["policy", "value"]  # log-probs over the vocabulary, or one numbe
 
 @dataclass(frozen=True)
 class AdamW:
-    """Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, as in torch.
+    """The optimizer's settings: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, as in torch.
 
     Weights decay only if they have two dimensions or more: matrices and embeddings, not norms and biases.
     """
@@ -45,7 +45,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Adapters instead of weights are trained; see `lora`.
+    """Settings of adapters, which are trained instead of weights; see `lora`.
 
     Dropout in front of adapters is the one dropout there is, and only in the forwards of `update`: `log_probs` and
     `values` never drop, so that what is scored is the policy that engines sample from. In rl a ratio to old log-probs
@@ -61,9 +61,9 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """What the DeepSpeed backend is told besides."""
+    """Settings of the DeepSpeed backend alone."""
 
-    stage: int = 2  # ZeRO shards nothing, optimizer state, gradients too, weights too
+    stage: int = 2  # of ZeRO: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also weights
     adam_offload: bool = False  # optimizer state stays in host memory, and is stepped there
     zpg: int = 1  # ranks that keep a second copy of the weights among them (ZeRO++)
     overlap_comm: bool = False  # gradients are summed over ranks while the backward pass goes on
@@ -96,7 +96,7 @@ class ZeroOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What every backend is told."""
+    """Settings of every backend."""
 
     head: Head = "policy"
     value_head_prefix: str = "score"  # of the names of a value model's head in checkpoints
@@ -154,16 +154,16 @@ class TrainOptions:
         return 1 if self.zero is None else self.zero.tensor_parallel_size
 
     @property
-    def num_sharing(self) -> int:
-        """Ranks, next to each other, that bring the same micro-batches and count once."""
+    def model_parallel_size(self) -> int:
+        """Count the neighbouring ranks that share each micro-batch, by sequences or by layers, and count once."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model says about a micro-batch, with gradient. [num_tokens] each, 0 where `MicroBatch.mask` is not set.
+    """The model's outputs for a micro-batch, with gradient. [num_tokens] each, 0 where `MicroBatch.mask` is not set.
 
-    Each belongs to a token given what precedes it in its segment. A policy has log-probs, a value model has values.
+    Entry t belongs to token t, given what precedes it in its segment. A policy has log-probs, a value model has values.
     """
 
     log_probs: Tensor | None = None  # at the temperature
@@ -172,16 +172,15 @@ class Outputs:
     aux_loss: Tensor | None = None  # one number: the balancing loss of a mixture of experts; only if it is learned from
 
     def tensors(self) -> list[Tensor]:
-        found = (self.log_probs, self.entropy, self.values, self.aux_loss)
-        return [value for value in found if value is not None]
+        outputs = (self.log_probs, self.entropy, self.values, self.aux_loss)
+        return [value for value in outputs if value is not None]
 
 
 class Loss(Protocol):
-    """Σ weights · loss per token of one micro-batch, and sums over its tokens to report.
+    """A loss: returns Σ weights · loss per token of one micro-batch, and metrics that are summed over its tokens.
 
-    A sum may be a vector, each entry summed for itself; of one whose name ends in `_max` the largest counts instead.
-
-    It may have an attribute `needs_entropy`; where that is true, `outputs.entropy` is there.
+    A metric may be a vector, each entry summed for itself. Of a metric whose name ends in `_max` the largest value is
+    kept instead of the sum. If the loss has a true attribute `needs_entropy`, `outputs.entropy` is computed for it.
     """
 
     def __call__(self, outputs: Outputs, micro_batch: MicroBatch, /) -> tuple[Tensor, Mapping[str, Tensor | float]]: ...
@@ -189,7 +188,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one update did, the same on every rank."""
+    """The result of one update, the same on every rank."""
 
     version: int  # of the weights now: how many updates they have had
     loss: float  # summed over all micro-batches of all ranks
@@ -207,40 +206,40 @@ class Backend(Protocol):
 
     @property
     def version(self) -> int:
-        """How many updates the weights have had, those before a `load` included. A skipped update is not one."""
+        """Count the updates that the weights have had, those before a `load` included. A skipped update is not one."""
 
     @property
     def movable(self) -> frozenset[Part]:
-        """The parts that `put_aside` really takes off the device. Empty where device and host memory are the same."""
+        """List the parts that `offload` really takes off the device: none where device and host memory are the same."""
 
     @property
     def is_padded(self) -> bool:
-        """Whether what fills sequences up is computed like tokens: always, not where that is cheapest."""
+        """Tell whether every micro-batch is padded, so that padding costs as much as tokens."""
 
     def gather_facts(self, fact: Any, what: str, *, of_every_rank: bool = False) -> list[Any]:
-        """Together. The small fact of every share of the work, in rank order; `what` for is said if a rank is missing.
+        """Gather one small fact from every rank, in rank order. All ranks together.
 
-        Ranks that share sequences or layers have the same micro-batches and count once, unless it is to be
-        `of_every_rank`.
+        what: the purpose, for the error message if a rank is missing. of_every_rank: also from each of the
+        model-parallel ranks that share the same micro-batches; by default only from the first of them.
         """
 
     def log_probs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Together. For each micro-batch [num_tokens] float32, where it lies, without gradient.
+        """Score each micro-batch: [num_tokens] float32, on its device, without gradient. All ranks together.
 
         Entry t is the log-prob of token t given what precedes it in its segment, of the distribution at the
         temperature. 0 for the first token of a segment and where the mask is not set: those are not computed.
         """
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Together. As `log_probs`, of a value model: entry t is its number for what precedes token t."""
+        """Score as `log_probs` does, with a value model: entry t is its number for what precedes token t."""
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float) -> UpdateReport:
-        """Together. One optimizer step from this rank's micro-batches and all others'.
+        """Take one optimizer step from the micro-batches of all ranks. All ranks together.
 
-        Gradients are summed over micro-batches and ranks, never averaged: the weights of `MicroBatch` say it all. A
-        rank with fewer micro-batches than another, or none, keeps the others company with empty ones. A step whose loss
-        or gradient norm is not finite changes nothing and is counted; `NonFiniteError` names the samples after too
-        many in a row. All ranks decide alike. The balancing loss of a mixture of experts, if it has a coefficient, is
+        Gradients are summed over micro-batches and ranks, never averaged: the weights of `MicroBatch` contain every
+        factor. A rank with fewer micro-batches than another runs filler batches meanwhile. A step whose loss or
+        gradient norm is not finite changes nothing and is counted; `NonFiniteError` names the samples after too many
+        in a row. All ranks decide alike. The balancing loss of a mixture of experts, if it has a coefficient, is
         added here, and is the metric `aux_loss`.
 
         Running out of device memory, in this or in `log_probs` and `values`, is a `DeviceMemoryError`. A rank without
@@ -248,24 +247,26 @@ class Backend(Protocol):
         """
 
     def fits(self, num_tokens: int, max_length: int, *, is_update: bool, with_entropy: bool = False) -> bool:
-        """Together. Whether every rank has memory for a micro-batch of so many tokens, and a margin.
+        """Tell whether every rank has memory for a micro-batch of so many tokens, and a margin. All ranks together.
 
-        Made-up sequences of `max_length` go forward, and backward if it is to be `is_update`. Weights, optimizer,
+        Made-up sequences of `max_length` go forward, and for `is_update` also backward. Weights, optimizer,
         version and random numbers stay as they are, and no memory is kept.
         """
 
-    def put_aside(self, parts: Collection[Part]) -> Moved:
+    def offload(self, parts: Collection[Part]) -> Moved:
         """Take these parts off the device into pinned host memory and give the device memory back.
 
-        Parts that are aside already stay there. Gradients exist only during `update`, so between updates they are 0
-        bytes. Until `bring_back`, a call that needs a part that is aside raises `RunError`, also where nothing moved.
+        Parts that are offloaded already stay there. Gradients exist only during `update`, so between updates they are
+        0 bytes. Until `onload`, a call that needs an offloaded part raises `RunError`, also where nothing moved.
         """
 
-    def bring_back(self, parts: Collection[Part]) -> Moved:
-        """Undo `put_aside`, bit for bit. Parts that are not aside are left as they are."""
+    def onload(self, parts: Collection[Part]) -> Moved:
+        """Undo `offload`, bit for bit. Parts that are resident are left as they are."""
 
     def weights(self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> Iterator[tuple[str, Tensor]]:
-        """Together, and to the end. Every weight once, whole, under its Hugging Face name, tied ones under the first.
+        """Yield every weight once, whole, under its Hugging Face name; tied ones under the first.
+
+        All ranks together, and to the end.
 
         Adapters are merged into their weights.
 
@@ -274,38 +275,40 @@ class Backend(Protocol):
         """
 
     def take_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Each rank for itself. New values of a model that is only scored: whole weights, as `weights` gives them."""
+        """Replace weights of a model that is only scored, by whole ones as `weights` yields them. Ranks do not wait."""
 
     def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
-        """Together. A 64-bit hash of every weight that `weights` would yield, by name: equal for equal bits."""
+        """Hash every weight that `weights` would yield, by name: 64 bits, equal for equal bits. All ranks together."""
 
     def save(self, directory: str | Path) -> None:
-        """Together. Weights, optimizer, version and random state, each rank its share, into a folder all ranks see.
+        """Write weights, optimizer, version and random state, each rank its share, into a folder that all ranks see.
 
-        With adapters, of the weights only those that are trained: `load` makes sure that the others are the same.
-
-        The caller makes a checkpoint of it (manifest, rename): what is written here contains pickle, and is neither
-        hashed nor made current.
+        All ranks together. With adapters only trained weights are written: `load` makes sure that the others are the
+        same. The caller makes a checkpoint of the folder (manifest, rename): the files contain pickle, and are neither
+        hashed nor made current here.
         """
 
     def snapshot(self, directory: str | Path) -> None:
-        """Together. As `save`, but only until everything is copied to host memory: a thread writes while work goes on.
+        """Save in the background: return when everything is copied to host memory; a thread writes the copy.
 
-        What is written is what was there when this was called. Until `is_written` says so, another `save` or `snapshot`
-        raises `RunError`.
+        All ranks together. The files hold the state at the time of the call. Until `is_written` is true, another `save`
+        or `snapshot` raises `RunError`.
         """
 
     def is_written(self) -> bool:
-        """Whether this rank's share of the last `snapshot` is on disk. Raises why it is not, once."""
+        """Tell whether this rank's share of the last `snapshot` is on disk. Raises once if writing it has failed."""
 
     def saved_bytes(self) -> int:
-        """About how much this rank's share of `save` takes on disk, or that of `snapshot` in host memory."""
+        """Estimate the bytes that this rank's share takes: of `save` on disk, of `snapshot` in host memory."""
 
     def load(self, directory: str | Path) -> None:
-        """Together. What `save` wrote, also by another number of ranks. The caller has checked the manifest."""
+        """Load what `save` wrote, also with another number of ranks. All ranks together.
+
+        The caller has checked the manifest.
+        """
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Together. The weights are the moving average meanwhile, to be scored or exported."""
+        """Put the moving average in place of the weights inside the context. All ranks together."""
 
     def export(
         self,
@@ -314,10 +317,10 @@ class Backend(Protocol):
         dtype: torch.dtype | None = None,
         facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Together. A Hugging Face model in safetensors, written by the first rank. The tokenizer is the caller's.
+        """Write a Hugging Face model in safetensors, by the first rank. All ranks together.
 
-        With adapters they are merged into it, and are in PEFT's format in `adapter/` beside it. `facts`: what its
-        config.json says besides.
+        The caller writes the tokenizer. Adapters are merged into the model, and also written to `adapter/` in PEFT's
+        format. facts: further entries of config.json.
         """
 
     def close(self) -> None:
@@ -327,7 +330,9 @@ class Backend(Protocol):
 def check_parts(parts: Collection[str]) -> None:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        raise UserError(f"no part is called {', '.join(map(repr, unknown))}: choose among {', '.join(PARTS)}")
+        raise UserError(
+            f"no part is called {', '.join(repr(str(part)) for part in unknown)}: choose among {', '.join(PARTS)}"
+        )
 
 
 def check_temperature(temperature: float) -> None:

@@ -1,9 +1,10 @@
-"""DeepSpeed's compiler of whole models (DeepCompile), on CUDA devices: gathering weights and summing gradients over
-ranks become operations of the compiled graph.
+"""DeepSpeed's compiler of whole models (DeepCompile), on CUDA devices.
+
+Gathering weights and summing gradients over ranks become operations of the compiled graph.
 
 It leaves four things to whoever calls it:
 
-- A model must be one graph. What ran outside of it would have gradients that nobody sums: torch is told to raise.
+- A model must be one graph. What ran outside of it would have gradients that nobody sums: torch is set to raise.
 - Each graph counts for itself which gradients it has added to, so that two graphs in one update would overwrite each
   other's. Here every micro-batch is a whole of its own, and `zero_stages` adds them up.
 - It takes a second graph of the same code for the first. Scoring is therefore compiled from code of its own; and sizes
@@ -26,18 +27,17 @@ from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from hotseat.errors import NotBuiltError, RunError, UserError
 from hotseat.train.backend import TrainOptions, ZeroOptions
 from hotseat.train.models import mark_sizes
-from hotseat.train.packing import join
-from hotseat.train.trainer import company
+from hotseat.train.packing import filler_batch, join
 from hotseat.types import MicroBatch
 
 KEY = "train.deepspeed.deepcompile"
-# Its passes: gather and release weights; after so many updates also gather them ahead of time. The one that keeps
-# gathered weights is left out: it would keep them on the device while others have their turn.
+# DeepSpeed's passes gather and release weights, and after so many updates also gather them ahead of time. The pass that
+# keeps gathered weights is left out: it would keep them on the device while other roles use it.
 _WARM_UP = 5
 
 
 def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
-    """Raise if something is asked for that does not go together with it."""
+    """Raise if an option is set that does not go together with DeepCompile."""
     without = {
         "a stage that shards nothing": (zero.stage == 0, "set train.deepspeed.zero_stage to 1, 2 or 3"),
         "adapters": (options.lora is not None, "set train.lora.rank to 0"),
@@ -65,7 +65,7 @@ def check_deepcompile(options: TrainOptions, zero: ZeroOptions) -> None:
 
 
 def check_device(is_cuda: bool) -> None:
-    """That of this machine, and what operations are built with."""
+    """Raise unless there are a CUDA device and the tools to build DeepSpeed's operations."""
     if not is_cuda:
         raise UserError(f"{KEY} is true, and DeepSpeed compiles only for CUDA devices: set it to false")
     from torch.utils import cpp_extension
@@ -79,7 +79,7 @@ def check_device(is_cuda: bool) -> None:
 
 
 def build_operations() -> None:
-    """Before a model is loaded; the first time on a machine it takes a minute."""
+    """Build DeepSpeed's operations, before a model is loaded. The first time on a machine it takes a minute."""
     from deepspeed.compile.util import get_deepcompile_handle
 
     try:
@@ -93,13 +93,13 @@ def build_operations() -> None:
 
 
 def filled(batch: MicroBatch) -> MicroBatch:
-    """With company, where segments or wanted tokens may be one or none."""
+    """Add a filler batch to a micro-batch with so few segments or masked tokens that a count may be one or none."""
     is_small = batch.num_segments < 2 or int(batch.mask.sum()) < batch.num_segments + 2
-    return join([replace(batch, fields={}), company()]) if is_small else batch
+    return join([replace(batch, fields={}), filler_batch()]) if is_small else batch
 
 
 def compile_model(engine: Any, module: nn.Module, num_ranks: int) -> list[Tensor]:
-    """From now on a call of the engine runs compiled code. Gives what it keeps gradients in between updates."""
+    """Let calls of the engine run compiled code. Return the tensors that keep gradients between updates."""
     import deepspeed.compile.util as shared
     from deepspeed.compile.passes import prefetch, zero3_compile
 
@@ -137,15 +137,18 @@ def compile_model(engine: Any, module: nn.Module, num_ranks: int) -> list[Tensor
 
 
 def keep_order(embedding: nn.Module) -> None:
-    """Its gradients are added up outside of compiled code."""
+    """Add up the gradients of an embedding outside of compiled code, always in the same order."""
     if type(embedding) is nn.Embedding:
         padding = -1 if embedding.padding_idx is None else embedding.padding_idx
         embedding.forward = lambda token_ids: torch.ops.hotseat.embed(embedding.weight, token_ids, padding)
 
 
 def keep_sizes() -> None:
-    """For sharded weights, which are empty between calls, it tells torch their true sizes; of all else it says that
-    sizes are what they were in the first call, and every other size would be compiled anew."""
+    """Let sizes of inputs be symbols again, which DeepSpeed makes constants of.
+
+    DeepSpeed tells torch the true sizes of sharded weights, which are empty between calls. It also fixes the sizes of
+    all other tensors to those of the first call, so that every other size would be compiled anew.
+    """
     from deepspeed.compile import patch_fake_tensor
     from torch._dynamo.variables import builder
 
@@ -159,26 +162,26 @@ def keep_sizes() -> None:
 
 
 def forget_model() -> None:
-    """What DeepSpeed keeps of a compiled model in globals, weights too, where the next one would find it."""
+    """Clear the globals in which DeepSpeed keeps a compiled model, weights too: the next model would find them."""
     import deepspeed.compile.backend as graphs
     import deepspeed.compile.util as shared
 
     shared.pre_backward_hooks.clear()
     shared.post_backward_hooks.clear()
-    for found in (graphs.param_manager, graphs.profiling_results, graphs.graph_order_with_frame_id):
-        found.clear()
+    for state in (graphs.param_manager, graphs.profiling_results, graphs.graph_order_with_frame_id):
+        state.clear()
     graphs.frames_partitioned.clear()
 
 
 def _kept_gradients(optimizer: Any) -> list[Tensor]:
-    """With stage 2 it makes them beforehand, and hands them over when a backward begins."""
+    """Return the gradients that DeepSpeed makes beforehand with stage 2, and hands over when a backward begins."""
     import deepspeed.compile.util as shared
 
     for hook in shared.pre_backward_hooks:
         hook(True)
-    found = [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
+    gradients = [gradient for group in optimizer.averaged_gradients.values() for gradient in group]
     optimizer.averaged_gradients = {}
-    return found
+    return gradients
 
 
 def _scoring(module: nn.Module) -> Callable[..., Any]:
@@ -189,8 +192,10 @@ def _scoring(module: nn.Module) -> Callable[..., Any]:
 
 
 class Backends:
-    """What DeepSpeed gives torch to compile with, and a guard: ranks agree on memory while they compile, so that one
-    which compiles alone would wait forever."""
+    """DeepSpeed's backends of torch.compile, with a guard against a rank that compiles alone.
+
+    Ranks agree on memory while they compile: one that does so alone would wait forever.
+    """
 
     def __init__(self, make: Callable[..., Any], num_ranks: int):
         self._make = make

@@ -1,4 +1,4 @@
-"""A policy's log-probs computed in float32 throughout: what rounding in 16 bits is measured against."""
+"""Log-probs of a policy, computed in float32 throughout: the reference for errors of rounding in 16 bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ExactScores:
 
 
 def missing_bytes(model: str | Path, device: torch.device, longest: int, trust_remote_code: bool = False) -> int:
-    """How much device memory is lacking for `exact_log_probs`, measured now; 0: there is enough. Always 0 on a CPU.
+    """Measure how much device memory is lacking for `exact_log_probs`. 0: there is enough. Always 0 on a CPU.
 
     longest: tokens of the longest sequence.
     """
@@ -82,7 +82,7 @@ def exact_log_probs(
 
 
 def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:
-    """A model of this shape whose weights hold no particular values. Draws nothing from torch's generators."""
+    """Make a model of this shape with uninitialised weights, without drawing from torch's generators."""
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
@@ -92,7 +92,7 @@ def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def _scores(policy: PreTrainedModel, tokens: Tensor, start: int, temperature: float, dtype: torch.dtype) -> Tensor:
-    """[2, num_tokens - start]: log-probs of the tokens from `start` on, exact and with rounded logits."""
+    """Score the tokens from `start` on, exactly and with rounded logits: [2, num_tokens - start]."""
     hidden = policy.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0, start - 1 :]
     logits = policy.get_output_embeddings()(hidden)  # [num_tokens - start, vocab_size]
     scale, cap = logit_changes(policy.config)

@@ -20,7 +20,7 @@ from hotseat.errors import UserError
 
 
 def routing_sums(router_logits: Sequence[Tensor], counts: Tensor, num_chosen: int) -> Tensor:
-    """[2, num_experts] float32: how many tokens chose each expert, and the sum of its probabilities, over all layers.
+    """Count the tokens that chose each expert, and sum its probabilities, over all layers: [2, num_experts] float32.
 
     router_logits [num_rows, num_experts] of each layer; counts [num_rows]: the tokens that each row stands for.
     """
@@ -33,20 +33,20 @@ def routing_sums(router_logits: Sequence[Tensor], counts: Tensor, num_chosen: in
 
 
 def balancing_loss(sums: Tensor) -> Tensor:
-    """From what `routing_sums` gave."""
+    """Compute the balancing loss from `routing_sums`."""
     num_tokens = sums[1].detach().sum()  # times layers: a token's probabilities add up to one
     return sums.shape[1] * (sums[0] / num_tokens * (sums[1] / num_tokens)).sum()
 
 
 def has_experts(model_config: Any) -> bool:
-    """Whether the model has routers whose choices can be seen."""
+    """Tell whether the model has routers whose choices can be seen."""
     text = model_config.get_text_config()
     # Doge counts experts without having any, and says so.
     return bool(getattr(text, "num_experts_per_tok", 0)) and bool(getattr(text, "is_moe", True))
 
 
 def check_experts(model_config: Any) -> None:
-    """Raise unless it has."""
+    """Raise unless the model has experts."""
     if not has_experts(model_config):
         raise UserError(
             f"algorithm.aux_loss_coef is set, and a {type(model_config).__name__.removesuffix('Config')} is no mixture"

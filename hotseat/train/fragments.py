@@ -1,4 +1,4 @@
-"""A stretch of a flattened tensor, in a checkpoint as part of the whole.
+"""Stretches of flattened tensors, stored in a checkpoint as parts of whole tensors.
 
 ZeRO cuts weights and optimizer state wherever a rank's share of all elements ends, in the middle of a row too. The
 checkpoint format knows rectangles only: a `Fragment` tells it those that the stretch is made of. What is written so can
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 
 class Box(NamedTuple):
-    """Where a rectangle lies in the whole tensor, and where it begins in the stretch."""
+    """A rectangle: where it lies in the whole tensor, and where it begins in the stretch."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -28,7 +29,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The rectangles that elements `start` to `stop` of a flattened tensor are made of, in order."""
+    """List the rectangles that elements `start` to `stop` of a flattened tensor are made of, in order."""
     if start >= stop:
         return []
     if not shape:
@@ -39,11 +40,11 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     first, last = -(-start // row), stop // row  # whole rows
     if first > last:  # within one row
         return _in_row(shape, last, start - last * row, stop - last * row, 0)
-    found = _in_row(shape, first - 1, start - (first - 1) * row, row, 0) if start < first * row else []
+    boxes_in_order = _in_row(shape, first - 1, start - (first - 1) * row, row, 0) if start < first * row else []
     if first < last:
         rest = tuple(shape[1:])
-        found.append(Box((first, *[0] * len(rest)), (last - first, *rest), first * row - start))
-    return found + _in_row(shape, last, 0, stop - last * row, last * row - start)
+        boxes_in_order.append(Box((first, *[0] * len(rest)), (last - first, *rest), first * row - start))
+    return boxes_in_order + _in_row(shape, last, 0, stop - last * row, last * row - start)
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int, begin: int) -> list[Box]:
@@ -53,9 +54,9 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int, begin: int) -
 
 
 class Fragment(Tensor):
-    """Elements `start` and on of a tensor of this shape, when flattened. `flat` [num_elements] is where they are.
+    """A stretch of a flattened tensor of this shape: `flat` [num_elements] holds its elements from `start` on.
 
-    Or of a part of it: one of the shape `part`, which begins at `shift` in the whole tensor.
+    With `part` and `shift` it is a stretch of a part of that tensor, which has the shape `part` and begins at `shift`.
     """
 
     flat: Tensor
@@ -102,8 +103,8 @@ class Fragment(Tensor):
         return Fragment(self.flat.detach().to(*args, **kwargs), self.shape, self.start, self.part, self.shift)
 
     def _boxes(self) -> list[Box]:
-        found = boxes(self.part, self.start, self.start + self.flat.numel())
-        return [box._replace(offsets=tuple(map(sum, zip(box.offsets, self.shift, strict=True)))) for box in found]
+        own_boxes = boxes(self.part, self.start, self.start + self.flat.numel())
+        return [box._replace(offsets=tuple(map(sum, zip(box.offsets, self.shift, strict=True)))) for box in own_boxes]
 
     # --- what torch's checkpoints ask a tensor that is in several places ----------------------------------------------
 
@@ -124,3 +125,10 @@ class Fragment(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         [box] = [box for box in self._boxes() if box.offsets == tuple(index.offset or ())]
         return self.flat.detach()[box.begin : box.begin + math.prod(box.sizes)].view(box.sizes)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is sharded, or all of one that is not."""
+    if isinstance(tensor, Fragment):
+        return tensor.flat
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -23,22 +23,25 @@ from transformers import PreTrainedModel
 
 from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import UserError
+from hotseat.placement.roles import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate, start_state
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
-from hotseat.train.backend import Part, TrainOptions
+from hotseat.train.backend import TrainOptions
+from hotseat.train.fragments import local
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.models import compiles, layers, load_model, prepare_model
+from hotseat.train.outgoing import Merge, convert
 from hotseat.train.ranks import Ranks
-from hotseat.train.trainer import Merge, Trainer, convert, local
+from hotseat.train.trainer import Trainer
 
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class FSDPBackend(Trainer):
-    """One rank. See `Backend` for the contract.
+    """One rank of a model under FSDP2. See `Backend` for the contract.
 
     unit_bytes: a layer at least this large is gathered when its turn comes; smaller ones all at once, since for them
         the messages would cost more than the memory.
@@ -58,7 +61,7 @@ class FSDPBackend(Trainer):
     ):
         self.check(options)
         device = torch.device(device)
-        # What is never stepped, a model that is only scored or a frozen base, has no use for more bits than it is
+        # Weights that are never stepped (a model that is only scored, a frozen base) need no more bits than they are
         # computed with.
         if options.precision == "bf16_master" and options.optimizer is None:
             options = replace(options, precision="bf16")
@@ -86,7 +89,7 @@ class FSDPBackend(Trainer):
         compute = torch.float32 if options.precision == "fp32" else torch.bfloat16
         is_flash = has_flash(device, compute) and self._wrapped.has_plain_scores
         super().__init__(options, ranks, device, loaded, layout, is_flash)
-        # Taken once: while a layer is gathered the model shows other tensors under the same names.
+        # Listed once: while a layer is gathered the model shows other tensors under the same names.
         self._weights = dict(loaded.named_parameters())
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
         self._optimizer: torch.optim.AdamW | None = None
@@ -113,7 +116,7 @@ class FSDPBackend(Trainer):
         return self._wrapped
 
     def _after_scoring(self) -> None:
-        # Without a backward some would keep their gathered weights, and use them after they have changed.
+        # Without a backward some modules would keep their gathered weights, and use them after they have changed.
         for module in self._wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -159,9 +162,9 @@ class FSDPBackend(Trainer):
     # --- residency ----------------------------------------------------------------------------------------------------
 
     def _tensors(self, part: Part) -> list[Tensor]:
-        if part == "weights":
+        if part == Part.WEIGHTS:
             return [local(weight.detach()) for weight in self._weights.values()]
-        if part == "gradients":
+        if part == Part.GRADIENTS:
             return [local(weight.grad) for weight in self._weights.values() if weight.grad is not None]
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         # A step count per weight is a few bytes, and too many to be worth moving.
@@ -170,12 +173,12 @@ class FSDPBackend(Trainer):
     # --- weights out --------------------------------------------------------------------------------------------------
 
     def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        dtype, merge = self._outward(dtype), self._merging(self._whole(self._factor_names()))
+        dtype, merge = self._outgoing.dtype(dtype), self._outgoing.merging(self._whole(self._outgoing.factor_names()))
         bucket: list[tuple[str, DTensor]] = []
         size = 0
         for name, weight in self._state().items():
             if not isinstance(weight, DTensor):
-                yield name, convert(merge(name, weight, 0), self._type_of(name, dtype))
+                yield name, convert(merge(name, weight, 0), self._outgoing.buffer_dtype(name, dtype))
                 continue
             num_bytes = weight.numel() * (dtype or weight.dtype).itemsize
             if bucket and (size + num_bytes > bucket_bytes or (dtype or weight.dtype) != (dtype or bucket[0][1].dtype)):
@@ -187,8 +190,12 @@ class FSDPBackend(Trainer):
             yield from self._gather(bucket, dtype, merge)
 
     def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
-        self._need("digest", "weights")
-        return self._digests(self._state(), self._outward(dtype), self._merging(self._whole(self._factor_names())))
+        self._need("digest", Part.WEIGHTS)
+        return self._digests(
+            self._state(),
+            self._outgoing.dtype(dtype),
+            self._outgoing.merging(self._whole(self._outgoing.factor_names())),
+        )
 
     def _base_digest(self) -> dict[str, int]:
         frozen = {name: tensor for name, tensor in self._state().items() if name not in self._trained}
@@ -198,10 +205,12 @@ class FSDPBackend(Trainer):
         # Every rank hashes the rows it holds: digests of slices add up, so nothing is gathered but the digests.
         first_rows = {name: self._first_row(tensor) for name, tensor in state.items() if isinstance(tensor, DTensor)}
         offsets = {name: (first_row, *[0] * (state[name].ndim - 1)) for name, first_row in first_rows.items()}
-        # What is the same on every rank counts once.
+        # A tensor that is the same on every rank counts once.
         here = {name: tensor for name, tensor in state.items() if name in offsets or self._ranks.rank == 0}
         rows = ((name, merge(name, local(tensor), first_rows.get(name, 0))) for name, tensor in here.items())
-        mine = named_digests(((name, convert(tensor, self._type_of(name, dtype))) for name, tensor in rows), offsets)
+        mine = named_digests(
+            ((name, convert(tensor, self._outgoing.buffer_dtype(name, dtype))) for name, tensor in rows), offsets
+        )
         everyone = self._ranks.gather(mine, "add up the digests of the weights")
         return {name: combine_digests(part[name] for part in everyone if name in part) for name in state}
 
@@ -213,18 +222,21 @@ class FSDPBackend(Trainer):
             rows.copy_(tensor[first : first + len(rows)] if rows.ndim else tensor)
 
     def _first_row(self, weight: Tensor) -> int:
-        """Of those that this rank holds."""
+        """Return the index of the first row of a weight that this rank holds."""
         return self._ranks.rank * -(-weight.shape[0] // self._ranks.size)
 
     def _state(self) -> dict[str, Tensor]:
-        """Weights without adapters, then buffers that are saved, each once under its first name."""
+        """Return weights without adapters, then buffers that are saved, each once under its first name."""
         state = {plain: self._weights[name].detach() for name, plain in base_names(list(self._weights)).items()}
         return state | {name: buffer for name, buffer in self._model.named_buffers() if name in self._saved_names}
 
     def _gather(
         self, bucket: list[tuple[str, DTensor]], dtype: torch.dtype | None, merge: Merge
     ) -> Iterator[tuple[str, Tensor]]:
-        """One all-gather for the whole bucket. Rank r holds rows r·n to (r + 1)·n of each, n = ceil(rows / ranks)."""
+        """Gather all weights of a bucket at once.
+
+        Rank r holds rows r·n to (r + 1)·n of each, n = ceil(rows / ranks).
+        """
         size = self._ranks.size
         shapes = [(-(-weight.shape[0] // size), *weight.shape[1:]) for _, weight in bucket]
         counts = [math.prod(shape) for shape in shapes]
@@ -248,13 +260,15 @@ class FSDPBackend(Trainer):
     # --- on disk ------------------------------------------------------------------------------------------------------
 
     def _stored(self) -> dict[str, Tensor]:
-        """The live tensors that a checkpoint holds, by name: weights, and what the optimizer knows of each.
+        """Return the live tensors that a checkpoint holds, by name: weights, and the optimizer state of each.
 
-        Of a model with adapters only what is trained: the rest is a hundred times as much, and in the model's own
-        files, which `load` compares by their digests.
+        With adapters only trained weights are stored: the others are a hundred times as much, and are in the model's
+        own files, which `load` compares by their digests.
         """
         trained = {name: weight.detach() for name, weight in self._trained.items()}
-        stored = {f"weight.{name}": tensor for name, tensor in (trained if self._adapters else self._state()).items()}
+        stored = {
+            f"weight.{name}": tensor for name, tensor in (trained if self._outgoing.adapters else self._state()).items()
+        }
         if self._optimizer is not None:
             for name, weight in self._trained.items():
                 for key, value in self._optimizer.state[weight].items():
@@ -268,7 +282,7 @@ class FSDPBackend(Trainer):
         pass
 
     def _like(self, weight: Tensor, shard: Tensor) -> Tensor:
-        """A piece of host memory as what this rank holds of something as large as a weight."""
+        """Wrap a shard in host memory as this rank's part of a tensor that is sharded like `weight`."""
         if not isinstance(weight, DTensor):
             return shard
         return DTensor.from_local(
@@ -308,9 +322,9 @@ def _shard(
 
 
 def reset_sharding(root: FSDPModule, *, by_hand: bool = False) -> None:
-    """Bring FSDP back to where a forward can begin, after one that failed, or its backward. On one rank alone.
+    """Reset FSDP on a single rank after a failed forward or backward, so that a forward can begin.
 
-    by_hand: also where torch has a way of its own, from 2.13.
+    by_hand: do not use torch's own way, which exists from 2.13.
     """
     groups = [group for module in root.modules() if isinstance(module, FSDPModule) for group in _groups(module)]
     if hasattr(root, "reset_iter_state") and not by_hand:
@@ -335,8 +349,8 @@ def reset_sharding(root: FSDPModule, *, by_hand: bool = False) -> None:
 def _groups(module: Any) -> list[Any]:
     """List groups of weights that are gathered together. torch 2.11 and 2.12 have at most one for each module."""
     state = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in (found if found is not None else [state._fsdp_param_group]) if group is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
 def _reset_states(root: Any) -> None:

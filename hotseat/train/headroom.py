@@ -1,4 +1,4 @@
-"""Device memory: whether an error says that there was too little, how much is left, and what to try it out with."""
+"""Device memory: errors that say there was too little, the peak of a trial, and a micro-batch for trials."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hotseat.types import MicroBatch
+from hotseat.types import MicroBatch, segment_offsets
 
 MARGIN = 0.04  # of a device's memory that the largest micro-batch must leave: for fragments, and for other processes
 # How libraries that do not raise torch's own error say it.
@@ -22,14 +22,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back to the device what nothing uses: what is left of a failure, and fragments of the allocator."""
+    """Give unused memory back to the device: leftovers of a failure, and the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class Peak(NamedTuple):
-    """Bytes on a device: in use at first, most in use since, and what this process could have."""
+    """Bytes on a device: in use before a trial, most in use during it, and the limit of this process."""
 
     before: int
     most: int
@@ -41,7 +41,7 @@ class Peak(NamedTuple):
 
 
 class Meter:
-    """Measures the peak of what happens on a device. Where device and host memory are the same, everything fits."""
+    """Measures the peak of memory in use on a device. On a CPU nothing is measured, and everything fits."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -61,10 +61,10 @@ class Meter:
 
 
 def trial_batch(num_tokens: int, max_length: int, vocab_size: int, *, is_padded: bool = False) -> MicroBatch:
-    """A micro-batch of about so many made-up tokens in sequences of `max_length`, half of each to be learned from.
+    """Make a micro-batch of about so many made-up tokens in sequences of `max_length`, half of each to be learned from.
 
-    As in `company`, nothing that is counted is one and no two lengths are all there is, so that what is compiled for
-    it serves real micro-batches. No two sequences begin alike, so that none is shared.
+    As in `packing.filler_batch`, no count is one and there are never just two equal lengths, so that what is compiled
+    for it serves real micro-batches. No two sequences begin alike, so that none is shared.
     """
     lengths = [max_length] * (num_tokens // max_length)
     rest = num_tokens - sum(lengths)
@@ -73,7 +73,7 @@ def trial_batch(num_tokens: int, max_length: int, vocab_size: int, *, is_padded:
     if len(lengths) == 1 and lengths[0] > 4:
         lengths = [lengths[0] - lengths[0] // 3, lengths[0] // 3]
     sizes = torch.tensor(lengths)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    offsets = segment_offsets(sizes)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
     position = torch.arange(int(offsets[-1])) - offsets[segment]
     return MicroBatch(

@@ -45,7 +45,7 @@ def use_liger(model: PreTrainedModel, device: torch.device) -> None:
     check_liger(model.config)
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    # It changes this model's modules, and the classes that every later model of the kind would be made of.
+    # Liger changes this model's modules, and also the classes that every later model of the kind would be made of.
     classes = vars(sys.modules[type(model).__module__])
     before = dict(classes)
     try:

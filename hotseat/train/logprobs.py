@@ -60,7 +60,7 @@ def token_log_probs(
     compiler: Compiler | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each row's target, and the entropy of its distribution if asked.
+    """Compute the log-prob of each row's target, and the entropy of its distribution if asked.
 
     `compiler` is the backend that torch.compile gets for what is done with logits; None: operation by operation.
     `cap`: logits are cap · tanh(logit / cap) before the temperature (Gemma 2); operation by operation.
@@ -172,7 +172,7 @@ def _score_chunks(
     rows: int,
     compiler: Compiler | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-normalizer, log-prob and entropy (of no rows unless asked) [num_rows] each; the logits of the last chunk."""
+    """Compute log-normalizer, log-prob and entropy (empty unless asked), [num_rows] each; and the last logits."""
     num_rows = hidden.shape[0]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     log_normalizer = hidden.new_empty(num_rows, dtype=dtype)
@@ -183,10 +183,10 @@ def _score_chunks(
         part = slice(start, start + rows)
         if compiler is not None:
             logits = project(hidden[part], weight, bias)
-            found = _compiled(_score, compiler)(*_any_rows(logits, targets[part]), temperature, with_entropy)
-            log_normalizer[part], log_probs[part] = found[:2]
+            scores = _compiled(_score, compiler)(*_any_rows(logits, targets[part]), temperature, with_entropy)
+            log_normalizer[part], log_probs[part] = scores[:2]
             if with_entropy:
-                entropy[part] = found[2]
+                entropy[part] = scores[2]
             continue
         logits = _logits(hidden[part], weight, bias, temperature)
         log_normalizer[part] = logits.logsumexp(-1)
@@ -198,7 +198,7 @@ def _score_chunks(
 
 
 def _differentiate_chunks(
-    given: tuple[Tensor, Tensor | None],
+    gradients: tuple[Tensor, Tensor | None],
     inputs: tuple[Tensor, Tensor, Tensor | None],
     targets: Tensor,
     log_normalizer: Tensor,
@@ -209,8 +209,8 @@ def _differentiate_chunks(
     rows: int,
     compiler: Compiler | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of those of the inputs (hidden, weight, bias) that need one, from those of log-probs and entropy."""
-    grad_log_probs, grad_entropy = given
+    """Compute gradients of the inputs (hidden, weight, bias) that need one, from those of log-probs and entropy."""
+    grad_log_probs, grad_entropy = gradients
     hidden, weight, bias = inputs
     needs_hidden, needs_weight, needs_bias = needs
     num_rows = hidden.shape[0]
@@ -225,9 +225,9 @@ def _differentiate_chunks(
             more = entropy[part], grad_entropy[part]
         if compiler is not None:
             logits = project(hidden[part], weight, bias) if kept is None else kept
-            given_rows = _any_rows(logits, targets[part], log_normalizer[part], grad_log_probs[part])
+            padded_rows = _any_rows(logits, targets[part], log_normalizer[part], grad_log_probs[part])
             more_rows = (None, None) if more is None else _any_rows(*more)
-            grad = _compiled(_gradient, compiler)(*given_rows, *more_rows, temperature, hidden.dtype)
+            grad = _compiled(_gradient, compiler)(*padded_rows, *more_rows, temperature, hidden.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         else:
@@ -260,7 +260,7 @@ def _differentiate_chunks(
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """[rows, vocab_size] in float32 (float64 for float64 input), divided by the temperature."""
+    """Compute logits divided by the temperature: [rows, vocab_size] in float32 (float64 for float64 input)."""
     return project(hidden, weight, bias).div_(temperature)
 
 
@@ -270,7 +270,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 def _score(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-normalizer, log-prob and entropy [rows] each. logits [rows, vocab_size] before the temperature."""
+    """Compute log-normalizer, log-prob and entropy, [rows] each. logits: [rows, vocab_size] before the temperature."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     largest = z.amax(-1, keepdim=True)
     # Written out, without the cases for infinities of `logsumexp`: what compilers know as the sums of a softmax.
@@ -291,7 +291,7 @@ def _gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the logits before the temperature, in the type of the hidden states: [rows, vocab_size]."""
+    """Compute the gradient of the logits before the temperature, in the hidden states' type: [rows, vocab_size]."""
     log_p = logits.to(log_normalizer.dtype) / temperature - log_normalizer[:, None]
     factor = grad_log_probs[:, None]
     if entropy is not None and grad_entropy is not None:
@@ -307,7 +307,7 @@ def _compiled(function: Callable[..., Any], compiler: Compiler) -> Callable[...,
 
 
 def _any_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The number of rows is a symbol to the compiler, the size of the vocabulary a constant."""
+    """Mark the number of rows as a symbol for the compiler; the size of the vocabulary stays a constant."""
     for tensor in tensors:
         maybe_mark_dynamic(tensor, 0)
     return tensors
@@ -317,8 +317,10 @@ def _any_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _inner_compiler(is_compiled: bool) -> Compiler | None:
-    """While the graph is compiled somebody may run its operations to measure them: what is compiled then would get in
-    the way."""
+    """Return the compiler of an operation inside a larger graph; None while that graph is being compiled.
+
+    Its compiler may run operations to measure them, and code compiled meanwhile would get in the way.
+    """
     is_measured = torch._guards.TracingContext.try_get() is not None
     return "inductor" if is_compiled and not is_measured else None
 
@@ -366,7 +368,7 @@ def _operation_gradient(
     rows: int,
     is_compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = _differentiate_chunks(
+    gradients = _differentiate_chunks(
         (grad_log_probs.contiguous(), None if grad_entropy is None else grad_entropy.contiguous()),
         (hidden, weight, bias),
         targets,
@@ -378,7 +380,7 @@ def _operation_gradient(
         rows,
         _inner_compiler(is_compiled),
     )
-    grad_hidden, grad_weight, grad_bias = found
+    grad_hidden, grad_weight, grad_bias = gradients
     assert grad_hidden is not None
     assert grad_weight is not None
     return grad_hidden, grad_weight, hidden.new_empty(0) if grad_bias is None else grad_bias

@@ -32,7 +32,7 @@ _LINEAR = (nn.Linear, Conv1D)
 
 @dataclass(frozen=True)
 class Adapter:
-    """Beside one weight. `a` and `b` are the model's names of the two factors."""
+    """The adapter beside one weight. `a` and `b` are the model's names of its two factors."""
 
     a: str
     b: str
@@ -40,7 +40,7 @@ class Adapter:
     is_transposed: bool  # the weight is [in, out], as GPT-2 has it
 
     def merge(self, rows: Tensor, first_row: int, a: Tensor, b: Tensor) -> Tensor:
-        """Rows of W + s B A in 32 bits, from those of W.
+        """Compute rows of W + s B A in 32 bits, from those of W.
 
         The product is always of the whole factors: one of fewer rows may be rounded otherwise, and the same adapter
         would have another digest on another number of ranks. Scaled and added in two steps for the same reason: a
@@ -53,7 +53,7 @@ class Adapter:
 
 
 def add_adapters(model: PreTrainedModel, options: LoraOptions, head: Head) -> None:
-    """In place: linear layers get adapters, all else is frozen but a value model's head.
+    """Add adapters to linear layers, in place, and freeze all else but a value model's head.
 
     B starts at zero, so the model computes what it did. A is drawn from the seed: the same in every process.
     """
@@ -92,23 +92,23 @@ def _of_no_known_type(model: PreTrainedModel) -> Iterator[None]:
 
 
 def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[str]:
-    """Names of the layers that are meant: ends of names, a pattern for whole names, or "all-linear"."""
+    """List the layers that the targets name: by ends of names, a pattern for whole names, or "all-linear"."""
     modules = {name: module for name, module in model.named_modules() if name}
     linear = [name for name, module in modules.items() if isinstance(module, _LINEAR) and name != _head_name(model)]
     if targets == ALL_LINEAR and linear:
         return linear
     if isinstance(targets, str):
-        wanted = {targets: [name for name in modules if _pattern(targets).fullmatch(name)]}
+        matches_of = {targets: [name for name in modules if _pattern(targets).fullmatch(name)]}
     else:
-        wanted = {target: [name for name in modules if f".{name}".endswith(f".{target}")] for target in targets}
+        matches_of = {target: [name for name in modules if f".{name}".endswith(f".{target}")] for target in targets}
     have = f"{type(model).__name__} has {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}"
-    unmatched = [target for target, names in wanted.items() if not names]
-    if unmatched or not wanted:
+    unmatched = [target for target, names in matches_of.items() if not names]
+    if unmatched or not matches_of:
         hint = "; a single word is a pattern for whole names: write a list" if isinstance(targets, str) else ""
         raise UserError(
             f"train.lora.target_modules: no layer is called {' or '.join(unmatched) or 'nothing'}; {have}{hint}"
         )
-    names = list(dict.fromkeys(name for found in wanted.values() for name in found))
+    names = list(dict.fromkeys(name for matches in matches_of.values() for name in matches))
     other = [name for name in names if name not in linear]
     if other:
         raise UserError(
@@ -119,7 +119,7 @@ def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[s
 
 
 def check_targets(source: str, targets: Sequence[str] | str, head: Head, trust_remote_code: bool) -> None:
-    """`find_targets` of a model whose weights are not loaded."""
+    """Raise as `find_targets` does, without loading the model's weights."""
     if targets == ALL_LINEAR:
         return
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -129,7 +129,7 @@ def check_targets(source: str, targets: Sequence[str] | str, head: Head, trust_r
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:
-    """By the name that their weight has without them."""
+    """Find the adapters of a model, by the name that their weight has without them."""
     from peft.tuners.lora import LoraLayer
 
     return {
@@ -145,23 +145,23 @@ def find_adapters(model: nn.Module) -> dict[str, Adapter]:
 
 
 def base_names(names: Sequence[str]) -> dict[str, str]:
-    """For each of the model's names that is not an adapter's, the one it has without adapters."""
+    """Map each of the model's names that is not an adapter's to the name without adapters."""
     return {name: name.replace(".base_layer.", ".") for name in names if not _is_adapter(name)}
 
 
 def dropouts(model: nn.Module) -> list[nn.Module]:
-    """In front of adapters."""
+    """List the dropouts in front of adapters."""
     from peft.tuners.lora import LoraLayer
 
     return [module.lora_dropout for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 def save_adapter(directory: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """All that was trained, by the model's names, as PEFT saves it: for `PeftModel.from_pretrained` onto the base."""
+    """Save trained weights, by the model's names, in PEFT's format: for `PeftModel.from_pretrained` on the base."""
     config = copy.copy(model.peft_config[_NAME])
     config.inference_mode = True
     config.base_model_name_or_path = model.name_or_path
-    # Only now: told so from the start, PEFT would put a copy of the head beside it.
+    # Set only now: had PEFT known from the start, it would have put a copy of the head beside it.
     config.modules_to_save = sorted({name.partition(".")[0] for name in weights if not _is_adapter(name)}) or None
     config.save_pretrained(directory)
     named = {f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor for name, tensor in weights.items()}
@@ -180,6 +180,6 @@ def _is_adapter(name: str) -> bool:
 
 
 def _head_name(model: PreTrainedModel) -> str:
-    """Of the module behind the body."""
+    """Return the name of the module behind the body."""
     output = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if output is not None and module is output), "score")

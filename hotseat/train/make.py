@@ -1,4 +1,4 @@
-"""Which backend trains a model."""
+"""The choice of the backend that trains a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from hotseat.errors import UserError
 from hotseat.train.backend import Backend, TrainOptions
 from hotseat.train.fsdp import FSDPBackend
-from hotseat.train.zero import HINT, ZeroBackend
+from hotseat.train.zero import ZeroBackend
+from hotseat.train.zero_config import HINT
 
 
 def make_backend(
@@ -21,7 +22,7 @@ def make_backend(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
 ) -> Backend:
-    """One rank of the model, behind the backend that the options name."""
+    """Make one rank of the model, with the backend that the options name."""
     return _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
 
 

@@ -1,5 +1,7 @@
-"""Models as training sees them: tokens in, and out of each wanted one its log-prob (a policy) or a number (a value
-model: critic or reward model).
+"""Models as training sees them.
+
+Tokens go in, and for each scored token comes out its log-prob (a policy) or a number (a value model, such as a critic
+or a reward model).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _NUM_POSITIONS = (64, 2**17)  # in which masks are compared: at least, at most
 
 
 class Policy(nn.Module):
-    """The model's body, then log-probs of the wanted tokens straight from its output embedding.
+    """A language model: its body, then log-probs of the scored tokens straight from its output embedding.
 
     The head is part of this forward, so that a wrapper which shards parameters has gathered it when it is used.
     """
@@ -57,7 +59,7 @@ class Policy(nn.Module):
         self.logit_scale, self.logit_cap = logit_changes(model.config)
 
     def forward(self, inputs: ModelInput, temperature: float, with_entropy: bool = False) -> dict[str, Tensor]:
-        """`log_probs`, and `entropy` if asked for: [num_wanted] each; `routing` (see `experts`) if there are counts."""
+        """Compute `log_probs`, and `entropy` if asked for, [num_scored] each; `routing` (see `experts`) with counts."""
         head = self.model.get_output_embeddings()
         hidden, routing = _hidden(self.model, inputs)
         log_probs, entropy = token_log_probs(
@@ -70,12 +72,12 @@ class Policy(nn.Module):
             compiler=self.compiler,
             cap=self.logit_cap,
         )
-        found = {"log_probs": log_probs} | routing
-        return found if entropy is None else found | {"entropy": entropy}
+        outputs = {"log_probs": log_probs} | routing
+        return outputs if entropy is None else outputs | {"entropy": entropy}
 
 
 class ValueModel(nn.Module):
-    """The model's body, then one number for each wanted token, from what precedes it."""
+    """A value model: its body, then one number for each scored token, from what precedes it."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -84,27 +86,29 @@ class ValueModel(nn.Module):
         self.has_plain_scores = True
 
     def forward(self, inputs: ModelInput, temperature: float = 1.0, with_entropy: bool = False) -> dict[str, Tensor]:
-        """`values` [num_wanted] float32; `routing` (see `experts`) if there are counts."""
+        """Compute `values` [num_scored] float32, and `routing` (see `experts`) if there are counts."""
         hidden, routing = _hidden(self.model, inputs)
         return {"values": getattr(self.model, _SCORE)(hidden).squeeze(-1).float()} | routing
 
 
 def _hidden(model: PreTrainedModel, inputs: ModelInput) -> tuple[Tensor, dict[str, Tensor]]:
-    """[num_wanted, hidden_size]: what the body says in front of each wanted token; and its routing, if asked for."""
-    given = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
+    """Compute the hidden state in front of each scored token, [num_scored, hidden_size]; and routing if asked for."""
+    arguments = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
     if inputs.counts is not None:
-        given["output_router_logits"] = True
-    said = model.base_model(input_ids=inputs.input_ids, use_cache=False, **given)
-    hidden = gather(said.last_hidden_state.flatten(0, 1), inputs.rows)
+        arguments["output_router_logits"] = True
+    output = model.base_model(input_ids=inputs.input_ids, use_cache=False, **arguments)
+    hidden = gather(output.last_hidden_state.flatten(0, 1), inputs.rows)
     if inputs.counts is None:
         return hidden, {}
     num_chosen = model.config.get_text_config().num_experts_per_tok
-    return hidden, {"routing": routing_sums(said.router_logits, inputs.counts, num_chosen)}
+    return hidden, {"routing": routing_sums(output.router_logits, inputs.counts, num_chosen)}
 
 
 def logit_changes(config: Any) -> tuple[float, float | None]:
-    """What a model of this config does to its logits: by what it multiplies them (Granite, Cohere), and to what it caps
-    them (Gemma 2). `_check_head` makes sure that this is all."""
+    """Return the factor of a model's logits (Granite, Cohere) and their cap (Gemma 2), by its config.
+
+    `_check_head` makes sure that nothing else happens to them.
+    """
     text = config.get_text_config()
     scale = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
     return float(scale), getattr(text, "final_logit_softcapping", None)
@@ -113,7 +117,7 @@ def logit_changes(config: Any) -> tuple[float, float | None]:
 def load_model(
     source: str | Path | PreTrainedModel, options: TrainOptions, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """From a folder or hub name, or a model that is already there, which is then ours to change."""
+    """Load a model from a folder or hub name; or take over one that is loaded, and change it in place."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     check_ranks(options.sequence_parallel_size, num_ranks)
     check_ranks(options.tensor_parallel_size, num_ranks, TENSOR_PARALLEL_SIZE)
@@ -215,7 +219,7 @@ def _no_head(prefix: str) -> str:
 
 
 def _load_value_model(source: str | Path, options: TrainOptions, common: dict[str, Any]) -> PreTrainedModel:
-    """A model with one label. The head of one to be trained that has none, such as a language model, is made anew."""
+    """Load a model with one label. A model to be trained without a head, such as a language model, gets a new one."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=common["trust_remote_code"])
     check_value_head(config)
     config.num_labels = 1
@@ -243,22 +247,23 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
 
 
 def _is_looked_into(text: str) -> bool:
-    """A report of nothing but missing weights, and of a language model's head, which a value model has no use for."""
+    """Tell whether a load report names only missing weights and a language model's unused head."""
     rows = [line for line in text.splitlines() if "|" in line and "UNEXPECTED" in line]
     is_loaded = "MISMATCH" not in text and "CONVERSION" not in text
     return "LOAD REPORT" in text and is_loaded and all(row.lstrip().startswith("lm_head.") for row in rows)
 
 
 def exported_name(name: str, options: TrainOptions) -> str:
-    """Under which a weight stands in a checkpoint that `load_model` reads with these options."""
+    """Return the name of a weight in a checkpoint that `load_model` reads with these options."""
     if options.head == "value" and name.startswith(f"{_SCORE}."):
         return options.value_head_prefix + name.removeprefix(_SCORE)
     return name
 
 
-def compiles(wanted: bool | None, device: torch.device) -> bool:
-    if wanted is not None:
-        return wanted
+def compiles(setting: bool | None, device: torch.device) -> bool:
+    """Tell whether layers are compiled; None: on a CUDA device, if kernels can be built there."""
+    if setting is not None:
+        return setting
     # Triton builds a small C library for each kernel.
     has_compiler = "CC" in os.environ or any(map(shutil.which, ("cc", "gcc", "clang")))
     return device.type == "cuda" and has_triton() and has_compiler
@@ -274,7 +279,7 @@ def prepare_model(
     lora: LoraOptions | None = None,
     liger_on: torch.device | None = None,
 ) -> tuple[Policy | ValueModel, LayoutKind]:
-    """What gives log-probs or values around a loaded model, and the layout it can run.
+    """Wrap a loaded model so that it gives log-probs or values; return it and the layout that it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
     run as they are. `liger_on`: layers get Liger's kernels for this device instead.
@@ -309,7 +314,7 @@ def prepare_model(
                 " 'padded' or 'auto'"
             )
         layout = "padded"
-    # After the probes, which are elsewhere or would be compiled for themselves; before sharding, which renames classes.
+    # Layers change after the probes, which need no compiled code, and before sharding, which renames classes.
     if liger_on is not None:
         use_liger(model, liger_on)
     elif compiler is not None:
@@ -319,7 +324,7 @@ def prepare_model(
 
 
 def compile_layers(model: PreTrainedModel, compiler: Compiler) -> None:
-    """Layer by layer, in place: names and hooks stay. Layers share their code, so that one compilation serves all.
+    """Compile layer by layer, in place: names and hooks stay. One compilation serves all layers with the same code.
 
     Only `forward` is compiled: what a wrapper does before and after it, such as gathering its weights, is not.
     """
@@ -332,9 +337,9 @@ def compile_layers(model: PreTrainedModel, compiler: Compiler) -> None:
 
 
 def _of_any_size(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Numbers of rows, tokens and segments are symbols from the first call: other ones compile nothing.
+    """Make numbers of rows, tokens and segments symbols from the first call on: new ones compile nothing.
 
-    `dynamic=True` would say so of the sizes of sharded weights too.
+    `dynamic=True` would make symbols of the sizes of sharded weights too.
     """
 
     @functools.wraps(compiled)
@@ -346,7 +351,7 @@ def _of_any_size(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_sizes(value: Any) -> None:
-    """Of what a model or a layer is called with."""
+    """Mark the sizes of a model's or a layer's arguments as symbols for the compiler."""
     if isinstance(value, Tensor):
         # Hidden states and rotations are [rows, tokens, size], of which the last is the model's.
         num_free = value.ndim - 1 if value.is_floating_point() and value.ndim == 3 else value.ndim
@@ -361,7 +366,7 @@ def mark_sizes(value: Any) -> None:
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that transformers says must stay whole: one unit of sharding each."""
+    """List the layers: the modules that transformers says must stay whole, each one unit of sharding."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -394,7 +399,7 @@ def _use_own_attention(model: PreTrainedModel) -> Watch:
 
 
 def _check_head(policy: Policy) -> None:
-    """Some models do more to their logits than project, scale and cap: refuse them rather than train on others.
+    """Raise if a model does more to its logits than project, scale and cap: training would use other logits.
 
     Random models have small logits, which a cap hardly changes: the head's are made large meanwhile.
     """
@@ -412,7 +417,7 @@ def _check_head(policy: Policy) -> None:
     hooks = [model.base_model.register_forward_hook(keep_hidden), head.register_forward_hook(enlarge)]
     try:
         with torch.no_grad():
-            found = model(input_ids=probe.token_ids[None].to(model.device), use_cache=False).logits.float()
+            logits = model(input_ids=probe.token_ids[None].to(model.device), use_cache=False).logits.float()
     finally:
         for hook in hooks:
             hook.remove()
@@ -424,7 +429,7 @@ def _check_head(policy: Policy) -> None:
     if policy.logit_cap is not None:
         expected = policy.logit_cap * torch.tanh(expected / policy.logit_cap)
     is_projected = torch.equal(seen["hidden"], seen["taken"])
-    if not is_projected or not _is_close(found, expected, model.dtype):
+    if not is_projected or not _is_close(logits, expected, model.dtype):
         raise NotBuiltError(
             f"the logits of {type(model).__name__} are not its hidden states times its output embedding, scaled and"
             " capped as its config says, which is all that training has: choose another model"
@@ -432,7 +437,7 @@ def _check_head(policy: Policy) -> None:
 
 
 def _has_state(model: PreTrainedModel) -> bool:
-    """Whether layers carry something from token to token besides keys and values, across the ends of segments."""
+    """Tell whether layers carry state from token to token besides keys and values, across the ends of segments."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     is_other = not kinds <= {"full_attention", "sliding_attention"}
     # Linear attention and state spaces have one, also where a config does not name the kinds of its layers.
@@ -440,8 +445,10 @@ def _has_state(model: PreTrainedModel) -> bool:
 
 
 def _packs(wrapped: Policy | ValueModel) -> bool:
-    """Whether packed segments stay apart, and find the context they share: a model may have layers that our attention
-    does not reach."""
+    """Tell whether packed segments stay apart, and find the context that they share.
+
+    A model may have layers that our attention does not reach.
+    """
     device, dtype = wrapped.model.device, next(wrapped.parameters()).dtype
     apart = _probe(wrapped.model)
     # The same two segments behind a context of three tokens.
@@ -465,7 +472,7 @@ def _packs(wrapped: Policy | ValueModel) -> bool:
 
 
 def _probe(model: PreTrainedModel) -> MicroBatch:
-    """Two segments of 7 and 5 tokens."""
+    """Make a micro-batch of two segments, of 7 and 5 tokens."""
     token_ids = torch.arange(12) * 7919 % model.get_input_embeddings().weight.shape[0]
     return MicroBatch(
         token_ids, torch.tensor([0, 7, 12]), torch.ones(12, dtype=torch.bool), torch.ones(12), {}, ("a", "b")

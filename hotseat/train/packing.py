@@ -1,10 +1,10 @@
-"""From the segments of a step to micro-batches, and from a micro-batch to what a model takes.
+"""Micro-batches: how the segments of a step are cut into them, and how one is laid out for a model.
 
 Which segments go together changes speed and memory, never the maths (see `MicroBatch`), so the cut is made for speed:
 by a fixed number of segments, longest first, or by a token budget that is never exceeded. Both are deterministic. What
 must stand together (the segments of an episode, the two answers of a pair) is a unit and is never cut.
 
-A model gets the tokens in one of three layouts. In none is the last token of a segment: nothing comes after it.
+A model gets the tokens in one of three layouts. None has the last token of a segment: nothing comes after it.
 
     padded   [num_segments, longest] rows, filled up on the right. Attention is causal, so no token sees the filling.
     packed   [1, num_tokens], nothing filled up. Positions restart with every segment, and attention is kept inside
@@ -27,11 +27,11 @@ from torch import Tensor
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
 from hotseat.train.sequence import SequenceGroup, Slice
-from hotseat.types import MicroBatch, to_device
+from hotseat.types import MicroBatch, segment_offsets, to_device
 
 LayoutKind = Literal["auto", "padded", "packed", "shared"]
 
-# To gather queries, keys and values into rows and back, in every layer, costs as much as this share of extra tokens (a
+# Gathering queries, keys and values into rows and back, in every layer, costs as much as this share of extra tokens (a
 # 4-layer, 128-wide Llama on 2 cores). With flash attention only shared contexts need it.
 _COST_OF_GATHERING = 0.10
 
@@ -40,7 +40,7 @@ _COST_OF_GATHERING = 0.10
 
 
 def split_by_count(batch: MicroBatch, max_segments: int, units: Sequence[Hashable] | None = None) -> list[MicroBatch]:
-    """Micro-batches of at most `max_segments` segments, segments of like length together."""
+    """Cut a batch into micro-batches of at most `max_segments` segments, segments of like length together."""
     if max_segments < 1:
         raise BatchError(f"{max_segments} segments per micro-batch: set it to 1 or more")
     members = _members(batch, units)
@@ -67,10 +67,10 @@ def split_by_tokens(
     units: Sequence[Hashable] | None = None,
     allow_longer: bool = False,
 ) -> list[MicroBatch]:
-    """As few micro-batches of at most `max_tokens` as first-fit decreasing finds, then evened out if that still fits.
+    """Cut a batch into as few micro-batches of at most `max_tokens` as first-fit decreasing finds, then even them out.
 
-    With `padded` the filling counts too: number of segments x longest. With `allow_longer` what has more tokens than
-    that is a micro-batch by itself, otherwise it is an error.
+    padded: padding counts too, as number of segments x longest. allow_longer: a unit with more tokens than that is a
+    micro-batch by itself; otherwise it is an error.
     """
     members = _members(batch, units)
     lengths = _lengths(batch)
@@ -95,19 +95,18 @@ def split_by_tokens(
 
 
 def take(batch: MicroBatch, segments: Sequence[int]) -> MicroBatch:
-    """Those segments, in that order."""
+    """Make a micro-batch of these segments, in this order."""
     index = torch.as_tensor(segments, dtype=torch.int64)
     starts = batch.offsets[index]
     lengths = batch.offsets[index + 1] - starts
-    offsets = torch.zeros(len(segments) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
+    offsets = segment_offsets(lengths)
     tokens = torch.arange(int(offsets[-1])) + torch.repeat_interleave(starts - offsets[:-1], lengths)
     return MicroBatch(
         token_ids=batch.token_ids[tokens],
         offsets=offsets,
         mask=batch.mask[tokens],
         weights=batch.weights[tokens],
-        # Where there are as many tokens as segments every segment is one token, and both indices are the same.
+        # If there are as many tokens as segments, every segment is one token, and both indices are the same.
         fields={
             name: values[tokens] if values.shape[0] == batch.num_tokens else values[index]
             for name, values in batch.fields.items()
@@ -117,12 +116,12 @@ def take(batch: MicroBatch, segments: Sequence[int]) -> MicroBatch:
 
 
 def join(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """All their segments, one after another. They must have the same fields."""
+    """Join micro-batches: all their segments, one after another. They must have the same fields."""
     first = batches[0]
     lengths = torch.cat([batch.offsets[1:] - batch.offsets[:-1] for batch in batches])
     return MicroBatch(
         token_ids=torch.cat([batch.token_ids for batch in batches]),
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        offsets=segment_offsets(lengths),
         mask=torch.cat([batch.mask for batch in batches]),
         weights=torch.cat([batch.weights for batch in batches]),
         fields={name: torch.cat([batch.fields[name] for batch in batches]) for name in first.fields},
@@ -131,9 +130,9 @@ def join(batches: Sequence[MicroBatch]) -> MicroBatch:
 
 
 def with_ends(batch: MicroBatch) -> MicroBatch:
-    """Each segment with one token more, the only one under the mask: a value model's number there is for the segment.
+    """Add one token to each segment, the only one under the mask: a value model's number there is for the segment.
 
-    Fields are dropped, weights are 0: they are the caller's to set, at `offsets[1:] - 1`.
+    Fields are dropped. Weights are 0: the caller sets them, at `offsets[1:] - 1`.
     """
     num_segments = batch.num_segments
     offsets = batch.offsets + torch.arange(num_segments + 1)
@@ -146,7 +145,7 @@ def with_ends(batch: MicroBatch) -> MicroBatch:
 
 
 def _members(batch: MicroBatch, units: Sequence[Hashable] | None) -> list[list[int]]:
-    """The segments of each unit, units in order of first appearance; by default a unit is a sample id."""
+    """List the segments of each unit, units in order of first appearance; by default a unit is a sample id."""
     members: dict[Hashable, list[int]] = {}
     for segment, unit in enumerate(batch.sample_ids if units is None else units):
         members.setdefault(unit, []).append(segment)
@@ -182,7 +181,7 @@ def _first_fit_decreasing(
 
 
 def spread(sizes: list[int], num_parts: int) -> list[list[int]]:
-    """Indices into `sizes`, largest first, each to the part that has least so far (the first of equals)."""
+    """Distribute indices into `sizes`, largest first, each to the part that has least so far (the first of equals)."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -201,14 +200,14 @@ def _take_all(batch: MicroBatch, bins: list[list[int]]) -> list[MicroBatch]:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Tokens in the layout that the model runs, and which of its outputs predict the tokens that are wanted."""
+    """Tokens in the layout that the model runs, and which of its outputs predict the tokens that are scored."""
 
     input_ids: Tensor  # [num_segments, longest] or [1, num_rows]
     position_ids: Tensor | None  # [1, num_rows] when packed; None: counted from the left
     blocks: Blocks | None  # how packed tokens fall into segments; None when padded
-    rows: Tensor  # [num_wanted]: the row of the flattened output that predicts each wanted token
-    targets: Tensor  # [num_wanted]: that token
-    tokens: Tensor  # [num_wanted]: where it stands in the micro-batch
+    rows: Tensor  # [num_scored]: the row of the flattened output that predicts each scored token
+    targets: Tensor  # [num_scored]: that token
+    tokens: Tensor  # [num_scored]: where it stands in the micro-batch
     counts: Tensor | None = None  # [rows of the flattened output] float: tokens each stands for, 0: filling; if asked
 
 
@@ -221,39 +220,40 @@ def model_input(
     group: SequenceGroup | None = None,
     with_counts: bool = False,
 ) -> ModelInput:
-    """Wanted are the tokens under the mask that something precedes in their segment; only they are projected.
+    """Lay a micro-batch out for the model.
 
-    With a `group` of several ranks it is this rank's slice of a packed layout.
+    Scored are the tokens under the mask that something precedes in their segment; only they are projected. With a
+    `group` of several ranks the layout is packed, and cut to this rank's slice.
     """
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
-    lengths = torch.where(all_lengths > 1, all_lengths - 1, all_lengths)  # of what the model is given
-    segment = torch.repeat_interleave(torch.arange(batch.num_segments), lengths)  # [num_given]
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    lengths = torch.where(all_lengths > 1, all_lengths - 1, all_lengths)  # of what the model reads
+    segment = torch.repeat_interleave(torch.arange(batch.num_segments), lengths)  # [num_inputs]
+    starts = segment_offsets(lengths)
     position = torch.arange(len(segment)) - starts[segment]
-    given = offsets[segment] + position  # where it stands in the micro-batch
+    inputs = offsets[segment] + position  # [num_inputs]: where each input token stands in the micro-batch
 
     each = torch.repeat_interleave(torch.arange(batch.num_segments), all_lengths)  # [num_tokens]: the segment
-    wanted = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
-    before = starts[each[wanted]] + wanted - 1 - offsets[each[wanted]]  # the given token that predicts it
+    scored = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
+    before = starts[each[scored]] + scored - 1 - offsets[each[scored]]  # the input token that predicts it
     longest = int(lengths.max())
 
     owners = _owners(token_ids, offsets, mask, lengths, starts) if kind in ("auto", "shared") else None
     if kind == "auto":
         num_padded = batch.num_segments * longest if group is None or group.size == 1 else math.inf
-        kind = _cheapest(num_padded, len(given), owners, has_flash)
+        kind = _cheapest(num_padded, len(inputs), owners, has_flash)
     if kind == "padded":
         input_ids = torch.zeros(batch.num_segments, longest, dtype=torch.int64)
-        input_ids[segment, position] = token_ids[given]
+        input_ids[segment, position] = token_ids[inputs]
         position_ids, blocks = None, None
         rows = segment[before] * longest + position[before]
         counts = torch.bincount(segment * longest + position, minlength=input_ids.numel()).float()
     else:
-        place = torch.arange(len(given)) if kind == "packed" or owners is None else owners
-        first, row_of = torch.unique(place, return_inverse=True)  # the given token of each row, the row of each given
-        input_ids, position_ids, rows = token_ids[given[first]][None], position[first][None], row_of[before]
+        place = torch.arange(len(inputs)) if kind == "packed" or owners is None else owners
+        first, row_of = torch.unique(place, return_inverse=True)  # the input token of each row, the row of each input
+        input_ids, position_ids, rows = token_ids[inputs[first]][None], position[first][None], row_of[before]
         blocks = Blocks.of(
-            lengths, starts, row_of if len(first) < len(given) else None, device=device, has_flash=has_flash
+            lengths, starts, row_of if len(first) < len(inputs) else None, device=device, has_flash=has_flash
         )
         counts = torch.bincount(row_of, minlength=len(first)).float()
         if group is not None and group.size > 1:
@@ -261,17 +261,17 @@ def model_input(
             input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)
             counts = part.of(counts[None])[0]
             is_mine = (rows >= part.first) & (rows < part.first + part.length)
-            rows, wanted = rows[is_mine] - part.first, wanted[is_mine]
-    targets = token_ids[wanted]
+            rows, scored = rows[is_mine] - part.first, scored[is_mine]
+    targets = token_ids[scored]
     if device is not None and device.type != "cpu":
-        input_ids, rows, targets, wanted = (to_device(tensor, device) for tensor in (input_ids, rows, targets, wanted))
+        input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in (input_ids, rows, targets, scored))
         position_ids = None if position_ids is None else to_device(position_ids, device)
     counted = to_device(counts, device) if with_counts else None
-    return ModelInput(input_ids, position_ids, blocks, rows, targets, wanted, counted)
+    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted)
 
 
 def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, starts: Tensor) -> Tensor | None:
-    """[num_given]: the given token that stands for each, in the first segment that begins with the same context.
+    """Find the input token that stands for each, in the first segment with the same context: [num_inputs].
 
     A context is what precedes the first token under the mask. None if all are different.
     """
@@ -300,3 +300,17 @@ def _cheapest(num_padded: float, num_packed: int, owners: Tensor | None, has_fla
         "shared": num_shared * (1 + _COST_OF_GATHERING),
     }
     return min(costs, key=lambda kind: costs[kind])
+
+
+def filler_batch() -> MicroBatch:
+    """Make a micro-batch that counts for nothing, for a rank without work to run while the others run theirs.
+
+    None of its counts is one and no two are equal: a compiler would take either for a rule.
+    """
+    return MicroBatch(
+        token_ids=torch.zeros(13, dtype=torch.int64),
+        offsets=torch.tensor([0, 4, 13]),
+        mask=torch.arange(13) >= 11,
+        weights=torch.zeros(13),
+        sample_ids=("", ""),
+    )

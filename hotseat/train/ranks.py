@@ -1,4 +1,4 @@
-"""The ranks of one model under training, and the small things they agree on."""
+"""The ranks of one model under training, and the small facts that they exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _group_users = 0  # backends in this process that use a process group which one 
 
 
 class Ranks:
-    """This process among the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """The ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), as this process sees them.
 
     Facts about the work (counts, losses, names) travel over gloo in host memory, so that agreeing on them never waits
     for a device. A process group that is there already is used; otherwise one is started, and stopped with the last
@@ -28,7 +28,7 @@ class Ranks:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.size > 1 else 0
         self.facts: Any = None  # the process group for facts; None: the default one, which then has gloo
-        # Likewise for checkpoints alone: one is written by a thread, whose messages must not mix with the training's.
+        # A group for checkpoints alone: a thread may write one, and its messages must not mix with the training's.
         self.saving: Any = None
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._is_user = False
@@ -54,27 +54,29 @@ class Ranks:
             self.saving = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def max(self, value: int, what: str) -> int:
+        """Return the largest value of any rank. what: the purpose, for an error message."""
         if self.size == 1:
             return value
         tensor = torch.tensor(value)
-        self._together(what, dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self.facts)
+        self._wait_for(what, dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self.facts)
         return int(tensor)
 
     def gather(self, fact: Any, what: str) -> list[Any]:
-        """Every rank's fact, in rank order, on every rank."""
+        """Gather every rank's fact, in rank order, on every rank. what: the purpose, for an error message."""
         if self.size == 1:
             return [fact]
         facts: list[Any] = [None] * self.size
-        self._together(what, dist.all_gather_object, facts, fact, group=self.facts)
+        self._wait_for(what, dist.all_gather_object, facts, fact, group=self.facts)
         return facts
 
     def wait(self, what: str) -> None:
+        """Wait until every rank is here. what: the purpose, for an error message."""
         self.max(0, what)
 
     def wait_to_save(self, what: str) -> None:
-        """`wait`, among those that write a checkpoint."""
+        """Wait for the other ranks as `wait` does, among threads that write a checkpoint."""
         if self.size > 1:
-            self._together(what, dist.all_reduce, torch.tensor(0), group=self.saving)
+            self._wait_for(what, dist.all_reduce, torch.tensor(0), group=self.saving)
 
     def close(self) -> None:
         global _group_users
@@ -88,7 +90,7 @@ class Ranks:
         if _group_users == 0 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _together(self, what: str, collective: Any, *args: Any, **kwargs: Any) -> None:
+    def _wait_for(self, what: str, collective: Any, *args: Any, **kwargs: Any) -> None:
         try:
             collective(*args, **kwargs)
         except RuntimeError as error:

@@ -13,7 +13,7 @@ ScheduleKind = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then constant, linear or cosine to `min_ratio` of the peak.
+    """A schedule: warm-up, then constant, linear or cosine to `min_ratio` of the peak.
 
     With w warm-up steps of n in total, step s from 0, and x = (s − w) / (n − w), at most 1:
 
@@ -48,7 +48,7 @@ class Schedule:
             )
 
     def learning_rate(self, step: int) -> float:
-        """Of the update with this number, from 0."""
+        """Return the learning rate of an update by its number, from 0."""
         if step < self.num_warmup_steps:
             return self.peak * (step + 1) / (self.num_warmup_steps + 1)
         if self.kind == "constant":

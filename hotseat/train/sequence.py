@@ -4,7 +4,7 @@ The packed tokens of a micro-batch are cut into equal slices, one for each rank 
 to single tokens happens where they are. Attention needs whole segments, but each head for itself: an all-to-all turns
 [tokens / n, heads] into [tokens, heads / n], and another one back.
 
-Every rank of a group sees what was found for all tokens (`add_up`) and computes the same loss. Its gradient goes back
+Every rank of a group sees the outputs for all tokens (`add_up`) and computes the same loss. Its gradient goes back
 only to the rank's own tokens, so that gradients summed over all ranks are those of the loss counted once.
 """
 
@@ -25,10 +25,10 @@ from hotseat.words import quantity
 
 
 class SequenceGroup:
-    """This rank among those, next to each other, that share every micro-batch."""
+    """The group of neighbouring ranks that share every micro-batch, as this rank sees it."""
 
     def __init__(self, size: int = 1, timeout_s: float = 600.0):
-        """Together, if there is more than one."""
+        """Make the group. All ranks together, if its size is above 1."""
         self.size = size
         self.rank = 0
         self.group: Any = None
@@ -37,7 +37,7 @@ class SequenceGroup:
             self.rank = dist.get_rank(self.group)
 
     def add_up(self, values: Tensor) -> Tensor:
-        """Of all ranks of the group. The gradient of the sum is taken for each rank's own part alone."""
+        """Sum values over the ranks of the group. The gradient of the sum goes to each rank's own part alone."""
         return values if self.size == 1 else _AddUp.apply(values, self.group)
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class SequenceGroup:
 
 
 class Slice:
-    """This rank's part of a packed row, which is filled up to a multiple of the group's size."""
+    """This rank's part of a packed row, which is padded to a multiple of the group's size."""
 
     def __init__(self, group: SequenceGroup, num_tokens: int):
         self._group = group
@@ -56,7 +56,7 @@ class Slice:
         self.first = group.rank * self.length
 
     def of(self, row: Tensor) -> Tensor:
-        """[1, num_tokens] -> [1, length]."""
+        """Cut this rank's slice out of a row: [1, num_tokens] -> [1, length]."""
         filled = pad(row, (0, self.length * self._group.size - self._num_tokens))
         return filled[:, self.first : self.first + self.length]
 
@@ -64,7 +64,7 @@ class Slice:
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Attention of the whole row for a part of the heads; then of this slice for all of them.
+        """Attend over the whole row for a part of the heads, and return this slice for all heads.
 
         [1, heads, length, head_size] each, key and value with their own number of heads -> [1, length, heads, ...].
         """
@@ -79,14 +79,14 @@ class Slice:
         return parts.transpose(0, 1).flatten(1, 2)[None]
 
     def _all_tokens(self, tensor: Tensor) -> Tensor:
-        """[1, heads, length, head_size] -> [1, heads / size, num_tokens, head_size]."""
+        """Exchange heads for tokens: [1, heads, length, head_size] -> [1, heads / size, num_tokens, head_size]."""
         parts = tensor[0].unflatten(0, (self._group.size, -1)).transpose(1, 2)  # [size, length, heads / size, ...]
         row = _Exchange.apply(parts, self._group.group).flatten(0, 1)
         return row[: self._num_tokens].transpose(0, 1)[None]
 
 
 class _Exchange(torch.autograd.Function):
-    """Part j of rank i becomes part i of rank j. [size, ...] in and out; the gradient takes the same way."""
+    """An all-to-all: part j of rank i becomes part i of rank j. [size, ...] in and out; gradients take the same way."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -106,6 +106,8 @@ def _exchange(parts: Tensor, group: Any) -> Tensor:
 
 
 class _AddUp(torch.autograd.Function):
+    """A sum over ranks whose gradient stays on each rank."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         total = values.clone()
@@ -118,7 +120,7 @@ class _AddUp(torch.autograd.Function):
 
 
 def check_ranks(size: int, num_ranks: int, name: str = "train.sequence_parallel_size") -> None:
-    """Raise unless ranks divide into groups of the size that is set so."""
+    """Raise unless ranks divide into groups of this size. name: the setting that it comes from."""
     if num_ranks % size:
         raise UserError(
             f"{name} is {size}, and {quantity(num_ranks, 'rank')} cannot be divided into groups of that size:"
@@ -137,6 +139,6 @@ def check_heads(size: int, model_config: Any) -> None:
 
 
 def divisors(number: int) -> str:
-    """As words: `1, 2 or 4`."""
-    found = [str(size) for size in range(1, number + 1) if number % size == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    """Name the divisors of a number: `1, 2 or 4`."""
+    sizes = [str(size) for size in range(1, number + 1) if number % size == 0]
+    return sizes[0] if len(sizes) == 1 else f"{', '.join(sizes[:-1])} or {sizes[-1]}"

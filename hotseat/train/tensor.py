@@ -26,20 +26,20 @@ from hotseat.train.experts import has_experts
 from hotseat.train.sequence import divisors
 
 TENSOR_PARALLEL_SIZE = "train.deepspeed.tensor_parallel_size"
-_CUT = ("colwise", "rowwise")  # how linear layers are
+_CUT = ("colwise", "rowwise")  # how linear layers are cut
 _DIVIDED = {
     "num_attention_heads": "attention heads",
     "num_key_value_heads": "key-value heads",
     "intermediate_size": "columns between the halves of an MLP",
 }
-# Whole, but applied to a part of the heads: its gradient is summed over the group. Norms of queries and keys.
+# Norms of queries and keys: whole, but applied to a part of the heads, so that gradients are summed over the group.
 _SUMMED = "replicated_with_grad_allreduce"
 _WHOLE = "embedding_rowwise"  # a plan may cut embeddings; the head reads them whole
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a rank's part of a weight lies in the whole one."""
+    """The part of a weight that a rank holds, and where it lies in the whole weight."""
 
     dim: int
     start: int  # along that dimension
@@ -51,18 +51,18 @@ class Cut:
         return tuple(self.start if dim == self.dim else 0 for dim in range(len(self.whole)))
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part."""
+        """Cut this rank's part out of the whole weight."""
         return whole.narrow(self.dim, self.start, self.part[self.dim])
 
 
 class TensorGroup:
-    """This rank among those that have the parts of each layer, and among those that have the same part.
+    """Two groups of this rank: ranks that have the parts of each layer, and ranks that have the same part.
 
-    DeepSpeed asks it by the names of Megatron's `mpu`.
+    Its methods have the names of Megatron's `mpu`, by which DeepSpeed calls them.
     """
 
     def __init__(self, size: int, timeout_s: float):
-        """Together."""
+        """Make the groups. All ranks together."""
         timeout = datetime.timedelta(seconds=timeout_s)
         self.size = size
         self.num_across = dist.get_world_size() // size
@@ -73,7 +73,7 @@ class TensorGroup:
         self.across: Any = groups[self.rank]  # those with the same part
 
     def gather(self, part: Tensor, cut: Cut) -> Tensor:
-        """Together. The whole of a weight that is cut."""
+        """Gather the whole of a weight that is cut. All ranks together."""
         parts = [torch.empty(cut.part, dtype=part.dtype, device=part.device) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous().view(cut.part), group=self.group)
         return torch.cat(parts, cut.dim)
@@ -106,7 +106,7 @@ class TensorGroup:
 
 
 def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, Cut]:
-    """Together. Keep this rank's part of each layer, in place; how it was cut, by name of the weight."""
+    """Keep this rank's part of each layer, in place; return how each weight was cut, by name. All ranks together."""
     from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.autotp_config import AutoTPConfig
     from deepspeed.module_inject.layers import set_autotp_mode
@@ -151,7 +151,7 @@ def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, Cut]:
 
 
 def _plan(config: Any) -> dict[str, str]:
-    """How transformers would cut the layers of a model of this config."""
+    """Return how transformers would cut the layers of a model of this config."""
     plan: Mapping[str, str] = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return {pattern: style for pattern, style in plan.items() if style != _WHOLE}
 

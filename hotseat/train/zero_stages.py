@@ -1,6 +1,6 @@
-"""What DeepSpeed's optimizers look like inside: where a weight's master copy and gradient are, for each ZeRO stage.
+"""The insides of DeepSpeed's optimizers: where a weight's master copy and gradient are, for each ZeRO stage.
 
-All that depends on DeepSpeed's own names is here and in `zero.py`; written for 0.19.
+All that depends on DeepSpeed's own names is here, in `zero.py` and in `zero_config.py`; written for 0.19.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Piece:
     offset: int = 0  # in the owner, flattened
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The stretch [size] in the owner, or in state that is as large."""
+        """Return the stretch [size] of the owner, or of state that is as large."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
 
 
 class Stage(ABC):
-    """A model that DeepSpeed shards, or does not."""
+    """A model under one ZeRO stage."""
 
     are_gradients_sharded = True
     scaler: Any = None  # of the loss, for fp16: DeepSpeed's
@@ -39,7 +39,7 @@ class Stage(ABC):
 
     @abstractmethod
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
-        """Of those weights that this rank has a stretch of."""
+        """Return this rank's stretch of each weight that it has one of, by name."""
 
     def scale(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.cur_scale)
@@ -52,18 +52,18 @@ class Stage(ABC):
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """With the norm of all that this rank has."""
+        """Return tensors that together have the norm of this rank's gradients."""
 
     @abstractmethod
     def are_of(self, weights: Collection[int]) -> list[bool]:
-        """Of each of `gradients`, whether it belongs to one of the weights with these ids.
+        """Tell for each of `gradients` whether it belongs to one of the weights with these ids.
 
-        The optimizer must have them in groups apart from others.
+        The optimizer must have those weights in groups apart from others.
         """
 
     @abstractmethod
     def step(self, factor: float) -> None:
-        """With gradients times the factor."""
+        """Take an optimizer step with gradients times the factor."""
 
     @abstractmethod
     def forget_gradients(self) -> None: ...
@@ -77,10 +77,10 @@ class Stage(ABC):
 
     @abstractmethod
     def live(self, weights: Mapping[str, nn.Parameter]) -> list[Tensor]:
-        """The memory of the weights that forwards use."""
+        """Return the tensors that hold the weights which forwards use."""
 
     def gradient_memory(self) -> list[Tensor]:
-        """What of gradients has memory between updates."""
+        """Return the tensors that hold memory of gradients between updates."""
         return []
 
     def release(self) -> None:  # noqa: B027
@@ -115,8 +115,8 @@ class Unsharded(Stage):
 
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
         masters = dict(zip(map(id, self._trained), self.owners, strict=True))
-        found = {name: masters.get(id(weight), weight) for name, weight in weights.items()}
-        return {name: Piece(0, owner.numel(), owner) for name, owner in found.items()}
+        owners = {name: masters.get(id(weight), weight) for name, weight in weights.items()}
+        return {name: Piece(0, owner.numel(), owner) for name, owner in owners.items()}
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self._engine.backward(loss * self.scale(), scale_wrt_gas=False)
@@ -161,7 +161,7 @@ class Unsharded(Stage):
 
 
 class _Sharded(Stage):
-    """What DeepSpeed's sharding optimizers have in common."""
+    """The common part of stages that shard."""
 
     def __init__(self, engine: Any, is_offloaded: bool, num_averaged: int):
         self._engine = engine
@@ -188,7 +188,7 @@ class _Sharded(Stage):
 
     def gradients(self) -> list[Tensor]:
         if self._is_offloaded:
-            # They are on their way to host memory, each after DeepSpeed has taken its norm: which is all that is asked.
+            # Gradients are on their way to host memory. DeepSpeed has taken their norms, which is all that is needed.
             return [norm.detach().float().view(1) for norm in self._zero.norm_for_param_grads.values()]
         return [gradient for group in self._zero.averaged_gradients.values() if group for gradient in group]
 
@@ -231,19 +231,19 @@ class Flattened(_Sharded):
         self._kept_gradients = kept_gradients
 
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
-        found = {}
+        pieces = {}
         for name, weight in weights.items():
             if not weight.requires_grad:
-                found[name] = Piece(0, weight.numel(), weight)
+                pieces[name] = Piece(0, weight.numel(), weight)
             elif weight._hp_mapping is not None:
                 place = weight._hp_mapping
                 owner = self.owners[place.param_group_index]
                 within = place.lp_fragment_address
-                found[name] = Piece(within.start, within.numel, owner, place.hp_fragment_address.start)
-        return found
+                pieces[name] = Piece(within.start, within.numel, owner, place.hp_fragment_address.start)
+        return pieces
 
     def forget_gradients(self) -> None:
-        # As DeepSpeed does after an overflow; there is no other way to leave out a step.
+        # DeepSpeed does the same after an overflow; there is no other way to leave out a step.
         zero = self._zero
         if self._engine.is_deepcompile_active():
             zero._release_preflattened_grad_buffers()
@@ -292,7 +292,7 @@ class Scattered(_Sharded):
             start_state(self._zero.optimizer, self.owners)
 
     def pieces(self, weights: Mapping[str, Any]) -> dict[str, Piece]:
-        found = {}
+        pieces = {}
         for name, weight in weights.items():
             share = weight.partition_numel()
             start = min(self._rank * share, weight.ds_numel)
@@ -303,8 +303,8 @@ class Scattered(_Sharded):
             else:
                 piece = Piece(start, size, weight.ds_tensor)
             if size:
-                found[name] = piece
-        return found
+                pieces[name] = piece
+        return pieces
 
     def forget_gradients(self) -> None:
         self._zero.zero_grad(set_to_none=True)
@@ -340,8 +340,8 @@ class Scattered(_Sharded):
             self._zero.invalidate_secondary_tensor()
 
     def live(self, weights: Mapping[str, Any]) -> list[Tensor]:
-        found = [tensor for weight in weights.values() for tensor in (weight.detach(), weight.ds_tensor)]
-        return [*found, self._zero.lp_param_buffer] if self._is_trained else found
+        tensors = [tensor for weight in weights.values() for tensor in (weight.detach(), weight.ds_tensor)]
+        return [*tensors, self._zero.lp_param_buffer] if self._is_trained else tensors
 
     def gradient_memory(self) -> list[Tensor]:
         if not self._is_trained:

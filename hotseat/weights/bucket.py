@@ -1,8 +1,8 @@
 """Buckets: many tensors in one block of bytes, so that few large transfers replace many small ones.
 
 A bucket is small itself: it names its tensors, and its `data` says how to get at their bytes. It can be pickled to any
-process, and the bytes come there when it is iterated: mapped, received, or out of the pickle, as its lane has it
-(`host`, `device_ipc`, `broadcast`). An engine that hands its buckets on to worker processes needs to know nothing else.
+process, and the bytes come there when it is iterated: mapped, received, or out of the pickle, as its transport has it
+(`host_memory`, `device_ipc`, `broadcast`). An engine that hands its buckets on to worker processes needs nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 ALIGNMENT = 64  # bytes; a view of any dtype may start at such an offset
 _FIRST_BLOCK = 1 << 26  # bytes; what a small model makes do with
 
-# By name, not by pickled object: what arrives is data.
+# Types travel by name, not as pickled objects: what arrives is data.
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
@@ -26,7 +26,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in a bucket."""
+    """The place of one tensor in a bucket."""
 
     name: str
     dtype: str
@@ -36,10 +36,10 @@ class Entry:
 
 
 class Data(Protocol):
-    """The way to a bucket's bytes."""
+    """The way to a bucket's bytes, one class for each transport."""
 
     def open(self) -> Tensor:
-        """[at least the bucket's bytes] uint8, in this process. To be read, not written, until the next bucket."""
+        """Return [at least the bucket's bytes] uint8 in this process, to be read only, until the next bucket."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Bucket:
     data: Data
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, as views of the bytes: others read them too, and the sender will reuse them."""
+        """Yield names and tensors: views of bytes that others read too and that the sender will reuse."""
         whole = self.data.open()
         for entry in self.entries:
             piece = whole[entry.start : entry.start + entry.num_bytes]
@@ -75,12 +75,12 @@ class Packer:
 
     @property
     def turn(self) -> int:
-        """Which of the two blocks was packed last."""
+        """Tell which of the two blocks was packed last."""
         return self._turn
 
     @property
     def block(self) -> Tensor:
-        """The block that was packed last."""
+        """Return the block that was packed last."""
         return self._blocks[self._turn]
 
     def begin(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -88,7 +88,10 @@ class Packer:
         self._next = next(self._named, None)
 
     def pack(self) -> tuple[tuple[Entry, ...], int] | None:
-        """Fill the other block: its entries and bytes; None if nothing is left. The copy may still be under way."""
+        """Fill the other block; return its entries and bytes, or None if no tensor is left.
+
+        The copy may still be under way.
+        """
         if self._next is None:
             return None
         self._turn = 1 - self._turn
@@ -115,7 +118,7 @@ class Packer:
             return
         size = max(needed, min(self._bucket_bytes, max(2 * block.numel(), _FIRST_BLOCK)))
         if block.is_cuda:
-            torch.cuda.empty_cache()  # For a segment of its own: one that it shares could not be given back.
+            torch.cuda.empty_cache()  # The block gets a segment of its own: a shared one could not be given back.
         grown = torch.empty(size, dtype=torch.uint8, device=block.device)
         grown[:used] = block[:used]
         self._blocks[self._turn] = grown

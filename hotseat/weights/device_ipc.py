@@ -28,7 +28,7 @@ _own: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()  
 
 @dataclass(frozen=True)
 class Handle:
-    """One block of a sender."""
+    """The handle by which a process maps one block of a sender."""
 
     block: str
     storage: tuple[Any, ...]  # what `_new_shared_cuda` takes after the number of the device
@@ -69,7 +69,7 @@ class Exporter:
 
 
 def merge(buckets: Sequence[Bucket]) -> Bucket:
-    """The same bucket of several ranks as one that can be read on the devices of all."""
+    """Merge the same bucket of several ranks into one that can be read on the devices of all."""
     first = buckets[0]
     assert all((b.version, b.index, b.entries) == (first.version, first.index, first.entries) for b in buckets)
     parts = [bucket.data for bucket in buckets]
@@ -83,7 +83,7 @@ def device_uuid(index: int) -> str:
 
 
 def _map(handle: Handle) -> Tensor:
-    """[size of the block] uint8."""
+    """Map a block into this process: [size of the block] uint8."""
     if handle.block in _own:
         return _own[handle.block]
     known = _mapped.get(handle.block)

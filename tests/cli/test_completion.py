@@ -36,7 +36,7 @@ def complete(scripts, tmp_path):
 
     def ask(*words: str) -> list[str]:
         command = ["bash", "--norc", "-c", ASK, "bash", str(scripts / "bash"), "hotseat", *words]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
         return result.stdout.split("\n")[:-1]
 
@@ -97,7 +97,7 @@ def test_keys_have_the_words_that_the_tree_has():
 def test_shells_can_read_their_script(scripts, shell):
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    result = subprocess.run([shell, "-n", scripts / shell], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([shell, "-n", scripts / shell], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -106,6 +106,6 @@ def test_fish_completes(scripts):
         pytest.skip("no fish here")
     asked = f"source {scripts / 'fish'}; complete -C 'hotseat run x.yaml rollout.engine='"
     result = subprocess.run(
-        ["fish", "--no-config", "-c", asked], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent
+        ["fish", "--no-config", "-c", asked], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
     )
     assert result.stdout.split() == ["rollout.engine=transformers", "rollout.engine=vllm"]

@@ -13,7 +13,7 @@ from hotseat.config import load
 from hotseat.config.checks import missing
 from hotseat.errors import UserError
 from hotseat.loop.run import start
-from hotseat.loop.starter import questions
+from hotseat.loop.setup.starter import questions
 from hotseat.observe import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_a_refusal_loads_nothing_heavy(tmp_path):
     (tmp_path / "rl.yaml").write_text("")
     code = f"import sys; from hotseat.cli.main import main; print(main(['new', 'rl', {str(tmp_path)!r}]))\n"
     code += "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert result.stdout.splitlines() == ["2", "[]"], result.stderr
 
 

@@ -1,14 +1,17 @@
 """The commands themselves: what they print, what they start, what they refuse, and with which exit code."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from hotseat.cli.openrlhf.argv import hide_secrets
-from hotseat.cli.openrlhf.flags import COMMANDS
-from hotseat.cli.openrlhf.run import begin, is_launched, main, render_help
+from hotseat.cli.openrlhf.flags import COMMANDS, TASKS
+from hotseat.cli.openrlhf.help import EXAMPLES, GROUPS, MEANINGS, NO_EFFECT, NOT_BUILT, WIDTH, group_of, render_help
+from hotseat.cli.openrlhf.run import begin, is_launched, main
 from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads
 from hotseat.config.built import UNBUILT, not_built
@@ -66,7 +69,9 @@ def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
-    (tmp_path / "r.py").write_text("def reward_func(queries, prompts, labels): ...\n")
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "r.py").write_text("def reward_func(queries, prompts, labels): return [0.0] * len(queries)\n")
     text = COMPLETE["train_ppo_ray"].replace(" --engine transformers", "")
     assert main("train_ppo_ray", text.split(), {}) == 2
     said = capsys.readouterr().err
@@ -207,7 +212,7 @@ def test_a_refusal_does_not_repeat_a_key(text, capsys):
 
 
 def python(*argv):
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=300, env=dict(os.environ))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -252,10 +257,71 @@ def test_help_lists_every_flag(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_explains_every_flag(command):
-    effects = [line for line in render_help(command).splitlines() if line.startswith("      ")]
-    assert len(effects) == len(COMMANDS[command])
-    assert all(" " in line.strip() for line in effects)  # more than the name of a field
+def test_help_explains_every_flag_and_shows_its_default(command):
+    _, first, listed = render_help(command).partition("Model and data:")
+    flags = re.split(r"\n(?=  -)", first + listed)[1:]
+    assert len(flags) == len(COMMANDS[command])
+    for entry in flags:
+        head, _, effect = entry.partition("\n")
+        assert re.search(r"\(default: .+\)$", head), head
+        assert effect.startswith("      ")
+        assert " " in effect.strip()  # more than the name of a field
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_sorts_flags_into_groups(command):
+    text = render_help(command)
+    headings = [line[:-1] for line in text.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
+    assert headings == [name for name in (*GROUPS, NOT_BUILT, NO_EFFECT) if name in headings]
+    for heading in headings:
+        body = re.split(r"\n\n", text.split(f"\n{heading}:\n")[1])[0]
+        names = re.findall(r"^  (--[\w.-]+)", body, re.MULTILINE)
+        assert names == sorted(names, key=str.lower)
+        assert names == sorted((flag.name for flag in COMMANDS[command] if group_of(flag) == heading), key=str.lower)
+
+
+def test_flags_are_where_people_look_for_them():
+    groups = {flag.name: group_of(flag) for flag in COMMANDS["train_ppo_ray"]}
+    assert groups["--pretrain"] == groups["--prompt_data"] == groups["--critic_pretrain"] == "Model and data"
+    assert groups["--temperature"] == groups["--agent_func_path"] == "Rollout and agents"
+    assert groups["--init_kl_coef"] == groups["--value_clip"] == "Algorithm"
+    assert groups["--remote_rm_url"] == groups["--reward_pretrain"] == "Reward"
+    assert groups["--zero_stage"] == groups["--actor_learning_rate"] == groups["--local_rank"] == "Training"
+    assert groups["--save_steps"] == groups["--use_wandb"] == "Evaluation, checkpoints and logging"
+    assert groups["--colocate_all_models"] == groups["--vllm_enable_sleep"] == "Placement"
+    assert groups["--load_in_4bit"] == groups["--freeze_visual_encoder"] == NOT_BUILT
+    assert groups["--flash_attn"] == NO_EFFECT
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_an_example_that_is_complete(command, capsys):
+    text = render_help(command)
+    example = "\n".join(text.splitlines()[2:5])
+    assert example == EXAMPLES[command]
+    words = shlex.split(example.replace("\\\n", ""))
+    assert words[:3] == ["python", "-m", f"hotseat.cli.{command}"]
+    unbuilt = {value for each in UNBUILT if each.key == "task" for value in each.values}
+    is_built = TASKS[command] not in unbuilt
+    assert is_built or "--print_config" in words
+    started = []
+
+    def start(config, launched):
+        started.append(config)
+
+    code = main(command, [word for word in words[3:] if word != "--print_config"], {}, start=start)
+    assert (code, len(started)) == ((0, 1) if is_built else (2, 0))
+    assert is_built or "not part of this version" in capsys.readouterr().err
+
+
+def test_meanings_are_of_flags_that_exist():
+    assert set(MEANINGS) <= {flag.name for flags in COMMANDS.values() for flag in flags}
+    assert "cluster.component_placement: Devices on each node of the actor." in render_help("train_ppo_ray")
+
+
+def test_help_has_at_most_100_columns_but_for_long_names():
+    for command in COMMANDS:
+        effects = [line for line in render_help(command).splitlines() if line.startswith("      ")]
+        assert max(map(len, effects)) <= WIDTH
 
 
 # --- what is not built ------------------------------------------------------------------------------------------------

@@ -121,8 +121,8 @@ class Plain:
         dist.destroy_process_group()
         return float(tensor)
 
-    def call_other(self, group, method: str, *args) -> list:
-        return group.call(method, *args, timeout_s=20)
+    def call_other(self, group, method: Callable, *args) -> list:
+        return group.within(20).call(method, *args)
 
     def close_other(self, group) -> None:
         group.close()
@@ -145,7 +145,7 @@ class Plain:
         import ray
 
         self.nested = ray.remote(Plain).options(num_cpus=0).remote()
-        return ray.get(self.nested.pid.remote(), timeout=60)
+        return ray.get(self.nested.pid.remote(), timeout=300)
 
 
 class Busy:

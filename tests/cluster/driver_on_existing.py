@@ -35,19 +35,19 @@ def work(cluster: Cluster) -> dict:
     numbers = {}
     for node in (0, 1):  # the channel waits here, then there
         channel = cluster.channel("numbers", int, 4, node=node)
-        pending = rollout.start("produce", channel, 20, ranks=[0])
-        numbers[node] = actor.call("consume", channel, timeout_s=60)[0]
+        pending = rollout.on(0).start(Plain.produce, channel, 20)
+        numbers[node] = actor.within(60).call(Plain.consume, channel)[0]
         pending.result(60)
     return {
         "pid": os.getpid(),
         "session": cluster.session,
         "nodes": [[node.rank, node.num_devices] for node in cluster.nodes],
-        "node_ids": [node.id for node in cluster._ray.nodes],
-        "actor": actor.call("where"),
-        "rollout": rollout.call("where"),
+        "node_ids": [node.id for node in cluster._runtime._connection.nodes],
+        "actor": actor.call(Where.where),
+        "rollout": rollout.call(Where.where),
         "numbers": numbers,
         "alive": rollout.alive(),
-        "children": rollout.call("spawn_child"),
+        "children": rollout.call(Plain.spawn_child),
         "workers": [*actor.pids(), *rollout.pids()],
     }
 
@@ -77,7 +77,7 @@ if __name__ == "__main__":
             print(json.dumps(work(cluster)), flush=True)
         cluster = Cluster()
         group = cluster.launch("again", Plain, processes=[Process(0, 0, (1,)), Process(1, 1, (2,))])
-        facts = {"session": cluster.session, "children": group.call("spawn_child"), "workers": group.pids()}
+        facts = {"session": cluster.session, "children": group.call(Plain.spawn_child), "workers": group.pids()}
         facts["nodes"] = [[node.rank, node.num_devices] for node in cluster.nodes]
         print(json.dumps(facts), flush=True)
         time.sleep(300)

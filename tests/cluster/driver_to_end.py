@@ -27,13 +27,13 @@ def work(cluster: Cluster) -> None:
     facts = {
         "pid": os.getpid(),
         "session": cluster.session,
-        "directory": cluster._directory,
-        "guard": cluster._guard_process.pid,
+        "directory": cluster._session.directory,
+        "guard": cluster._session.guard.pid,
         "workers": group.pids(),
-        "children": group.call("spawn_child"),
-        "segment": group.call("segment", ranks=[0])[0],
+        "children": group.call(Plain.spawn_child),
+        "segment": group.on(0).call(Holding.segment)[0],
     }
-    pending = group.start("sleep", 300)
+    pending = group.start(Plain.sleep, 300)
     print(json.dumps(facts), flush=True)
     pending.result(300)
 
@@ -47,5 +47,5 @@ if __name__ == "__main__":
         work(Cluster(num_devices=2))
     elif sys.argv[1] == "local":
         cluster = Cluster("local")
-        print(json.dumps({"session": cluster.session, "guard": cluster._guard_process.pid}), flush=True)
+        print(json.dumps({"session": cluster.session, "guard": cluster._session.guard.pid}), flush=True)
         time.sleep(300)

@@ -352,7 +352,7 @@ def test_a_killed_broker_wakes_both_ends(tmp_path, peer):
     os.kill(broker.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="the broker of channel 'numbers' is gone"):
         waiting()
-    assert "WorkerError: the broker of channel 'numbers' is gone" in other.communicate(timeout=60)[0]
+    assert "WorkerError: the broker of channel 'numbers' is gone" in other.communicate(timeout=300)[0]
     broker.close()
 
 

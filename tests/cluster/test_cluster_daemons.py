@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotseat.cluster._ray import RayGroup, _Daemons
+from hotseat.cluster._ray.connection import RayConnection
+from hotseat.cluster._ray.daemons import DaemonWatch
+from hotseat.cluster._ray.group import RayGroup
 from hotseat.errors import ClusterError
 
 
@@ -32,7 +34,7 @@ def test_a_daemon_that_is_killed_is_told_once_by_name(process, name, words):
         told.append(error)
         heard.set()
 
-    daemons = _Daemons({name: [SimpleNamespace(process=process)], "monitor": []}, lose)
+    daemons = DaemonWatch({name: [SimpleNamespace(process=process)], "monitor": []}, lose)
     assert daemons.lost() is None
     process.kill()
     assert heard.wait(60)
@@ -43,7 +45,7 @@ def test_a_daemon_that_is_killed_is_told_once_by_name(process, name, words):
 
 def test_daemons_that_live_until_they_are_closed_are_not_told_of(process):
     told: list[ClusterError] = []
-    daemons = _Daemons({"raylet": [SimpleNamespace(process=process)]}, told.append)
+    daemons = DaemonWatch({"raylet": [SimpleNamespace(process=process)]}, told.append)
     daemons.close()
     process.kill()
     process.wait(10)
@@ -55,9 +57,38 @@ def test_calls_that_wait_fail_and_answered_ones_keep_their_answer():
     waiting, starting, answered = Future(), Future(), Future()
     answered.set_result(1)
     group._pending |= {waiting, answered}
-    group._starting = SimpleNamespace(_futures={0: starting}), 1.0
+    group._starting = SimpleNamespace(futures={0: starting}), 1.0
     error = ClusterError("Ray is gone")
     group.lose(error)
     assert waiting.exception(0) is error
     assert starting.exception(0) is error
     assert answered.result(0) == 1
+
+
+class StartsAtThe(RayConnection):
+    """A connection whose starts fail until the last, as Ray's do."""
+
+    def __init__(self, *errors: Exception):
+        self._session = SimpleNamespace(name="nobody-has-this-mark")
+        self._errors = list(errors)
+        self.num_starts = 0
+
+    def _start_once(self, *args: object) -> None:
+        self.num_starts += 1
+        if self._errors:
+            raise self._errors.pop(0)
+
+
+def test_ray_is_started_once_more_where_its_daemons_were_too_slow():
+    slow = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+    connection = StartsAtThe(Exception(slow))
+    connection._start_own(1, None, 1 << 20, False)
+    assert connection.num_starts == 2
+    twice = StartsAtThe(Exception(slow), Exception(slow))
+    with pytest.raises(Exception, match="timed out during startup"):
+        twice._start_own(1, None, 1 << 20, False)
+    assert twice.num_starts == 2
+    other = StartsAtThe(ValueError("num_gpus"))
+    with pytest.raises(ValueError, match="num_gpus"):
+        other._start_own(1, None, 1 << 20, False)
+    assert other.num_starts == 1

@@ -13,53 +13,53 @@ import pytest
 from cluster_workers import Plain, wait_until
 
 from hotseat.cluster import doctor
-from hotseat.cluster.activity import DIRECTORY, Activity, Doing, read_activity
-from hotseat.cluster.doctor import Patient, Watch, _blame, awaited_in, examine, is_hang
+from hotseat.cluster.activity import DIRECTORY, Activity, Operation, read_activity
+from hotseat.cluster.doctor import ProcessReport, Watch, _blame, awaited_in, examine, is_hang
 from hotseat.errors import DeadlineError, WorkerError
 
 PYTHON = sys.executable
 COLLECTIVE = "all_reduce (torch/distributed/distributed_c10d.py:3)"
 
 
-def patient(name: str, state: str = "running", whom: tuple[str, ...] = (), stack: str = "") -> Patient:
-    doing = (Doing("'update'", whom, time.time() - 5),)
-    return Patient(name, 7, state, doing, stack)
+def report(name: str, state: str = "running", whom: tuple[str, ...] = (), stack: str = "") -> ProcessReport:
+    doing = (Operation("'update'", whom, time.time() - 5),)
+    return ProcessReport(name, 7, state, doing, stack)
 
 
 def test_one_that_is_gone_or_stopped_is_to_blame():
-    healthy = [patient("actor rank 0"), patient("rollout rank 0")]
-    assert _blame([*healthy, patient("actor rank 1", "stopped")], ["actor rank 0"]).startswith("actor rank 1 (pid 7)")
-    blamed = _blame([*healthy, patient("actor rank 1", "stopped"), patient("rollout rank 1", "gone")], [])
+    healthy = [report("actor rank 0"), report("rollout rank 0")]
+    assert _blame([*healthy, report("actor rank 1", "stopped")], ["actor rank 0"]).startswith("actor rank 1 (pid 7)")
+    blamed = _blame([*healthy, report("actor rank 1", "stopped"), report("rollout rank 1", "gone")], [])
     assert blamed == "rollout rank 1 (pid 7), which is gone"
 
 
 def test_blame_follows_the_waits_to_their_end():
-    patients = [
-        patient("agents rank 0", whom=("rollout rank 1",)),
-        patient("rollout rank 0"),
-        patient("rollout rank 1"),
+    processes = [
+        report("agents rank 0", whom=("rollout rank 1",)),
+        report("rollout rank 0"),
+        report("rollout rank 1"),
     ]
-    assert _blame(patients, ["agents rank 0"]).startswith(
+    assert _blame(processes, ["agents rank 0"]).startswith(
         "rollout rank 1 (pid 7), which waits for nobody ('update', for"
     )
 
 
 def test_the_rank_that_is_not_in_the_collective_holds_up_the_others():
-    patients = [
-        patient("actor rank 0", stack=COLLECTIVE),
-        patient("actor rank 1", stack="sleep (user.py:4)"),
-        patient("actor rank 2", stack=COLLECTIVE),
+    processes = [
+        report("actor rank 0", stack=COLLECTIVE),
+        report("actor rank 1", stack="sleep (user.py:4)"),
+        report("actor rank 2", stack=COLLECTIVE),
     ]
-    assert _blame(patients, ["actor rank 0", "actor rank 2"]).startswith("actor rank 1")
+    assert _blame(processes, ["actor rank 0", "actor rank 2"]).startswith("actor rank 1")
 
 
 def test_a_circle_is_named_whole():
-    patients = [patient("a rank 0", whom=("b rank 0",)), patient("b rank 0", whom=("a rank 0",))]
-    assert _blame(patients, ["a rank 0"]) == "a rank 0 and b rank 0, which wait for each other"
+    processes = [report("a rank 0", whom=("b rank 0",)), report("b rank 0", whom=("a rank 0",))]
+    assert _blame(processes, ["a rank 0"]) == "a rank 0 and b rank 0, which wait for each other"
 
 
 def test_where_nobody_says_anything_nobody_is_accused():
-    assert _blame([patient("a rank 0")], []).startswith("nobody in particular")
+    assert _blame([report("a rank 0")], []).startswith("nobody in particular")
 
 
 def test_the_innermost_wait_counts():
@@ -199,12 +199,12 @@ def test_a_slow_start_is_not_silence_and_a_stop_is(slow):
     with watch(limit_s=2.0, pinged=["slow"]):
         slow.ready()
     with watch(limit_s=60.0, pinged=["slow"]):  # a loaded machine may hold an answer up for longer than 2 s
-        assert slow.call("add", 1) == [1]
-        [before] = slow.call("pings")
-        wait_until(lambda: slow.call("pings")[0] > before + 1)  # the next comes when the last was answered
+        assert slow.call(Plain.add, 1) == [1]
+        [before] = slow.call(Slow.pings)
+        wait_until(lambda: slow.call(Slow.pings)[0] > before + 1)  # the next comes when the last was answered
     assert told == []
     with watch(limit_s=2.0):
-        waiting = slow.start("sleep", 600)
+        waiting = slow.start(Plain.sleep, 600)
         [pid] = slow.pids()
         os.kill(pid, signal.SIGSTOP)
         started = time.monotonic()
@@ -213,9 +213,9 @@ def test_a_slow_start_is_not_silence_and_a_stop_is(slow):
         assert time.monotonic() - started < 100
         assert told == [(0, "it was stopped for 2 s")]
         slow.restart(0)
-        assert slow.call("add", 2) == [2]
+        assert slow.call(Plain.add, 2) == [2]
         slow.end(0, "too late", pid=pid)  # that one is gone already, and its successor is not meant
-        assert slow.call("add", 3) == [3]
+        assert slow.call(Plain.add, 3) == [3]
 
 
 @pytest.mark.ray
@@ -227,7 +227,7 @@ def test_one_that_leaves_pings_unanswered_is_ended(ray_cluster):
             return "too late"
 
     group = ray_cluster.launch("deaf", Deaf, args=(0.0,))
-    waiting = group.start("sleep", 60)
+    waiting = group.start(Plain.sleep, 60)
     told = []
     watch = Watch({"deaf": group}, pinged=["deaf"], limit_s=2.0, on_silence=lambda *what: told.append(what))
     try:
@@ -245,14 +245,14 @@ def test_examine_shows_what_everybody_is_doing_and_where(ray_cluster, tmp_path):
     group = ray_cluster.launch("sleepers", Plain, processes=2)
     try:
         begun = tmp_path / "begun"
-        pending = group.start("wait_for_file", str(begun), str(tmp_path / "never"), rank=1)
-        wait_until(lambda: begun.exists() and pending._futures[0].done())
+        pending = group.start(Plain.wait_for_file, str(begun), str(tmp_path / "never"), rank=1)
+        wait_until(lambda: begun.exists() and pending.futures[0].done())
         with pytest.raises(DeadlineError) as caught:
             pending.result(0.5)
         found = examine([group], caught.value)
         assert found.culprit.startswith("sleepers rank 1 (pid ")
         assert "'wait_for_file', for" in found.summary()
-        assert "wait_for_file" in next(each for each in found.patients if each.name == "sleepers rank 1").stack
+        assert "wait_for_file" in next(each for each in found.processes if each.name == "sleepers rank 1").stack
         assert "driver" in found.text()
     finally:
         group.close(grace_s=0)

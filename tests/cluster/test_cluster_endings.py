@@ -115,7 +115,7 @@ def test_nothing_is_left_after(driver, ending):
     assert len(ports) > 5
     driver.end(getattr(signal, f"SIG{ending}"))
     begin = time.monotonic()
-    while (left := what_is_left(driver, facts, tree, ports)) and time.monotonic() - begin < 10:
+    while (left := what_is_left(driver, facts, tree, ports)) and time.monotonic() - begin < 60:
         time.sleep(0.2)
     assert left == {}
 
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_a_driver_that_is_killed_while_it_starts():
         tree = tree_of(driver.process.pid)
     driver.end(signal.SIGKILL)
     begin = time.monotonic()
-    while time.monotonic() - begin < 10:
+    while time.monotonic() - begin < 60:
         left = [pid for pid, started in tree.items() if process_state(pid, started) != "gone"]
         left += marked(MARK, [driver.mark])
         if not left:
@@ -144,7 +144,7 @@ def test_the_guard_of_a_local_run_goes_with_it():
     Path(f"/dev/shm/hotseat-{facts['session']}-left").write_bytes(b"x")
     driver.end(signal.SIGKILL)
     begin = time.monotonic()
-    while process_state(facts["guard"]) != "gone" and time.monotonic() - begin < 10:
+    while process_state(facts["guard"]) != "gone" and time.monotonic() - begin < 60:
         time.sleep(0.1)
     assert process_state(facts["guard"]) == "gone"
     assert not os.path.exists(f"/dev/shm/hotseat-{facts['session']}-left")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.cluster._guard import SESSION, end_marked, marked, process_state
-from hotseat.cluster._host import free_port
+from hotseat.cluster.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -95,7 +95,7 @@ except Exception as error:
 def attach(**environment: str) -> str:
     """What an attempt to attach says."""
     return subprocess.run(
-        [sys.executable, "-c", ATTACH], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ATTACH], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     ).stdout
 
 
@@ -169,4 +169,4 @@ def test_a_killed_driver_leaves_the_cluster_as_it_was(environment, driver):
     driver.wait(10)
     wait_until_nothing_is_left(facts)
     left = drive(environment, "observe")
-    assert json.loads(left.communicate(timeout=120)[0]) == {"actors": [], "reserved": [], "nodes": 2}
+    assert json.loads(left.communicate(timeout=600)[0]) == {"actors": [], "reserved": [], "nodes": 2}

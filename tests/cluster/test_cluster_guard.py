@@ -13,7 +13,7 @@ import pytest
 from cluster_workers import wait_until
 
 from hotseat.cluster import Cluster, _guard
-from hotseat.cluster._host import free_port
+from hotseat.cluster.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the guard needs Linux")
 
@@ -128,10 +128,10 @@ def test_a_fork_that_ends_takes_nothing_down():
             cluster.close()
             os._exit(0)
         os.waitpid(child, 0)
-        assert os.path.isdir(cluster._directory)
-        assert cluster._guard_process.poll() is None
-    assert not os.path.isdir(cluster._directory)
-    assert cluster._guard_process.poll() == 0
+        assert os.path.isdir(cluster._session.directory)
+        assert cluster._session.guard.poll() is None
+    assert not os.path.isdir(cluster._session.directory)
+    assert cluster._session.guard.poll() == 0
 
 
 def test_ports_are_free_and_given_once():

@@ -24,9 +24,9 @@ def cluster():
 def test_results_come_in_rank_order(cluster):
     group = cluster.launch("plain", Plain, per_rank=[{"base": 10}, {"base": 20}, {"base": 30}], processes=3)
     assert group.size == 3
-    assert group.call("add", 1) == [11, 21, 31]
-    assert group.call("add", 1, ranks=[2, 0], twice=True) == [12, 32]
-    assert group.scatter("add", [1, 2, 3]) == [11, 22, 33]
+    assert group.call(Plain.add, 1) == [11, 21, 31]
+    assert group.on(2, 0).call(Plain.add, 1, twice=True) == [12, 32]
+    assert group.scatter(Plain.add, [1, 2, 3]) == [11, 22, 33]
     assert group.alive() == [True, True, True]
     assert group.pids() == [os.getpid()] * 3
 
@@ -39,14 +39,14 @@ def test_ranks_know_themselves_when_they_are_made(cluster):
         def who(self):
             return self.rank, self.size
 
-    assert cluster.launch("who", Who, processes=2).call("who") == [("0", "2"), ("1", "2")]
+    assert cluster.launch("who", Who, processes=2).call(Who.who) == [("0", "2"), ("1", "2")]
     assert "RANK" not in os.environ
 
 
 def test_an_exception_names_group_rank_and_method_and_keeps_its_frames(cluster):
     group = cluster.launch("plain", Plain)
     with pytest.raises(WorkerError, match="plain rank 0: 'fail' raised ValueError: on purpose") as caught:
-        group.call("fail")
+        group.call(Plain.fail)
     assert isinstance(caught.value.__cause__, ValueError)
     frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
     assert frames[-1].f_locals["self"].detail == "seen in the frame"  # where a post-mortem would stand
@@ -60,7 +60,7 @@ def test_a_single_rank_works_in_the_calling_thread(cluster):
         def where(self):
             return threading.current_thread()
 
-    assert cluster.launch("here", Here).call("where") == [threading.current_thread()]
+    assert cluster.launch("here", Here).call(Here.where) == [threading.current_thread()]
 
 
 def test_the_first_failure_is_raised_without_waiting_for_the_others(cluster):
@@ -76,12 +76,12 @@ def test_the_first_failure_is_raised_without_waiting_for_the_others(cluster):
     group = cluster.launch("some", OneFails, per_rank=[{"rank": 0}, {"rank": 1}], processes=2)
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="some rank 1"):
-        group.call("work")
+        group.call(OneFails.work)
     assert time.monotonic() - begin < 15
 
 
 def test_a_deadline_names_group_rank_method_and_seconds(cluster, tmp_path):
-    pending = cluster.launch("slow", Plain).start("wait_for_file", str(tmp_path / "begun"), str(tmp_path / "end"))
+    pending = cluster.launch("slow", Plain).start(Plain.wait_for_file, str(tmp_path / "begun"), str(tmp_path / "end"))
     late = r"slow rank 0: no answer to 'wait_for_file' in 0\.2 s \(0 of 1 ranks answered"
     with pytest.raises(DeadlineError, match=late):
         pending.result(0.2)
@@ -92,13 +92,13 @@ def test_a_deadline_names_group_rank_method_and_seconds(cluster, tmp_path):
 @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
 def test_every_call_has_a_deadline(cluster, timeout_s):
     with pytest.raises(ValueError, match="every call has a deadline"):
-        cluster.launch("plain", Plain).call("add", 1, timeout_s=timeout_s)
+        cluster.launch("plain", Plain).within(timeout_s).call(Plain.add, 1)
 
 
 def test_calls_that_were_started_run_meanwhile(cluster, tmp_path):
     group = cluster.launch("busy", Busy)
-    pending = group.start("work_until", str(tmp_path / "end"))
-    wait_until(lambda: group.call("health") == [True])
+    pending = group.start(Busy.work_until, str(tmp_path / "end"))
+    wait_until(lambda: group.call(Busy.health) == [True])
     assert not pending.done()
     (tmp_path / "end").touch()
     assert pending.result(60) == ["done"]
@@ -107,33 +107,33 @@ def test_calls_that_were_started_run_meanwhile(cluster, tmp_path):
 
 def test_one_call_at_a_time_unless_the_class_asks_for_more(cluster, tmp_path):
     group = cluster.launch("plain", Plain)
-    pending = group.start("wait_for_file", str(tmp_path / "begun"), str(tmp_path / "end"))
+    pending = group.start(Plain.wait_for_file, str(tmp_path / "begun"), str(tmp_path / "end"))
     wait_until((tmp_path / "begun").exists)
     with pytest.raises(DeadlineError, match=r"'add' waited 0\.1 s for another call to end"):
-        group.call("add", 1, timeout_s=0.1)
+        group.within(0.1).call(Plain.add, 1)
     (tmp_path / "end").touch()
     pending.result(60)
 
 
 def test_coroutine_methods_share_one_loop(cluster):
     group = cluster.launch("waiting", Waiting)
-    pending = [group.start("meet", value, 20) for value in range(20)]
+    pending = [group.start(Waiting.meet, value, 20) for value in range(20)]
     assert [p.result(60)[0] for p in pending] == list(range(20))
-    assert group.call("peak") == [20]
+    assert group.call(Waiting.peak) == [20]
     with pytest.raises(WorkerError, match="raised KeyError"):
-        group.call("fail")
+        group.call(Waiting.fail)
 
 
 def test_groups_can_be_awaited(cluster, tmp_path):
     group = cluster.launch("busy", Busy, processes=2)
 
     async def both() -> list:
-        return await asyncio.gather(group.acall("work", 0.2), group.acall("work", 0.2, ranks=[0]))
+        return await asyncio.gather(group.acall(Busy.work, 0.2), group.on(0).acall(Busy.work, 0.2))
 
     assert asyncio.run(both()) == [["done", "done"], ["done"]]
 
     async def late() -> None:
-        await group.acall("work_until", str(tmp_path / "end"), timeout_s=0.1)
+        await group.within(0.1).acall(Busy.work_until, str(tmp_path / "end"))
 
     with pytest.raises(DeadlineError, match="busy rank 0: no answer to 'work_until'"):
         asyncio.run(late())
@@ -142,18 +142,18 @@ def test_groups_can_be_awaited(cluster, tmp_path):
 
 def test_kept_results_are_passed_on_by_reference(cluster):
     group = cluster.launch("plain", Plain, processes=2)
-    kept = group.start("make", 1000, keep=True).result()
+    kept = group.call_and_keep(Plain.make, 1000)
     assert len(kept[0].get()) == 1000
-    assert group.call("size", kept[1]) == [1000, 1000]
-    assert group.call("sizes", kept, ranks=[0]) == [[1000, 1000]]
-    assert group.call("size", cluster.put(b"abc"), ranks=[1]) == [3]
+    assert group.call(Plain.size, kept[1]) == [1000, 1000]
+    assert group.on(0).call(Plain.sizes, kept) == [[1000, 1000]]
+    assert group.on(1).call(Plain.size, cluster.put(b"abc")) == [3]
 
 
 def test_the_number_of_threads_is_set_not_inherited(cluster):
     before = torch.get_num_threads()
     group = cluster.launch("plain", Plain, num_threads=3)
-    assert group.call("threads")[0][0] == 3
-    assert group.start("threads").result(5)[0][0] == 3
+    assert group.call(Plain.threads)[0][0] == 3
+    assert group.start(Plain.threads).result(5)[0][0] == 3
     assert torch.get_num_threads() == before
 
 
@@ -163,15 +163,14 @@ def test_a_group_can_be_restarted_and_closed(cluster, tmp_path):
     group.close()
     assert (tmp_path / "log").read_text() == "closed\n"
     with pytest.raises(WorkerError, match="closing rank 0: 'close' was called, but the group is closed"):
-        group.call("close")
+        group.call(Closing.close)
     cluster.launch("closing", Plain)  # the name is free again
 
 
 def test_environments_that_differ_cannot_share_a_process(cluster):
     cluster.launch("one", Plain, env={"HOTSEAT_TEST_VALUE": "1"})
-    assert cluster.launch("two", Plain, env={"HOTSEAT_TEST_VALUE": "1"}).call("environment", "HOTSEAT_TEST_VALUE") == [
-        {"HOTSEAT_TEST_VALUE": "1"}
-    ]
+    two = cluster.launch("two", Plain, env={"HOTSEAT_TEST_VALUE": "1"})
+    assert two.call(Plain.environment, "HOTSEAT_TEST_VALUE") == [{"HOTSEAT_TEST_VALUE": "1"}]
     with pytest.raises(UserError, match="three sets HOTSEAT_TEST_VALUE=2, another group HOTSEAT_TEST_VALUE=1"):
         cluster.launch("three", Plain, env={"HOTSEAT_TEST_VALUE": "2"})
     cluster.close()
@@ -191,8 +190,8 @@ def test_the_shape_that_rlinf_users_know(cluster):
 
     group = Actor.create_group({"name": "a"}).launch(cluster, name="actor", placement_strategy=Strategy())
     assert group.name == "actor"
-    assert group.call("name") == ["a", "a"]
-    assert create_group(Plain, 5).launch(cluster).call("add", 1) == [6]
+    assert group.call(Actor.name) == ["a", "a"]
+    assert create_group(Plain, 5).launch(cluster).call(Plain.add, 1) == [6]
 
 
 @pytest.mark.parametrize(
@@ -216,9 +215,9 @@ def test_what_else_is_refused(cluster):
     with pytest.raises(PlacementError, match="per_rank has 1 entries for 2 processes"):
         cluster.launch("other", Plain, processes=2, per_rank=[{}])
     with pytest.raises(ValueError, match="ranks \\[2\\] are not different ranks from 0 to 1"):
-        group.call("add", 1, ranks=[2])
+        group.on(2).call(Plain.add, 1)
     with pytest.raises(ValueError, match="3 values to scatter over 2 ranks"):
-        group.scatter("add", [1, 2, 3])
+        group.scatter(Plain.add, [1, 2, 3])
     with pytest.raises(PlacementError, match="runtime is 'cloud'; it can be 'ray' or 'local'"):
         Cluster("cloud")
     with pytest.raises(PlacementError, match="no process to reserve"):
@@ -237,12 +236,12 @@ def test_nodes_that_carry_an_environment_set_it(cluster):
 
     cluster.reserve([Process(0)], nodes=[PlannedNode()])
     group = cluster.launch("plain", Plain)
-    assert group.call("environment", "HOTSEAT_TEST_NODE") == [{"HOTSEAT_TEST_NODE": "north"}]
+    assert group.call(Plain.environment, "HOTSEAT_TEST_NODE") == [{"HOTSEAT_TEST_NODE": "north"}]
 
 
 def test_a_generator_is_refused(cluster):
     with pytest.raises(WorkerError, match="'count' returns a generator; return a list"):
-        cluster.launch("plain", Plain).call("count")
+        cluster.launch("plain", Plain).call(Plain.count)
 
 
 def test_a_failing_constructor_names_its_rank(cluster):

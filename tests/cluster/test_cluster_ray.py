@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
@@ -61,6 +62,11 @@ def single(one):
 # --- starting ---------------------------------------------------------------------------------------------------------
 
 
+class Stranger:
+    def nothing(self) -> None:
+        """No method of `Plain`."""
+
+
 class MeetsAnother:
     """Is made once the other is being made too."""
 
@@ -90,7 +96,13 @@ def test_groups_that_nobody_waits_for_start_together(ray_cluster, tmp_path):
         ray_cluster.launch("first", MeetsAnother, args=(first, second), wait=False),
         ray_cluster.launch("second", MeetsAnother, args=(second, first), wait=False),
     ]
-    assert [group.call("has_met") for group in groups] == [[True], [True]]  # the first call waits
+    started: SimpleQueue[tuple[str, int]] = SimpleQueue()
+    for group in groups:
+        group.when_started(lambda rank, name=group.name: started.put((name, rank)))
+    assert [group.call(MeetsAnother.has_met) for group in groups] == [[True], [True]]  # the first call waits
+    assert {started.get(timeout=300) for _ in groups} == {("first", 0), ("second", 0)}
+    groups[0].when_started(lambda rank: started.put(("again", rank)))
+    assert started.get_nowait() == ("again", 0)
     assert [len(group.pids()) for group in groups] == [1, 1]
     for group in groups:
         group.close()
@@ -98,6 +110,7 @@ def test_groups_that_nobody_waits_for_start_together(ray_cluster, tmp_path):
 
 def test_what_fails_to_start_says_so_when_it_is_waited_for(ray_cluster):
     group = ray_cluster.launch("never", NeverStarts, wait=False)
+    group.when_started(pytest.fail)
     with pytest.raises(WorkerError, match="never rank 0: '__init__' raised ValueError: no such model"):
         group.ready()
     group.close()
@@ -118,25 +131,25 @@ def test_the_inventory(ray_cluster):
 
 def test_device_visibility_ranks_and_threads_follow_the_plan(pair):
     names = ["CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "HOTSEAT_TEST_VALUE"]
-    assert pair.call("environment", *names) == [
+    assert pair.call(Plain.environment, *names) == [
         dict(zip(names, ["1,0", "0", "2", "0", "127.0.0.1", "seven"], strict=True)),
         dict(zip(names, ["1", "1", "2", "1", "127.0.0.1", "seven"], strict=True)),
     ]
-    assert pair.call("threads", timeout_s=240) == [(2, "2")] * 2
+    assert pair.within(240).call(Plain.threads) == [(2, "2")] * 2
 
 
 def test_results_come_in_rank_order(pair):
-    assert pair.call("rank") == [0, 1]
-    assert pair.call("rank", ranks=[1, 0]) == [0, 1]
-    assert pair.call("rank_sleeps", 0, 0.3) == [0, 1]
-    assert pair.call("add", 1, twice=True) == [12, 12]
-    assert pair.scatter("add", [1, 2]) == [11, 12]
-    assert pair.pids() == pair.call("pid")
+    assert pair.call(Plain.rank) == [0, 1]
+    assert pair.on(1, 0).call(Plain.rank) == [0, 1]
+    assert pair.call(Plain.rank_sleeps, 0, 0.3) == [0, 1]
+    assert pair.call(Plain.add, 1, twice=True) == [12, 12]
+    assert pair.scatter(Plain.add, [1, 2]) == [11, 12]
+    assert pair.pids() == pair.call(Plain.pid)
     assert pair.alive() == [True, True]
 
 
 def test_torch_distributed_can_be_initialised(pair):
-    assert pair.call("all_reduce", 2.0, timeout_s=240) == [6.0, 6.0]
+    assert pair.within(240).call(Plain.all_reduce, 2.0) == [6.0, 6.0]
 
 
 def test_everything_listens_on_loopback(ray_cluster, pair):
@@ -151,48 +164,48 @@ def test_everything_listens_on_loopback(ray_cluster, pair):
 
 def test_an_exception_names_group_rank_and_method_with_the_remote_traceback(pair):
     with pytest.raises(WorkerError, match=r"pair rank 0: 'fail' raised ValueError: on purpose") as caught:
-        pair.call("fail", ranks=[0])
+        pair.on(0).call(Plain.fail)
     assert "raise ValueError(text)" in str(caught.value)
-    assert "_host.py" not in str(caught.value)
+    assert "_worker_process.py" not in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)
     assert (caught.value.group, caught.value.rank, caught.value.method) == ("pair", 0, "fail")
 
 
 def test_the_first_failure_is_raised_without_waiting_for_the_others(pair, tmp_path):
     with pytest.raises(WorkerError, match="pair rank 1: 'rank_fails' raised ValueError"):
-        pair.call("rank_fails", 1, str(tmp_path / "end"), timeout_s=60)
+        pair.within(60).call(Plain.rank_fails, 1, str(tmp_path / "end"))
     (tmp_path / "end").touch()
-    pair.call("rank", timeout_s=60)  # leave the other rank time to finish
+    pair.within(60).call(Plain.rank)  # leave the other rank time to finish
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("fail_unpicklably", "raised Plain.fail_unpicklably.<locals>.Local"),
-        ("exit", "raised SystemExit: 3"),
-        ("lock", "cannot be sent: TypeError: cannot pickle '_thread.lock' object"),
-        ("count", "raised TypeError: 'count' returns a generator; return a list, or put the items into a channel"),
-        ("nothing", "raised AttributeError: 'Plain' object has no attribute 'nothing'"),
+        (Plain.fail_unpicklably, "raised Plain.fail_unpicklably.<locals>.Local"),
+        (Plain.exit, "raised SystemExit: 3"),
+        (Plain.lock, "cannot be sent: TypeError: cannot pickle '_thread.lock' object"),
+        (Plain.count, "raised TypeError: 'count' returns a generator; return a list, or put the items into a channel"),
+        (Stranger.nothing, "raised AttributeError: 'Plain' object has no attribute 'nothing'"),
     ],
 )
 def test_what_cannot_be_pickled_or_called_leaves_the_worker_alive(pair, method, message):
     with pytest.raises(WorkerError) as caught:
-        pair.call(method, ranks=[0])
+        pair.on(0).call(method)
     assert str(caught.value).startswith("pair rank 0: ")
-    assert f"'{method}' {message}" in str(caught.value)
-    assert pair.call("add", 1) == [11, 11]
+    assert f"'{method.__name__}' {message}" in str(caught.value)
+    assert pair.call(Plain.add, 1) == [11, 11]
 
 
 def test_a_deadline_names_group_rank_method_seconds_and_process(pair, tmp_path):
-    pending = pair.start("wait_for_file", str(tmp_path / "begun"), str(tmp_path / "end"), rank=1)
-    wait_until(pending._futures[0].done)
+    pending = pair.start(Plain.wait_for_file, str(tmp_path / "begun"), str(tmp_path / "end"), rank=1)
+    wait_until(pending.futures[0].done)
     with within(60), pytest.raises(DeadlineError) as caught:
         pending.result(0.5)
     (tmp_path / "end").touch()
     text = str(caught.value)
     assert "pair rank 1: no answer to 'wait_for_file' in 0.5 s (1 of 2 ranks answered; missing: rank 1 (pid " in text
     assert "is running" in text
-    pair.call("rank", timeout_s=60)
+    pair.within(60).call(Plain.rank)
 
 
 def test_a_stopped_process_is_seen_as_such_and_can_be_replaced(single):
@@ -200,10 +213,10 @@ def test_a_stopped_process_is_seen_as_such_and_can_be_replaced(single):
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: process_state(pid) == "stopped")
     with pytest.raises(DeadlineError, match=rf"\(pid {pid} on .*\) is stopped"):
-        single.call("add", 1, timeout_s=0.5)
+        single.within(0.5).call(Plain.add, 1)
     assert single.alive() == [True]
     single.restart(0)
-    assert single.call("add", 1) == [2]
+    assert single.call(Plain.add, 1) == [2]
     assert process_state(pid) == "gone"
 
 
@@ -213,11 +226,11 @@ def test_a_killed_process_wakes_everybody_who_waits_for_it(ray_cluster, pair, si
     leases = Leases(is_gone=ray_cluster.is_gone)
     leases.acquire("rollout", {holder: [0]}, timeout_s=5)
     channel = ray_cluster.channel("numbers", int, 16)
-    single.call("produce", channel, 3, close=False)
+    single.call(Plain.produce, channel, 3, close=False)
     assert channel.get_many(3, at_least=3) == [0, 1, 2]
-    (child,) = single.call("spawn_child")
-    getting = pair.start("get", channel, 300.0, ranks=[0])
-    sleeping = single.start("sleep", 300)
+    (child,) = single.call(Plain.spawn_child)
+    getting = pair.on(0).start(Plain.get, channel, 300.0)
+    sleeping = single.start(Plain.sleep, 300)
     time.sleep(0.3)
     with pytest.raises(DeadlineError, match=rf"held by single\[0\] \(pid {holder.pid}\) for phase 'rollout'"):
         leases.acquire("update", {Holder("actor", 0): [0]}, timeout_s=0.2)
@@ -232,23 +245,23 @@ def test_a_killed_process_wakes_everybody_who_waits_for_it(ray_cluster, pair, si
     assert single.alive() == [False]
     wait_until_gone(child)
     with pytest.raises(WorkerError, match="single rank 0: its process"):
-        single.call("add", 1)
+        single.call(Plain.add, 1)
 
 
 def test_a_process_that_ends_itself_is_quoted(single):
     with pytest.raises(WorkerError) as caught:
-        single.call("fail_at_length")
+        single.call(Plain.fail_at_length)
     assert len(str(caught.value)) < 100_000
     with pytest.raises(WorkerError, match=r"(?s)its process \(pid \d+\) died during 'die'.*last words"):
-        single.call("die")
+        single.call(Plain.die)
 
 
 def test_a_rank_can_be_restarted_in_the_middle_of_a_call(single):
-    pending = single.start("sleep", 30)
+    pending = single.start(Plain.sleep, 30)
     single.restart(0)
     with pytest.raises(WorkerError, match="single rank 0: 'sleep' was under way when the rank was restarted"):
         pending.result(5)
-    assert single.call("add", 1) == [2]
+    assert single.call(Plain.add, 1) == [2]
 
 
 def test_a_constructor_that_fails_on_one_rank_ends_the_group(ray_cluster):
@@ -292,8 +305,8 @@ def test_health_is_answered_during_a_long_call(ray_cluster, tmp_path):
         """Of this function only, so it has to travel by value."""
 
     group = ray_cluster.launch("busy", Local)
-    pending = group.start("work_until", str(tmp_path / "end"))
-    wait_until(lambda: group.call("health", timeout_s=60) == [True])
+    pending = group.start(Busy.work_until, str(tmp_path / "end"))
+    wait_until(lambda: group.within(60).call(Busy.health) == [True])
     assert not pending.done()
     (tmp_path / "end").touch()
     assert pending.result(60) == ["done"]
@@ -303,45 +316,45 @@ def test_coroutine_methods_and_awaiting(ray_cluster):
     group = ray_cluster.launch("waiting", Waiting)
 
     async def many() -> list:
-        return await asyncio.gather(*(group.acall("meet", value, 30) for value in range(30)))
+        return await asyncio.gather(*(group.acall(Waiting.meet, value, 30) for value in range(30)))
 
     assert [value for (value,) in asyncio.run(many())] == list(range(30))
-    assert group.call("peak") == [30]
+    assert group.call(Waiting.peak) == [30]
     with pytest.raises(WorkerError, match="waiting rank 0: 'fail' raised KeyError"):
-        asyncio.run(group.acall("fail"))
+        asyncio.run(group.acall(Waiting.fail))
 
     async def late() -> None:
-        await group.acall("sleep", 600, timeout_s=0.3)
+        await group.within(0.3).acall(Waiting.sleep, 600)
 
     with pytest.raises(DeadlineError, match=r"waiting rank 0: no answer to 'sleep' in 0\.3 s"):
         asyncio.run(late())
 
 
 def test_large_results_come_back_or_stay_where_they_are(pair):
-    assert [len(result) for result in pair.call("make", 100 << 20, ranks=[0], timeout_s=60)] == [100 << 20]
-    kept = pair.start("make", 50 << 20, keep=True).result(60)
-    assert pair.call("sizes", kept, timeout_s=60) == [[50 << 20] * 2] * 2
+    assert [len(result) for result in pair.on(0).within(60).call(Plain.make, 100 << 20)] == [100 << 20]
+    kept = pair.within(60).call_and_keep(Plain.make, 50 << 20)
+    assert pair.within(60).call(Plain.sizes, kept) == [[50 << 20] * 2] * 2
     with pytest.raises(WorkerError, match=r"pair rank \d: 'fail' raised ValueError"):
-        pair.start("fail", keep=True).result(20)
+        pair.within(20).call_and_keep(Plain.fail)
 
 
 def test_a_value_is_put_once_for_all_ranks(ray_cluster, pair):
-    assert pair.call("size", ray_cluster.put(bytes(1 << 20))) == [1 << 20] * 2
+    assert pair.call(Plain.size, ray_cluster.put(bytes(1 << 20))) == [1 << 20] * 2
 
 
 def test_a_group_can_be_called_from_another_worker(pair, single):
-    assert single.call("call_other", pair, "add", 5) == [[15, 15]]
+    assert single.call(Plain.call_other, pair, Plain.add, 5) == [[15, 15]]
     with pytest.raises(
         WorkerError, match=r"single rank 0: 'call_other' raised WorkerError: pair rank \d: 'fail' raised"
     ):
-        single.call("call_other", pair, "fail")
+        single.call(Plain.call_other, pair, Plain.fail)
     with pytest.raises(WorkerError, match="only the process that launched the group can close it"):
-        single.call("close_other", pair)
+        single.call(Plain.close_other, pair)
 
 
 def test_actors_that_a_worker_starts_go_with_it(ray_cluster):
     group = ray_cluster.launch("nest", Plain)
-    (nested,) = group.call("nest_actor", timeout_s=90)
+    (nested,) = group.within(90).call(Plain.nest_actor)
     assert process_state(nested) == "running"
     group.close()
     wait_until_gone(nested, timeout_s=10)
@@ -355,13 +368,13 @@ def test_closing_asks_first_and_wakes_who_waits(ray_cluster, tmp_path):
     group.close(grace_s=60)
     assert (tmp_path / "log").read_text() == "closed\n"
     with pytest.raises(WorkerError, match="the group is closed"):
-        group.call("close")
+        group.call(Closing.close)
     with pytest.raises(WorkerError, match="closing rank 0: cannot be restarted: the group is closed"):
         group.restart(0)
 
     group = ray_cluster.launch("asleep", Plain)
     (pid,) = group.pids()
-    pending = group.start("sleep", 600)
+    pending = group.start(Plain.sleep, 600)
     errors: list[Exception] = []
 
     def wait() -> None:
@@ -385,8 +398,8 @@ def test_closing_asks_first_and_wakes_who_waits(ray_cluster, tmp_path):
 
 def test_items_go_from_one_worker_to_another(ray_cluster, pair):
     channel = ray_cluster.channel("numbers", int, 16)
-    producing = pair.start("produce", channel, 500, ranks=[0])
-    assert pair.call("consume", channel, ranks=[1], timeout_s=60) == [list(range(500))]
+    producing = pair.on(0).start(Plain.produce, channel, 500)
+    assert pair.on(1).within(60).call(Plain.consume, channel) == [list(range(500))]
     assert producing.result(60) == [500]
 
 
@@ -404,12 +417,12 @@ def test_a_cluster_inside_a_cluster_shares_ray_and_leaves_it_running(ray_cluster
             PlacementError, match=r"far rank 0 is placed on node 0, devices \[3\], of which \[3\] was not"
         ):
             inner.launch("far", Plain, processes=[Process(0, 0, (3,))])
-        assert inner.launch("inner", Plain).call("add", 2) == [2]
+        assert inner.launch("inner", Plain).call(Plain.add, 2) == [2]
         with pytest.raises(PlacementError, match="leave num_devices out"):
             Cluster(num_devices=2)
     with pytest.raises(RunError, match="the cluster is closed"):
         inner.put(1)
-    assert pair.call("add", 3) == [13, 13]
+    assert pair.call(Plain.add, 3) == [13, 13]
 
 
 def _socket_inodes(pid: int) -> set[str]:
@@ -446,6 +459,6 @@ def _listening() -> list[dict]:
 def test_openmp_threads_of_workers_wait_asleep_unless_the_user_says_otherwise(ray_cluster, monkeypatch):
     name = "OMP_WAIT_POLICY"
     monkeypatch.delenv(name, raising=False)
-    assert ray_cluster.launch("asleep", Plain).call("environment", name) == [{name: "PASSIVE"}]
+    assert ray_cluster.launch("asleep", Plain).call(Plain.environment, name) == [{name: "PASSIVE"}]
     monkeypatch.setenv(name, "ACTIVE")
-    assert ray_cluster.launch("as_said", Plain).call("environment", name) == [{name: "ACTIVE"}]
+    assert ray_cluster.launch("as_said", Plain).call(Plain.environment, name) == [{name: "ACTIVE"}]

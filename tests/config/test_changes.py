@@ -56,9 +56,15 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
         "  seed: 42 when the checkpoint was written, now 1\n"
         "  rollout.temperature: 1.0 when the checkpoint was written, now 0.5\n"
         "set them back, or start a new run; to resume all the same, with results of its own:"
-        " hotseat resume runs/NAME seed=1 rollout.temperature=0.5"
-        " --allow-change seed --allow-change rollout.temperature"
+        " hotseat resume runs/NAME log.every=3 rollout.temperature=0.5 --allow-change rollout.temperature"
     )
+
+
+def test_another_seed_is_refused_whatever_is_allowed():
+    with pytest.raises(UserError) as caught:
+        between("", "seed=1", allowed="seed")
+    assert "seed: 42 when the checkpoint was written, now 1" in str(caught.value)
+    assert "--allow-change" not in str(caught.value)
 
 
 def test_what_the_user_allows_is_marked():

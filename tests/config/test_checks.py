@@ -64,6 +64,7 @@ WITHOUT_EFFECT = {
     "checkpoint.allow_changes": ("checkpoint: {allow_changes: [seed]}", "the run starts anew"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
+    "reward.trial_timeout_s": ("reward: {url: u, trial_timeout_s: 2}", "rewards do not come from reward.function"),
     "reward.max_memory_gib": ("reward: {url: u, max_memory_gib: 2}", "rewards do not come from reward.function"),
     "env.enable_offload": ("env: {enable_offload: true}", "places no env"),
     "inference.enable_offload": ("inference: {enable_offload: true}", "places no inference"),

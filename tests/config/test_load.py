@@ -258,4 +258,25 @@ def test_an_override_with_null_clears_a_section():
     text = "{eval: {path: rows.jsonl, every: 5}, seed: 3}"
     assert loads(text, ["eval=null"]) == loads("seed: 3")
     with pytest.raises(ConfigError, match=r"eval.every: has no effect: .* \(eval=null clears the section\); remove it"):
-        loads(text, ["eval.path=null"])
+        loads("eval: {every: 5}")
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("eval: {path: rows.jsonl, every: 5}\ncheckpoint: {best_metric: eval/loss}", ["eval.path=null"]),
+        ("eval: {path: null, every: 5, split: dev}", []),
+        ("eval: {path: rows.jsonl}", ["eval.path=null", "eval.every=5"]),
+    ],
+)
+def test_a_path_of_null_switches_evaluation_off_with_all_that_belongs_to_it(text, overrides):
+    config = loads(text, overrides)
+    assert config == loads("")
+    assert config.eval.is_switched_off
+    assert not loads("").eval.is_switched_off
+    assert loads(to_yaml(config)) == config
+
+
+def test_a_path_of_null_hides_no_unknown_key():
+    with pytest.raises(ConfigError, match="eval.evry: unknown key; did you mean eval.every"):
+        loads("eval: {path: null, evry: 5}")

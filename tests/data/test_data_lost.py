@@ -10,7 +10,7 @@ from hotseat.config import loads
 from hotseat.data import make_examples, make_pairs, make_prompts
 from hotseat.data.lost import LostRow
 from hotseat.errors import DataError
-from hotseat.loop.inputs import rl_prompts, supervised
+from hotseat.loop.setup.inputs import rl_prompts, supervised
 
 
 def write(path, rows) -> str:
@@ -93,8 +93,8 @@ def test_examples_above_the_share_are_refused_with_a_row_before_and_after_the_te
 
 def test_a_share_that_is_allowed_is_no_more_than_counted(tmp_path):
     path = write(tmp_path / "rows.jsonl", [SHORT] * 19 + [LONG])
-    taught = supervised(config(path, output_key="out", max_length=6), char_tokenizer())
-    assert taught.notes == ["20 examples, 40 tokens to learn (1 truncated, 0 dropped without an answer)"]
+    data = supervised(config(path, output_key="out", max_length=6), char_tokenizer())
+    assert data.notes == ["20 examples, 40 tokens to learn (1 truncated, 0 dropped without an answer)"]
     with pytest.raises(DataError, match="1 of 20 rows"):
         supervised(
             config(path, "data.max_lost_fraction=0.04", output_key="out", max_length=6),
@@ -105,9 +105,9 @@ def test_a_share_that_is_allowed_is_no_more_than_counted(tmp_path):
 def test_where_the_limit_is_off_the_loss_is_a_warning(tmp_path):
     path = write(tmp_path / "rows.jsonl", [SHORT] * 8 + [LONG] * 2)
     made = config(path, "data.max_lost_fraction=1", output_key="out", max_length=6)
-    taught = supervised(made, char_tokenizer())
-    assert len(taught.items) == 10
-    assert taught.notes[1].startswith(
+    data = supervised(made, char_tokenizer())
+    assert len(data.items) == 10
+    assert data.notes[1].startswith(
         "warning: data.path: 2 of 10 rows (20%) do not fit data.max_length 6: 2 cut; raise data.max_length (the"
         " longest row has 9 tokens). The first of them:\n"
     )

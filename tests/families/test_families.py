@@ -156,9 +156,9 @@ def test_log_probs_and_gradients_are_those_of_every_sequence_alone(family: Famil
         for name, gradient in gradients.items():
             torch.testing.assert_close(kept[name], gradient, rtol=1e-3, atol=1e-4 * float(norm), msg=name)
         backend.close()
-    layout = make_backend(model, TrainOptions(optimizer=None))._layout  # type: ignore[attr-defined]
-    assert layout == ("auto" if packs == ["padded", "packed", "shared"] else "padded")
-    assert documented(family)["layout"] == ("packed" if layout == "auto" else "padded")
+    is_padded = make_backend(model, TrainOptions(optimizer=None)).is_padded
+    assert is_padded == (packs != ["padded", "packed", "shared"])
+    assert documented(family)["layout"] == ("padded" if is_padded else "packed")
 
 
 @pytest.mark.parametrize("family", each())
@@ -284,7 +284,7 @@ def make_task(directory: Path, family: Family, *, with_weights: bool = True) -> 
     if with_weights:
         family.write(directory / "model")
     else:
-        from hotseat.loop.demo import make_tokenizer
+        from hotseat.loop.setup.demo import make_tokenizer
 
         make_tokenizer().save_pretrained(directory / "model")
         family.make_config().save_pretrained(directory / "model")
@@ -316,7 +316,7 @@ ONE_EPISODE = "train.num_episodes=1"  # over eight prompts, four for each rollou
 def test_a_family_learns_from_examples_and_by_reinforcement(family: Family, tmp_path: Path) -> None:
     task, row = make_task(tmp_path, family), documented(family)
     records = run(sft_yaml(task), ACTOR)
-    assert records[-1]["loss"] < records[0]["loss"] / 2
+    assert records[-1]["loss"] < records[1]["loss"] / 2
     assert row["SFT"] == "yes"
     rollout = "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 8, num_slots: 8}"
     text = rl_yaml(task, rollout=rollout)
@@ -328,14 +328,14 @@ def test_a_family_learns_from_examples_and_by_reinforcement(family: Family, tmp_
         with pytest.raises(UserError, match=f"actor.model .*{refusal(row['GRPO, transformers engine'])}"):
             run(text, ACTOR, ONE_EPISODE)
         records = run(sft_yaml(task), ACTOR, "name=sft-lora", "train.lora.rank=2")
-        assert records[-1]["loss"] < records[0]["loss"]
+        assert records[-1]["loss"] < records[1]["loss"]
 
 
 VLLM = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 8}"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("family", each())
 def test_a_family_is_pushed_to_vllm_and_samples_what_the_trainer_has(

@@ -3,13 +3,13 @@
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import preloaded
 from loop_cases import rl_yaml
 
 from hotseat import faults
@@ -51,15 +51,15 @@ def arm(directory: Path, found: Sequence[Fault]) -> None:
 
 
 @contextmanager
-def started(task: Path, *overrides: str, found: Sequence[Fault], name: str = "run") -> Iterator[subprocess.Popen]:
+def started(task: Path, *overrides: str, found: Sequence[Fault], name: str = "run") -> Iterator[preloaded.Process]:
     """`hotseat run` in a process, with faults."""
     arm(task / "faults", found)
     (task / f"{name}.yaml").write_text(rl_yaml(task, name=name))
-    with subprocess.Popen(
+    with preloaded.popen(
         [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides],
         env={**os.environ, VARIABLE: str(task / "faults")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=preloaded.PIPE,
+        stderr=preloaded.PIPE,
         text=True,
     ) as driver:
         try:
@@ -68,7 +68,7 @@ def started(task: Path, *overrides: str, found: Sequence[Fault], name: str = "ru
             driver.kill()
 
 
-def wait_until_stopped(process: subprocess.Popen, *others: subprocess.Popen) -> None:
+def wait_until_stopped(process: preloaded.Process, *others: preloaded.Process) -> None:
     """By a fault, while the others live. Its `.happened` is there a moment earlier: a SIGCONT would be lost then."""
 
     def is_stopped() -> bool:
@@ -78,7 +78,7 @@ def wait_until_stopped(process: subprocess.Popen, *others: subprocess.Popen) -> 
     assert wait_for(is_stopped, 240)
 
 
-def end_stopped(process: subprocess.Popen) -> None:
+def end_stopped(process: preloaded.Process) -> None:
     """SIGTERM comes where the process stands."""
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)

@@ -1,10 +1,15 @@
 """A task small enough for tests: files of a model with two layers, and groups made by hand."""
 
+import atexit
+import functools
 import json
 import random
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
 
@@ -56,12 +61,22 @@ def more_sevens(num_pairs: int, seed: int) -> list[dict]:
 def make_task(directory: Path, seed: int = 0, architecture: str = "Llama", **shape: float) -> Path:
     """A tiny model over digits, prompts `1+2=` with a digit as label, a reward that counts sevens, and pairs.
 
+    Each is made once per process of tests; every caller gets a copy of its own.
     shape: of the model, where it is to have another.
     """
+    shutil.copytree(_made_task(seed, architecture, **shape), directory, dirs_exist_ok=True)
+    return directory
+
+
+@functools.cache
+def _made_task(seed: int, architecture: str, **shape: float) -> Path:
     import transformers
 
-    from hotseat.loop.demo import make_model
+    from hotseat.loop.setup.demo import make_model
 
+    held = tempfile.TemporaryDirectory(prefix="task-")
+    atexit.register(held.cleanup)
+    directory = Path(held.name)
     make_model(directory / "demo", seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "demo")
     tokenizer.save_pretrained(directory / "model")
@@ -134,6 +149,16 @@ def rm_yaml(directory: Path, **changes: str) -> str:
         "train": "{dtype: fp32, batch_size: 32, micro_batch_size: 16}",
     } | changes
     return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+
+
+def weights(task: Path, name: str = "run") -> dict[str, torch.Tensor]:
+    """Weights of the model that a run of the task exported."""
+    return load_file(task / "runs" / name / "model" / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Tell whether two models have the same weights, bit for bit."""
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
 
 
 def make_value_model(directory: Path, seed: int = 1, **config: float) -> Path:

@@ -8,8 +8,8 @@ import yaml
 from hotseat.cli.main import main
 from hotseat.config import load, loads
 from hotseat.config.load import valid_keys
-from hotseat.loop.advice import advise
-from hotseat.loop.planning import make_plan
+from hotseat.loop.planning.advice import advise
+from hotseat.loop.planning.plan import make_plan
 
 LARGE = "actor: {model: meta-llama/Llama-2-70b-hf}\nrollout: {engine: vllm}\n"
 SFT = "task: sft\nactor: {model: org/Llama-3-8B}\n"
@@ -42,6 +42,9 @@ def test_seventy_billion_parameters_on_sixteen_devices_fit_with_what_is_advised(
     path.write_text(LARGE)
     assert main(["plan", str(path), "--inventory", "2x8xH100-80G"]) == 2
     out = capsys.readouterr().out
+    assert out.startswith("Does not fit: colocated on 2 nodes x 8 H100-80G\n- update does not fit on nodes 0-1: 0-15: ")
+    assert out.index("It fits with this") < out.index("\nRoles\n")  # verdict, advice, then the tables
+    assert out.count("assumed to be that of Llama-2-70B") == 1
     head = r"It fits with this \(at most \d+% of a device, [\d,]+ GiB of host memory on a node\):\n"
     block = re.search(head + "(.*?)as arguments", out, re.DOTALL)
     path.write_text(yaml.safe_dump(merged(yaml.safe_load(LARGE), yaml.safe_load(block[1]))))
@@ -54,6 +57,19 @@ def test_seventy_billion_parameters_on_sixteen_devices_fit_with_what_is_advised(
     arguments = re.search(r"as arguments: (.*)", out)[1].replace("'", "")
     words = re.findall(r"\S+=(?:\{.*?\}|\S+)", arguments)
     assert main(["plan", str(path), "--inventory", "2x8xH100-80G", *words]) == 0
+
+
+def test_an_engine_that_cannot_be_cut_is_replaced_by_vllm():
+    """The transformers engine, which is the default, holds 128 GiB of weights on each device, whatever is set."""
+    [settings] = check("actor: {model: meta-llama/Llama-2-70b-hf}\n", "2x8xH100-80G")
+    assert settings["rollout.engine"] == "vllm"
+    assert settings["rollout.tensor_parallel_size"] in (2, 4, 8)
+    assert settings["train.deepspeed.adam_offload"] is True
+
+
+def test_a_size_that_only_the_transformers_engine_takes_is_not_replaced():
+    text = "actor: {model: meta-llama/Llama-2-70b-hf}\nrollout: {num_slots: 4}\n"
+    assert check(text, "2x8xH100-80G") == []
 
 
 def test_the_advice_of_the_issue_is_found_too():
@@ -179,6 +195,7 @@ def test_without_devices_the_size_of_micro_batches_is_not_known(tmp_path, capsys
     assert "micro-batches:" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_no_budget_is_called_the_largest_that_does(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(LARGE)
     assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x24G"]) == 2

@@ -1,8 +1,8 @@
 """Alarms: what is out of the ordinary, said once and not for ever."""
 
-from hotseat.loop.alarms import NUM_NEEDED, Alarms
-from hotseat.loop.collect import Collected
-from hotseat.loop.host import GroupFacts
+from hotseat.loop.rl.alarms import NUM_NEEDED, Alarms
+from hotseat.loop.rl.collect import Collected
+from hotseat.loop.workers.facts import GroupFacts
 
 FACTS = GroupFacts(
     epoch=0,

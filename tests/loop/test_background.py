@@ -1,5 +1,6 @@
 """Checkpoints that are written while the run goes on."""
 
+import functools
 import json
 import shutil
 import signal
@@ -20,19 +21,14 @@ from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import CheckpointError, DeadlineError, RunError
 from hotseat.faults import Fault
-from hotseat.loop.checkpoints import CheckpointStore
-from hotseat.loop.memory import available_bytes
+from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.run import start
-from hotseat.loop.saving import Parts, Saver
+from hotseat.loop.state.checkpoints import CheckpointStore
+from hotseat.loop.state.saving import Parts, Saver
 from hotseat.observe import Silence, read_lines
 from hotseat.observe.timeline import read_timeline
 
 PASSES = "train.num_episodes=4"  # eight steps of rl
-
-
-@pytest.fixture
-def task(tmp_path):
-    return make_task(tmp_path)
 
 
 @contextmanager
@@ -56,6 +52,13 @@ def run(task: Path, kind: str, name: str, *overrides: str) -> Path:
 def same(one: Path, other: Path) -> bool:
     ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (one, other))
     return all((ours[name] == theirs[name]).all() for name in ours)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Callable[[str], Path]:
+    """Make a run of a kind that nothing disturbs, once for all tests, and return its directory."""
+    task = make_task(tmp_path_factory.mktemp("whole"))
+    return functools.cache(lambda kind: run(task, kind, f"whole-{kind}"))
 
 
 def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -102,7 +105,7 @@ def test_steps_go_on_and_the_checkpoint_is_of_its_own_step(task, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_an_error_in_the_background_ends_the_run(task, kind):
+def test_an_error_in_the_background_ends_the_run(task, kind, whole):
     with (
         armed(task, Fault("save.during", "raise", skip=1)),
         pytest.raises(RunError, match="a fault at save.during") as caught,
@@ -111,9 +114,8 @@ def test_an_error_in_the_background_ends_the_run(task, kind):
     steps = [line["step"] for line in read_lines(task / "runs" / "run" / "metrics.jsonl")]
     assert 4 <= steps[-1] <= 6  # at the next save at the latest: steps take milliseconds
     assert f"go on after step 2: hotseat resume {task}/runs/run" in caught.value.__notes__
-    whole = run(task, kind, "whole")
     assert main(["resume", str(task / "runs" / "run")]) == 0
-    assert same(task / "runs" / "run", whole)
+    assert same(task / "runs" / "run", whole(kind))
 
 
 @pytest.mark.slow
@@ -147,20 +149,19 @@ IN_BACKGROUND = (PASSES, "checkpoint.every=2", "checkpoint.background=true")
         pytest.param(Fault("save.after", "kill", skip=1), 4, marks=pytest.mark.long),
     ],
 )
-def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest):
+def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest, whole):
     """Scenarios 10 and 11, in the background: and the resumed run ends with the same bits."""
     slow = [Fault("save.during", "30", skip=1)] if newest == 2 and fault.point == "update.before" else []
     with started(task, *IN_BACKGROUND, found=[*slow, fault]) as driver:
-        driver.communicate(timeout=240)
+        driver.communicate(timeout=860)
     assert driver.returncode == -signal.SIGKILL
     assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == newest
     assert [path.name for path in (task / "runs" / "run" / "checkpoints").glob(".writing-*")] == (
         [".writing-step-000004"] if newest == 2 else []
     )
     assert main(["resume", str(task / "runs" / "run")]) == 0
-    whole = run(task, "rl", "whole")
-    assert same(task / "runs" / "run", whole)
-    assert (task / "runs" / "run" / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
+    assert same(task / "runs" / "run", whole("rl"))
+    assert (task / "runs" / "run" / "ledger.jsonl").read_bytes() == (whole("rl") / "ledger.jsonl").read_bytes()
 
 
 @pytest.mark.slow
@@ -169,7 +170,7 @@ def test_sigterm_waits_for_the_one_under_way_and_saves_another(task):
     with started(task, *IN_BACKGROUND, found=found) as driver:
         wait_until_stopped(driver)
         end_stopped(driver)  # step 5 is under way, step 4 is being written
-        out, _ = driver.communicate(timeout=240)
+        out, _ = driver.communicate(timeout=860)
     assert driver.returncode == 130
     assert "saved " in out
     assert CheckpointStore(task / "runs" / "run" / "checkpoints").steps() == [2, 4, 5]
@@ -326,7 +327,7 @@ def test_the_error_of_the_run_is_told_not_that_of_its_last_save(tmp_path, ranks)
 
 def test_unset_it_is_in_the_background_where_memory_has_room(tmp_path, ranks, monkeypatch):
     for room, way in ((199, "at once"), (200, "behind")):
-        monkeypatch.setattr("hotseat.loop.saving.available_bytes", lambda room=room: room)
+        monkeypatch.setattr("hotseat.loop.state.saving.available_bytes", lambda room=room: room)
         saver = Saver(loads("", ["checkpoint.every=1"]), tmp_path / way)
         ranks.is_written, ranks.written = True, []
         with saver.settled(Silence()):

@@ -3,12 +3,14 @@
 import json
 import random
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from hotseat.errors import WeightError
-from hotseat.loop.canary import ANSWER_TOKENS, CanaryGuard, CanarySettings
-from hotseat.loop.push import Canary, PushReport
+from hotseat.loop.rl.canary import ANSWER_TOKENS, CanaryGuard, CanarySettings
+from hotseat.loop.rl.push import PushReport
+from hotseat.loop.workers.proof import Canary
 from hotseat.train.exact import ExactScores
 from hotseat.types import Prompt
 
@@ -35,8 +37,11 @@ class FakeWorkers:
     def size(self) -> float:
         return self.sizes[min(max(self.num_sets, 1), len(self.sizes)) - 1]
 
-    def call(self, method: str, *args, ranks=None):
-        return [getattr(self, method)(*args)] * (self.num_ranks if ranks is None else len(ranks))
+    def on(self, rank: int):
+        return SimpleNamespace(call=lambda method, *args: [getattr(self, method.__name__)(*args)])
+
+    def call(self, method, *args):
+        return [getattr(self, method.__name__)(*args)] * self.num_ranks
 
     def answer(self, requests):
         self.num_sets += 1
@@ -298,9 +303,9 @@ class UnlikeEngines(FakeWorkers):
         super().__init__(0.0, num_ranks=2)
         self.pairs = sizes
 
-    def call(self, method: str, *args, ranks=None):
-        if method != "score_canary":
-            return super().call(method, *args, ranks=ranks)
+    def call(self, method, *args):
+        if method.__name__ != "score_canary":
+            return super().call(method, *args)
         pair = self.pairs[min(self.num_sets, len(self.pairs)) - 1]
         return [[-1.0 + gap for gap in noise(args[0], size, salt=rank)] for rank, size in enumerate(pair)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.errors import CheckpointError
-from hotseat.loop.checkpoints import CheckpointStore
+from hotseat.loop.state.checkpoints import CheckpointStore
 
 
 def write(store: CheckpointStore, step: int, *, text: str = "weights", best_metric: float | None = None) -> Path:
@@ -144,7 +144,7 @@ def test_a_read_only_directory_is_named(store):
 WRITER = """
 import sys
 from pathlib import Path
-from hotseat.loop.checkpoints import CheckpointStore
+from hotseat.loop.state.checkpoints import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep_last=3)
 step = 1
 while True:

@@ -18,7 +18,7 @@ from hotseat.config import loads
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MARK = "TEST_ENDINGS"  # in the environment of everything that a run of these tests starts
 
@@ -49,7 +49,7 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
         assert wait_for(lambda: metrics.exists() and len(read_lines(metrics)) > 3, 300)
         assert len(marked(MARK, [mark])) > 5  # the driver, Ray's own, actor, engine, agents, the reward function
         driver.send_signal(ending)
-        _, errors = driver.communicate(timeout=90)
+        _, errors = driver.communicate(timeout=600)
         if ending is signal.SIGINT:
             assert driver.returncode == 130
             # Of an endless run without checkpoints: the first would have come after ten minutes.
@@ -111,7 +111,7 @@ def test_engines_that_are_killed_are_replaced_and_no_bit_changes(num_engines, mo
             time.sleep(0.1)
             os.kill(victim, signal.SIGKILL)
             killed.add(victim)
-        out, errors = driver.communicate(timeout=120)
+        out, errors = driver.communicate(timeout=600)
         assert driver.returncode == 0, errors[-3000:]
         assert len(killed) == len(moments)
         assert out.count("died and is replaced") == len(moments)

@@ -5,8 +5,21 @@ import asyncio
 import pytest
 
 from hotseat.errors import DeadlineError, WorkerError
-from hotseat.loop.engine_client import EngineClient
+from hotseat.loop.workers.engine_client import EngineClient
 from hotseat.types import Completion, Request, Sampling
+
+
+class FakeEngine:
+    """One rank of `FakeEngines`."""
+
+    def __init__(self, engines: "FakeEngines", rank: int):
+        self.engines, self.rank = engines, rank
+
+    def within(self, timeout_s):
+        return self
+
+    async def acall(self, method, *args):
+        return await self.engines.answer(self.rank, method.__name__, *args)
 
 
 class FakeEngines:
@@ -19,8 +32,10 @@ class FakeEngines:
         self.fail: Exception | None = None
         self.is_silent = False
 
-    async def acall(self, method, client, *args, ranks, timeout_s):
-        [rank] = ranks
+    def on(self, rank):
+        return FakeEngine(self, rank)
+
+    async def answer(self, rank, method, client, *args):
         if self.fail is not None:
             raise self.fail
         if method == "submit":
@@ -102,10 +117,10 @@ def test_a_second_batch_of_requests_is_sent_at_once():
 
 
 def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
-    """The id is free again, nothing is kept for the one who is gone, and parts can be put aside."""
+    """The id is free again, nothing is kept for the one who is gone, and parts can be offloaded."""
     from loop_cases import make_task
 
-    from hotseat.loop.workers import EngineSettings, EngineWorker
+    from hotseat.loop.workers.models import EngineSettings, EngineWorker
 
     make_task(tmp_path)
     engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 1, (1,), "float32", 1))
@@ -116,6 +131,6 @@ def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
         assert engine.fetch("lost", 0.0) == []
         engine.submit("new", long)
         engine.drop_requests()
-        engine.put_aside(["kv_cache"])
+        engine.offload(["kv_cache"])
     finally:
         engine.close()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from loop_cases import make_group, make_segment
 
 from hotseat.config import loads
-from hotseat.loop.experience import (
+from hotseat.loop.setup.settings import policy_settings
+from hotseat.loop.workers.experience import (
     AdvantageSettings,
     Share,
     assign,
@@ -22,8 +23,7 @@ from hotseat.loop.experience import (
     with_advantages,
     with_fields,
 )
-from hotseat.loop.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
-from hotseat.loop.settings import policy_settings
+from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
 
 
 def settings(**changes) -> AdvantageSettings:

@@ -8,9 +8,12 @@ from rich.console import Console
 
 from hotseat.cli.ledger_view import show_ledger
 from hotseat.config import loads
-from hotseat.errors import UserError
-from hotseat.loop.ledger import Entry, count_states, read_ledger
+from hotseat.errors import RewardError, UserError
+from hotseat.loop.rl.collect import Collected
+from hotseat.loop.rl.ledger import Entry, Ledger, count_states, read_ledger
 from hotseat.loop.run import start
+from hotseat.loop.workers.facts import GroupFacts
+from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +86,52 @@ def test_a_ledger_without_samples_says_why(tmp_path, capsys):
 
 def test_an_entry_names_its_samples():
     assert [str(key) for key in Entry(2, 5, (0, 3), "trained", 1, 0).keys] == ["2/5/0", "2/5/3"]
+
+
+# Raises for every prompt but the first four that it scores, as long as a file of that name is there.
+BREAKS_DOWN = """
+import os
+seen = set()
+def reward_func(queries, prompts, labels):
+    seen.add(prompts[0])
+    if os.path.exists({broken!r}) and len(seen) > 4:
+        raise KeyError("server")
+    return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
+"""
+
+
+def test_the_step_that_stops_a_run_is_recorded_and_taken_back_when_it_is_resumed(tmp_path):
+    task = make_task(tmp_path)
+    broken = task / "broken"
+    broken.touch()
+    (task / "reward.py").write_text(BREAKS_DOWN.format(broken=str(broken)))
+    options = ["checkpoint.every=1", "checkpoint.background=false", "reward.retries=0"]
+    with pytest.raises(RewardError, match="16 of 16 samples have no reward"):
+        start(loads(rl_yaml(task), options))
+    run_dir = task / "runs" / "run"
+    entries = list(read_ledger(run_dir))
+    assert {(entry.state, entry.step, entry.version) for entry in entries} == {("trained", 1, 0), ("failed", 2, 1)}
+    failed = [entry for entry in entries if entry.state == "failed"]
+    assert len({key for entry in failed for key in entry.keys}) == 16
+    assert all("raised KeyError: 'server' at line 7" in entry.reason for entry in failed)
+    samples = [line for line in read_lines(run_dir / "samples.jsonl") if line["step"] == 2]
+    assert samples
+    assert {line["state"] for line in samples} == {"failed"}
+    assert "KeyError" in (run_dir / "report.html").read_text()
+
+    broken.unlink()
+    start(loads(rl_yaml(task), [*options, "checkpoint.resume=true"]))
+    entries = list(read_ledger(run_dir))
+    assert {(entry.state, entry.step, entry.version) for entry in entries} == {("trained", 1, 0), ("trained", 2, 1)}
+    keys = [key for entry in entries for key in entry.keys]
+    assert len(keys) == len(set(keys)) == 32
+
+
+def test_groups_that_could_have_been_trained_are_dropped_with_the_run(tmp_path):
+    ledger = Ledger(tmp_path)
+    kept = GroupFacts(0, 5, "", (0, 1), (1.0, 0.0), (1.0, 0.0), (2, 2), (4, 4), (False, False), ((2, "no server"),))
+    ledger.record(3, 2, Collected((kept,), 1, (), 1), is_trained=False)
+    assert list(read_ledger(tmp_path)) == [
+        Entry(0, 5, (0, 1), "dropped", 3, 2, "the run stopped in this step"),
+        Entry(0, 5, (2,), "failed", 3, 2, "no server"),
+    ]

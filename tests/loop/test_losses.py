@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hotseat.loop.losses import (
+from hotseat.loop.workers.losses import (
     ADVANTAGES,
     OLD_LOG_PROBS,
     REFERENCE_LOG_PROBS,

@@ -15,7 +15,7 @@ from hotseat.config import load, loads, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.errors import BudgetError, ConfigError, DeviceMemoryError, WorkerError
 from hotseat.faults import Fault
-from hotseat.loop.budgets import (
+from hotseat.loop.planning.budgets import (
     CPU_TOKENS,
     MAX_TOKENS,
     UNPRICED_TOKENS,
@@ -26,9 +26,9 @@ from hotseat.loop.budgets import (
     with_budget,
     with_budgets_of,
 )
-from hotseat.loop.cutting import BatchSettings, Cutter
-from hotseat.loop.planning import make_plan, with_budgets
+from hotseat.loop.planning.plan import make_plan, with_budgets
 from hotseat.loop.run import start
+from hotseat.loop.workers.cutting import BatchSettings, Cutter
 from hotseat.observe import read_lines
 from hotseat.placement import GIB
 from hotseat.train.headroom import Peak, is_out_of_memory, trial_batch

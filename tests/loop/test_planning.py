@@ -7,8 +7,8 @@ import pytest
 from hotseat.cluster import Cluster, Worker
 from hotseat.config import loads
 from hotseat.errors import PlacementError
-from hotseat.loop.memory import has_gpu
-from hotseat.loop.planning import ComponentPlacement, make_plan, num_data_parallel, plan_on, role_specs
+from hotseat.loop.devices.memory import has_gpu
+from hotseat.loop.planning.plan import ComponentPlacement, make_plan, num_data_parallel, plan_on, role_specs
 from hotseat.placement import EngineMemory, ForwardMemory, Part, TrainMemory
 
 LLAMA = {
@@ -35,9 +35,9 @@ def test_a_role_that_the_run_does_not_have_cannot_be_placed():
 
 
 def test_offload_is_always_never_or_as_needed():
-    assert specs("actor: {enable_offload: true}")["actor"].put_aside == "always"
-    assert specs("actor: {enable_offload: false}")["actor"].put_aside == "never"
-    assert specs("")["actor"].put_aside is None
+    assert specs("actor: {enable_offload: true}")["actor"].offload == "always"
+    assert specs("actor: {enable_offload: false}")["actor"].offload == "never"
+    assert specs("")["actor"].offload is None
 
 
 def test_deepspeed_keeps_masters_beside_sixteen_bit_weights_and_fsdp_casts_fp32_ones():
@@ -77,7 +77,7 @@ def test_an_engine_has_its_share_its_size_and_its_parts():
     assert (spec.tensor_parallel, spec.share) == (2, 0.4)
     assert isinstance(spec.memory, EngineMemory)
     assert not spec.memory.cuda_graphs
-    assert spec.can_put_aside == {Part.WEIGHTS, Part.KV_CACHE}
+    assert spec.can_offload == {Part.WEIGHTS, Part.KV_CACHE}
     assert specs("rollout: {engine: vllm}")["rollout"].share == 0.9
     assert specs("")["rollout"].share is None
 
@@ -178,7 +178,7 @@ def away(plan) -> set:
 
 def test_on_cpus_vllm_puts_nothing_aside_and_the_plan_says_so_once():
     config = loads(SLEEPING)
-    said = "rollout.enable_offload: no effect here: on a CPU vLLM cannot put its weights and its cache aside"
+    said = "rollout.enable_offload: no effect here: on a CPU vLLM cannot offload its weights and its cache"
     on_cpus = make_plan(config, "1x1", are_devices_logical=True)
     assert away(on_cpus) == set()
     assert on_cpus.warnings.count(said) == 1
@@ -223,7 +223,7 @@ def test_groups_launch_in_the_shape_that_users_of_rlinf_know():
         actor = Echo.create_group("hello").launch(
             cluster, name="actor", placement_strategy=placement.get_strategy("actor")
         )
-        assert actor.call("say") == ["hello", "hello"]
+        assert actor.call(Echo.say) == ["hello", "hello"]
 
 
 def test_second_copies_are_counted_on_the_devices_that_there_are():

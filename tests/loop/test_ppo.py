@@ -7,31 +7,26 @@ import sys
 
 import pytest
 import torch
-from loop_cases import make_task, make_value_model, ppo_yaml
+from loop_cases import make_task, make_value_model, ppo_yaml, same
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.errors import UserError, WeightError
-from hotseat.loop.experience import AdvantageSettings, Share
-from hotseat.loop.losses import PolicyObjective, ValueObjective
-from hotseat.loop.metrics import critic_metrics
+from hotseat.loop.devices.scheduler import DeviceScheduler
+from hotseat.loop.rl.metrics import critic_metrics
 from hotseat.loop.run import start
-from hotseat.loop.seats import Seats
-from hotseat.loop.value_workers import CriticSettings, CriticWorker
-from hotseat.loop.workers import ActorWorker, BatchSettings, InferenceWorker, ModelWorker, PolicySettings
+from hotseat.loop.workers.experience import AdvantageSettings, Share
+from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
+from hotseat.loop.workers.models import ActorWorker, BatchSettings, InferenceWorker, ModelWorker, PolicySettings
+from hotseat.loop.workers.value_models import CriticSettings, CriticWorker
 from hotseat.observe import read_lines
 from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def task(tmp_path):
-    return make_task(tmp_path)
 
 
 def run(task, name: str, *overrides: str, **changes: str) -> list[dict]:
@@ -41,10 +36,6 @@ def run(task, name: str, *overrides: str, **changes: str) -> list[dict]:
 
 def weights(path) -> dict:
     return load_file(path / "model.safetensors")
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
 
 
 # --- a step on recorded episodes, against one written by hand -------------------------------------------------------
@@ -254,7 +245,7 @@ def test_a_warm_up_that_never_ends_is_refused(task):
 @pytest.mark.parametrize(("step", "is_behind"), [(1, "true"), (3, "false")])
 def test_a_run_with_a_critic_goes_on_bit_for_bit(task, monkeypatch, step, is_behind):
     """Invariant 5: two backends in a checkpoint, an adaptive KL, and the end of the critic's warm-up in between."""
-    from hotseat.loop.saving import Saver
+    from hotseat.loop.state.saving import Saver
 
     options = ("critic.warmup_steps=2", "checkpoint.every=1", f"checkpoint.background={is_behind}")
     options += ("checkpoint.export_critic=true",)
@@ -291,7 +282,7 @@ def test_models_take_the_device_one_after_another(task, monkeypatch):
     filtering = ("algorithm.filtering.enabled=true", "algorithm.filtering.low=-100", "algorithm.filtering.high=100")
     run(task, "plain", *filtering, **changes)
     turns: list[tuple[str, frozenset]] = []
-    turn = Seats.turn
+    turn = DeviceScheduler.lease
 
     def watched(self, phase, role):
         found = turn(self, phase, role)
@@ -315,7 +306,7 @@ def test_models_take_the_device_one_after_another(task, monkeypatch):
 
         return Turn()
 
-    monkeypatch.setattr(Seats, "turn", watched)
+    monkeypatch.setattr(DeviceScheduler, "lease", watched)
     roles = ("actor", "critic", "reference", "reward", "rollout")
     run(task, "in_turn", *filtering, *(f"{role}.enable_offload=true" for role in roles), **changes)
     order = [name for name, _ in turns if name != "sync"]
@@ -337,12 +328,12 @@ def run_on_ray(task, name: str, placement: str, *overrides: str, **changes: str)
     (task / f"{name}.yaml").write_text(text)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=860, env=env)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("placement", "coef"),
     [
@@ -367,7 +358,7 @@ def test_critics_and_reward_models_of_any_number_of_ranks_give_the_same(task, pl
 
 @pytest.mark.long
 @pytest.mark.ray
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_on_one_rank_each_placement_changes_no_bit(task):
     """Invariant 1, with all roles."""
     make_value_model(task / "reward_model")

@@ -9,11 +9,12 @@ from hotseat.cli.openrlhf.translate import translate
 from hotseat.config import loads, loads_saved, to_saved
 from hotseat.config.changes import changes_between
 from hotseat.config.precision import dtype_of, idle_in_fp32, with_dtype, with_dtype_of
-from hotseat.loop import settings
-from hotseat.loop.cpu import has_bf16_units, slow_dtype
-from hotseat.loop.memory import has_gpu
-from hotseat.loop.planning import make_plan
+from hotseat.loop.devices.memory import has_gpu
+from hotseat.loop.planning.plan import make_plan
+from hotseat.loop.rl.canary import CanarySettings
 from hotseat.loop.run import start
+from hotseat.loop.setup import settings
+from hotseat.loop.setup.cpu import has_bf16_units, slow_dtype
 from hotseat.observe import read_lines
 
 WITHOUT = "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_vnni\nbugs\t: spectre\n"
@@ -38,7 +39,7 @@ def test_engines_trainer_and_canary_have_the_chosen_type():
         "fp32",
         "bf16_master",
     )
-    assert (settings.canary_settings(cpu, False).dtype, settings.canary_settings(gpu, True).dtype) == ("fp32", "bf16")
+    assert (CanarySettings.of(cpu, False).dtype, CanarySettings.of(gpu, True).dtype) == ("fp32", "bf16")
 
 
 def test_what_a_run_chose_loads_again_though_options_of_16_bits_were_set():

@@ -1,6 +1,8 @@
 """What is refused at once: by key, or by file and line, before a heavy library is imported."""
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,10 +13,18 @@ import pytest
 
 from hotseat.config import loads
 from hotseat.errors import NotBuiltError, UserError
-from hotseat.loop.hub import OFFLINE, cache_folder, hub_problem, is_cached, is_reachable
-from hotseat.loop.refusals import looks_like_path, num_positions, num_rows_of, refuse_at_once
-from hotseat.loop.saving import sole_owner
-from hotseat.loop.user_files import agent_problem, reward_problem
+from hotseat.loop.setup.hub import (
+    OFFLINE,
+    cache_folder,
+    data_set_cache,
+    hub_problem,
+    is_cached,
+    is_data_set_cached,
+    is_reachable,
+)
+from hotseat.loop.setup.refusals import looks_like_path, num_positions, num_rows_of, refuse_at_once
+from hotseat.loop.setup.user_files import agent_problem, reward_problem
+from hotseat.loop.state.saving import sole_owner
 
 # Runs commands one after another, then says which heavy libraries came with them.
 MANY_COMMANDS = """
@@ -66,7 +76,7 @@ def test_trivial_refusals_import_nothing_heavy(here):
         ["resume", "runs/none"],
     ]
     command = [sys.executable, "-c", MANY_COMMANDS, json.dumps(commands)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["[2, 2, 2, 2, 2, 2, 2, 2, 2]", "[]"], done.stderr
     for words in (
         "runs/mine holds a run already",
@@ -87,7 +97,7 @@ def test_openrlhf_commands_refuse_in_the_words_of_their_flags(here):
     code += "print(main('train_ppo_ray', sys.argv[1:])); print(sorted({'torch', 'ray'} & set(sys.modules)))"
     flags = ["--pretrain", "./modle", "--prompt_data", "rows.jsonl", "--remote_rm_url", "reward.py"]
     flags += ["--n_samples_per_prompt", "8", "--advantage_estimator", "group_norm"]
-    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-2:] == ["2", "[]"], done.stderr
     assert "--pretrain: there is no folder ./modle; did you mean model?" in done.stderr
 
@@ -171,6 +181,16 @@ def test_a_file_and_a_home_folder_are_told_from_a_folder(here, monkeypatch):
     assert f"actor.model: ~/model: ~ is not replaced here; write {here}/model" in said
 
 
+def test_the_folder_of_a_run_is_no_checkpoint_but_holds_one(here):
+    (here / "runs" / "mine" / "model").mkdir(parents=True)
+    (here / "runs" / "mine" / "model" / "config.json").write_text("{}")
+    assert "runs/mine is no checkpoint: there is no config.json in it; did you mean runs/mine/model?" in str(
+        refusal(here, "actor.model=runs/mine")
+    )
+    (here / "none").mkdir()
+    assert "none is no checkpoint: there is no config.json in it" in str(refusal(here, "actor.model=none"))
+
+
 def test_everything_is_in_one_error(here):
     said = refusal(here, "actor.model=./none", "data.path=./none", "overlap.queue=1")
     assert said.startswith("this run cannot start:\n")
@@ -220,8 +240,32 @@ def test_offline_a_model_that_is_not_here_is_refused_and_a_cached_one_is_used(no
     assert hub_problem(["org/name"]) is None
     assert sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE
     problem = hub_problem(["org/name", "org/other"])  # from now on nothing is asked for
-    assert problem.model == "org/other"
+    assert problem.name == "org/other"
     assert f"{OFFLINE} is set, so it is not fetched" in problem.text
+
+
+@pytest.mark.parametrize("key", ["data.path", "eval.path"])
+def test_offline_a_data_set_that_is_not_here_is_refused_at_once_and_a_cached_one_is_used(
+    nobody, tmp_path, monkeypatch, here, key
+):
+    monkeypatch.setenv("HF_ENDPOINT", nobody)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "prepared"))
+    said = refusal(here, f"{key}=rows.jsonl,org/MyRows@part")
+    assert said.startswith(
+        f"{key} 'org/MyRows': there is no such file or folder here, and it is not in the caches of the hub"
+    )
+    assert "this machine is offline: 127.0.0.1 cannot be reached. Give a file or a folder on this machine" in said
+    assert said.endswith("on this machine")
+    assert "did you mean rows.jsonl?" in refusal(here, f"{key}=rows_jsonl")
+    for made in ("cache/datasets--org--MyRows/snapshots/abc", "prepared/org___my_rows"):
+        monkeypatch.setenv(OFFLINE, "")
+        (tmp_path / made).mkdir(parents=True)
+        refuse_at_once(loads((here / "run.yaml").read_text(), [f"{key}=org/MyRows"]))
+        assert os.environ[OFFLINE] == "1"
+        shutil.rmtree(tmp_path / made.split("/")[0])
+    monkeypatch.setenv(OFFLINE, "")
+    refuse_at_once(loads((here / "run.yaml").read_text(), [f"{key}=json@model"]))
 
 
 def test_folders_ask_nobody(nobody, monkeypatch):
@@ -234,6 +278,9 @@ def test_the_cache_is_where_the_hub_has_it():
     assert cache_folder({"HF_HOME": "/b"}) == Path("/b/hub")
     assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/hub")
     assert not is_cached("org/name", {"HF_HOME": "/none"})
+    assert data_set_cache({"HF_HOME": "/b"}) == Path("/b/datasets")
+    assert data_set_cache({"HF_HOME": "/b", "HF_DATASETS_CACHE": "/d"}) == Path("/d")
+    assert not is_data_set_cached("org/name", {"HF_HOME": "/none"})
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------

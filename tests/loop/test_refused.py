@@ -6,21 +6,16 @@ import sys
 
 import pytest
 import transformers
-from loop_cases import make_task, make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
+from loop_cases import make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
 
 from hotseat.config import loads
 from hotseat.errors import UserError
-from hotseat.loop import settings
 from hotseat.loop.run import start
+from hotseat.loop.setup import settings
 from hotseat.train.models import check_value_head
 
 KL = "{kl: {coef: 0.1}}"
 TWO = "{component_placement: {actor: 0-1}}"
-
-
-@pytest.fixture
-def task(tmp_path):
-    return make_task(tmp_path)
 
 
 def refused(task, text: str, *overrides: str) -> str:
@@ -52,6 +47,14 @@ def test_every_model_is_checked_against_the_options_not_the_actors_alone(task):
         assert "the model's 1 attention heads do not divide over 2 ranks" in said
 
 
+@pytest.mark.parametrize("make_yaml", [rl_yaml, sft_yaml])
+def test_several_ranks_of_a_model_in_one_process(task, make_yaml):
+    """They would wait for each other forever."""
+    said = refused(task, make_yaml(task, cluster="{runtime: local, component_placement: {actor: 0-1}}"))
+    assert "cluster.runtime is local" in said
+    assert "actor has 2 ranks on 0-1" in said
+
+
 def test_layers_that_a_critic_does_not_have_are_named(task):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     shutil.copytree(task / "model", task / "neox", ignore=shutil.ignore_patterns("model*", "config*"))
@@ -75,7 +78,7 @@ def test_a_model_that_has_no_head_of_one_number_is_refused():
 def test_a_folder_without_a_model_is_named(task):
     shutil.copytree(task / "demo", task / "empty", ignore=shutil.ignore_patterns("model*", "config*"))
     said = refused(task, rl_yaml(task, algorithm=KL, reference=f"{{model: {task}/empty}}"))
-    assert said.startswith(f"reference.model '{task}/empty': no model there")
+    assert f"reference.model: {task}/empty is no checkpoint: there is no config.json in it" in said
 
 
 def test_a_reference_that_reads_other_tokens_is_refused(task):

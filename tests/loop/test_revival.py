@@ -3,7 +3,7 @@
 import pytest
 
 from hotseat.errors import ClusterError, RunError, WorkerError
-from hotseat.loop.revival import MAX_DEATHS, Revival, start_up
+from hotseat.loop.rl.recovery import MAX_DEATHS, Recovery, start_up
 
 
 class Engines:
@@ -22,8 +22,8 @@ class Engines:
         self.log.append(f"replaced {role} {rank}")
 
 
-def revival(engines: Engines, push=None, hosts=None) -> Revival:
-    return Revival(
+def revival(engines: Engines, push=None, hosts=None) -> Recovery:
+    return Recovery(
         engines,
         hosts or Engines(size=1),
         engines,

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.value_workers import RewardSettings, RewardWorker
-from hotseat.loop.workers import BatchSettings
+from hotseat.loop.workers.models import BatchSettings
+from hotseat.loop.workers.value_models import RewardSettings, RewardWorker
 from hotseat.observe import read_lines
 from hotseat.train.backend import TrainOptions
 from hotseat.types import MicroBatch
@@ -102,10 +102,10 @@ def test_rewards_are_normalised_by_what_the_model_brings(task):
 
 
 def test_a_model_that_is_no_number_leaves_no_reward(task, monkeypatch):
-    monkeypatch.setattr(RewardWorker, "rewards", lambda *args, **kwargs: dict.fromkeys(keys(), float("nan")))
+    def rewards(*args, **kwargs) -> dict[str, float]:
+        return {f"0/{prompt}/{sample}": float("nan") for prompt in range(8) for sample in range(4)}
 
-    def keys() -> list[str]:
-        return [f"0/{prompt}/{sample}" for prompt in range(8) for sample in range(4)]
+    monkeypatch.setattr(RewardWorker, "rewards", rewards)
 
     with pytest.raises(RunError, match=r"(?s)16 of 16 samples have no reward .*the reward model gave nan"):
         run(task, "run")

@@ -6,7 +6,7 @@ import pytest
 
 from hotseat.config import loads
 from hotseat.errors import UserError
-from hotseat.loop.rundir import make_run_dir, write_config
+from hotseat.loop.state.run_dir import make_run_dir, write_config
 
 
 @pytest.fixture

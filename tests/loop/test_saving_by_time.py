@@ -9,10 +9,10 @@ from loop_cases import make_task, sft_yaml
 
 from hotseat.config import loads
 from hotseat.errors import ConfigError
-from hotseat.loop.checkpoints import CheckpointStore
-from hotseat.loop.launched import Ensemble, LedSaver
 from hotseat.loop.run import start
-from hotseat.loop.saving import Parts, Saver
+from hotseat.loop.state.checkpoints import CheckpointStore
+from hotseat.loop.state.saving import Parts, Saver
+from hotseat.loop.supervised.ensemble import Ensemble, LedSaver
 
 COMMAND = "hotseat resume runs/x"
 

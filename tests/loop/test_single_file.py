@@ -9,9 +9,9 @@ import torch
 from moved import assert_moved_alike
 
 from hotseat.algorithms import group_normalised
-from hotseat.loop.experience import AdvantageSettings, Share
-from hotseat.loop.losses import PolicyObjective
-from hotseat.loop.workers import ActorWorker, BatchSettings, PolicySettings
+from hotseat.loop.workers.experience import AdvantageSettings, Share
+from hotseat.loop.workers.losses import PolicyObjective
+from hotseat.loop.workers.models import ActorWorker, BatchSettings, PolicySettings
 from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
@@ -50,7 +50,7 @@ def groups_of(tokens, sampled, log_probs, rewards, prompt_length) -> list[Group]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_twenty_steps_on_recorded_episodes_give_the_same_weights(example, tmp_path):
     torch.manual_seed(0)
     mine, task = example.make_model(5), example.Task.make(5)
@@ -108,7 +108,7 @@ def test_the_advantage_is_the_frameworks(example):
 
 
 def test_the_task_is_the_demos(example):
-    from hotseat.loop import demo
+    from hotseat.loop.setup import demo
 
     for a, b in [(0, 0), (9, 1), (58, 67), (99, 99), (12, 34)]:
         assert example.question(a, b) == demo.question(a, b)

@@ -16,13 +16,14 @@ from hotseat.algorithms.digest import tensor_digest
 from hotseat.cluster import Cluster
 from hotseat.config import loads
 from hotseat.errors import WeightError
-from hotseat.loop import settings
-from hotseat.loop.canary import CanaryGuard
-from hotseat.loop.experience import Share
-from hotseat.loop.push import Canary, Proof, push_weights
-from hotseat.loop.workers import ActorWorker, EngineWorker
+from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
+from hotseat.loop.rl.push import push_weights
+from hotseat.loop.setup import settings
+from hotseat.loop.workers.experience import Share
+from hotseat.loop.workers.models import ActorWorker, EngineWorker
+from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
-from hotseat.weights import Bucket, Sender, choose_lanes
+from hotseat.weights import Bucket, Sender, choose_transports
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ class Stale(EngineWorker):
         self._arrived |= {name: tensor_digest(tensor) for name, tensor in bucket}
 
     def finish_load(self, version: int, canary: Canary | None) -> Proof:
-        self._engine._version = version  # type: ignore[attr-defined]
+        self._engine._serving.version = version  # type: ignore[attr-defined]
         return Proof(self._engine.digest(), None if canary is None else self.score_canary(canary))
 
 
@@ -99,7 +100,7 @@ class Pair:
         self.actor = cluster.launch("actor", Sending, args=(config.actor.model, options, "float32"))
         self.engines = cluster.launch("rollout", engine, args=(made,))
         prompts = [Prompt(index, "", (3 + index, 12, 4, 13)) for index in range(4)]
-        chosen = replace(settings.canary_settings(config, on_gpu=False), num_tokens=256)
+        chosen = replace(CanarySettings.of(config, on_gpu=False), num_tokens=256)
         self.warnings: list[str] = []
         turn = lambda phase, role: nullcontext()  # noqa: E731
         self.guard = CanaryGuard(chosen, prompts, self.actor, self.engines, None, turn, self.warnings.append)
@@ -107,7 +108,7 @@ class Pair:
 
     def push(self) -> dict[str, float]:
         """A push, and what the canary says of it."""
-        lanes = choose_lanes([[0]], [[0]], is_cuda=False)
+        lanes = choose_transports([[0]], [[0]], is_cuda=False)
         self.version += 1
         self.guard.check(push_weights(self.actor, self.engines, self.version, self.guard.canary, lanes))
         if self.guard.canary is None:
@@ -188,19 +189,19 @@ def test_digests_name_a_fault_and_without_them_the_canary_sees_it(architecture, 
     pair = Pair(cluster, task, task, Blind)
     assert pair.push()["canary_gap"] < 1e-5
     pair.push()
-    pair.actor.call("inject", fault)
+    pair.actor.call(Sending.inject, fault)
     with pytest.raises(WeightError, match=r"engine 0 and the trainer disagree on version 3.*Earlier pushes agreed"):
         pair.push()
     for group in (pair.actor, pair.engines):
         group.close()
     pair = Pair(cluster, task, task, Blind)
-    pair.actor.call("inject", fault)
+    pair.actor.call(Sending.inject, fault)
     with pytest.raises(WeightError, match=r"engine 0 and the trainer disagree on version 1.*confirmed on 264 other"):
         pair.push()
     for group in (pair.actor, pair.engines):
         group.close()
     pair = Pair(cluster, task, task, EngineWorker)
-    pair.actor.call("inject", fault)
+    pair.actor.call(Sending.inject, fault)
     with pytest.raises(WeightError, match=rf"engine 0 serves other values of {named}"):
         pair.push()
 

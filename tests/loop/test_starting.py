@@ -7,12 +7,22 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from loop_cases import make_task, rl_yaml
+from loop_cases import REWARD, make_task, rl_yaml
 
 from hotseat.cli.main import main
 from hotseat.cluster import activity
-from hotseat.loop.care import doing_in
 from hotseat.loop.start import make_view
+from hotseat.loop.state.readiness import Readiness
+from hotseat.loop.state.watchdog import doing_in
+from hotseat.observe import read_lines
+
+# As the reward function before it, but raises where every answer is the label, as in the trial call before a run.
+REFUSES_LABELS = """
+def reward_func(queries, prompts, labels, score=reward_func):
+    if all(query == prompt + label for query, prompt, label in zip(queries, prompts, labels)):
+        raise ValueError("that is the label")
+    return score(queries, prompts, labels)
+"""
 
 
 def test_processes_that_start_are_named_with_what_they_do(tmp_path, monkeypatch):
@@ -26,6 +36,35 @@ def test_processes_that_start_are_named_with_what_they_do(tmp_path, monkeypatch)
     first, second = doing_in(SimpleNamespace(groups=groups))
     assert re.fullmatch(r"rollout 0: vLLM loads the model and compiles, for \d+\.\d s", first)
     assert second == "rollout 1: its process starts"
+
+
+class StartingGroup:
+    """A group of which a test says when a rank is ready."""
+
+    def __init__(self, name: str, size: int):
+        self.name = name
+        self.size = size
+        self.ranks = range(size)
+
+    def when_started(self, tell):
+        self.tell = tell
+
+
+def test_engines_are_announced_one_by_one_and_other_roles_when_all_their_ranks_are_ready():
+    shown: list[str] = []
+    engines, actor, agents = StartingGroup("rollout", 2), StartingGroup("actor", 2), StartingGroup("agents", 1)
+    readiness = Readiness(shown.append)
+    for group in (engines, actor, agents):
+        readiness.watch(group, time.monotonic() - 12.34)
+    for group, rank in ((actor, 1), (engines, 1), (agents, 0), (actor, 0), (actor, 0)):
+        group.tell(rank)
+    readiness.close()
+    engines.tell(0)
+    assert [re.sub(r"\d+\.\d s", "T s", line) for line in shown] == [
+        "engine 1 ready after T s",
+        "agents ready after T s",
+        "actor ready after T s (2 ranks)",
+    ]
 
 
 def test_of_launched_ranks_only_the_first_is_heard(monkeypatch, capsys):
@@ -43,13 +82,18 @@ def test_of_launched_ranks_only_the_first_is_heard(monkeypatch, capsys):
 def test_every_stage_of_a_run_is_one_dated_line_in_a_pipe(tmp_path, capsys):
     task = make_task(tmp_path)
     (task / "run.yaml").write_text(rl_yaml(task))
-    assert main(["run", str(task / "run.yaml")]) == 0
+    (task / "reward.py").write_text(f"{REWARD}{REFUSES_LABELS}")
+    assert main(["run", str(task / "run.yaml"), "reward.trial_timeout_s=120"]) == 0
     stages = re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)$", capsys.readouterr().out, re.MULTILINE)
-    assert stages == [
+    assert [re.sub(r"after \d+\.\d s", "after T s", stage) for stage in stages] == [
+        f"calling {task / 'reward.py'} once, to see that it works",
         "loading torch and transformers",
         "reading tokenizer and data",
         "preparing to run in this process",
         "starting processes, which load model: actor, rollout",
+        "engine 0 ready after T s",
+        "actor ready after T s",
+        "agents ready after T s",
         "step 1: sending the weights to the engines",
         "step 1: evaluating",
         "step 1: sampling and scoring answers",
@@ -58,3 +102,5 @@ def test_every_stage_of_a_run_is_one_dated_line_in_a_pipe(tmp_path, capsys):
         "step 1: sending the weights to the engines",
     ]
     assert os.environ.get(activity.DIRECTORY) is None
+    warnings = [event["text"] for event in read_lines(task / "runs/run/events.jsonl") if event["kind"] == "warning"]
+    assert ["reward_func raised ValueError: that is the label" in text for text in warnings] == [True]

@@ -10,9 +10,9 @@ from loop_cases import make_task, rl_yaml
 from transformers import AutoTokenizer
 
 from hotseat.config import loads
-from hotseat.loop.ledger import read_ledger
-from hotseat.loop.records import token_texts
+from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
+from hotseat.loop.workers.records import token_texts
 from hotseat.observe import read_lines, read_timeline
 
 pytestmark = pytest.mark.slow
@@ -176,7 +176,7 @@ def test_a_config_in_a_report_has_no_secrets(run_dir, tmp_path):
 
 def test_samples_of_an_update_that_was_not_made_are_not_learned(tmp_path, monkeypatch):
     """Scenario 32: what is recorded of it says so."""
-    from hotseat.loop import losses
+    from hotseat.loop.workers import losses
 
     terms = losses.PolicyObjective.terms
 

@@ -214,7 +214,7 @@ def timeline(chance, num_steps):
             for device in (0, 1):
                 yield span(2, device, role, now, duration, args={"turn": turn})
                 if phase in ("rollout", "prepare"):
-                    what = "put aside actor optimizer" if phase == "rollout" else "put aside rollout cache"
+                    what = "offload actor optimizer" if phase == "rollout" else "offload rollout cache"
                     yield span(2, device, what, now, 0.25e6, cat="hand-over", args={"bytes": 11 << 30})
                 begin = now + 0.3e6 * chance.random()
                 call = {"rollout": "generate", "prepare": "log_probs", "sync": "begin_push"}.get(phase, phase)

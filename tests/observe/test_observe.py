@@ -75,9 +75,11 @@ def test_without_a_terminal_a_stage_is_a_dated_line_and_on_one_it_is_not():
     with LiveView("rl", console=Console(file=shown, width=100, force_terminal=True)) as view:
         view.stage("starting Ray")
         view.processes = lambda: ["rollout 0: vLLM loads the model and compiles, for 23.0 s"]
+        view.progress("actor ready after 3.0 s")
         view._live.refresh()
     assert re.search(r"starting Ray \d+\.\d s", shown.getvalue())
     assert "rollout 0: vLLM loads the model and compiles, for 23.0 s" in shown.getvalue()
+    assert "actor ready after 3.0 s" in shown.getvalue()
     assert not re.search(r"\d{4}-\d\d-\d\d", shown.getvalue())
 
 

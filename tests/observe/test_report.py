@@ -17,7 +17,7 @@ from hotseat.observe.report.curves import make_curves, make_phases, read_table, 
 from hotseat.observe.report.distributions import make_heat_maps, read_spreads
 from hotseat.observe.report.encoding import encoded
 from hotseat.observe.report.facts import duration, num_restarts
-from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs
+from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page
 from hotseat.observe.report.reading import read_config, read_events, significant
 from hotseat.observe.report.samples import MAX_TOKENS, halving_order, in_runs, pack, read_samples, spread
 from hotseat.observe.report.timeline import Window, choose_windows, read_timeline
@@ -146,6 +146,15 @@ def test_a_line_behind_one_that_was_cut_short_does_no_harm(tmp_path):
     (path / "metrics.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "lo{"step": 2, "loss": 2}\n{"step": 3}\n')
     table = read_table(path)
     assert table.steps.tolist() == [1, 3]
+
+
+def test_metrics_that_had_another_name_go_on_under_the_new_one(tmp_path):
+    lines = [{"step": 1, "time/put_aside": 0.5, "time/bring_back": 0.25}, {"step": 2, "time/offload": 0.75}]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    table = read_table(tmp_path)
+    assert table.columns["time/offload"].tolist() == [0.5, 0.75]
+    assert table.columns["time/onload"][0] == 0.25
+    assert not any("aside" in name or "bring" in name for name in table.columns)
 
 
 def test_a_directory_that_is_no_run_is_refused_by_name(tmp_path):
@@ -290,7 +299,7 @@ def test_the_facts_are_those_of_all_steps(tmp_path):
     assert facts == {
         "Steps": ("2", "45 s each (median)"),
         "Time in steps": ("1 min 30 s", "without start, evaluations and end"),
-        "eval/accuracy": ("0.5", "best 0.75 at step 1"),
+        "eval/accuracy": ("0.25 \u2192 0.5", "best 0.75 at step 1"),
         "Tokens per second": ("300", "mean over the run"),  # (30 * 100 + 60 * 400) / 90
         "Engine restarts": ("2", ""),
     }
@@ -299,7 +308,29 @@ def test_the_facts_are_those_of_all_steps(tmp_path):
 def test_of_a_loss_the_lowest_is_told(tmp_path):
     records = [{"step": step, "loss": loss} for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0))]
     fact = run_of(metrics_run(tmp_path, records))["facts"][1]
-    assert (fact["label"], fact["value"], fact["note"]) == ("loss", "2", "lowest 1 at step 2")
+    assert (fact["label"], fact["value"], fact["note"]) == ("loss", "3 \u2192 2", "lowest 1 at step 2")
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "note"),
+    [
+        ([0.25, 0.5, 1.0], "0.25 \u2192 1", "best at the end"),
+        ([1.0, 0.5, 1.0], "1 \u2192 1", "as at the beginning"),
+        ([0.5], "0.5", "at step 0, measured once"),
+    ],
+)
+def test_a_tile_says_from_what_to_what(tmp_path, values, value, note):
+    records = [{"step": step, "eval/accuracy": accuracy} for step, accuracy in enumerate(values)]
+    fact = run_of(metrics_run(tmp_path, records))["facts"][1]
+    assert (fact["label"], fact["value"], fact["note"]) == ("eval/accuracy", value, note)
+
+
+def test_without_scripts_the_page_has_a_table_of_the_facts(tmp_path):
+    made = metrics_run(tmp_path, [{"step": 0, "eval/loss": 3.0}, {"step": 1, "eval/loss": 2.0}])
+    page = make_page([made.rename(tmp_path / "a<b")]).decode()
+    shown = page[page.index("<noscript>") : page.index("</noscript>")]
+    assert "<caption>a&lt;b</caption>" in shown
+    assert '<tr><th scope="row">eval/loss</th><td>3 \u2192 2</td><td>lowest at the end</td></tr>' in shown
 
 
 def test_the_time_in_all_is_that_of_the_commands_from_their_beginning(tmp_path):
@@ -338,9 +369,9 @@ def test_runs_side_by_side_are_known_by_the_same_metrics(tmp_path):
         paths.append(tmp_path / name)
     runs = data_of(write_report(paths, tmp_path / "both.html"))["runs"]
     facts = [{fact["label"]: fact["value"] for fact in run["facts"]} for run in runs]
-    assert facts[0]["reward"] == facts[1]["reward"] == "0.3"
+    assert facts[0]["reward"] == facts[1]["reward"] == "0.1 \u2192 0.3"
     assert "eval/accuracy" not in facts[0]
-    assert facts[1]["eval/accuracy"] == "0.5"
+    assert facts[1]["eval/accuracy"] == "0.5 \u2192 0.5"
     alone = data_of(write_report([tmp_path / "two"], tmp_path / "two.html"))["runs"][0]
     assert "reward" not in {fact["label"] for fact in alone["facts"]}
 
@@ -485,7 +516,7 @@ def events_of_two_steps():
     yield {"ph": "B", "name": "rollout", "pid": 2, "tid": 0, "ts": 1_000_000}
     yield {
         "ph": "X",
-        "name": "put aside",
+        "name": "offload",
         "cat": "hand-over",
         "pid": 2,
         "tid": 0,
@@ -519,7 +550,7 @@ def test_a_timeline_is_read_however_it_is_laid_out(tmp_path, text):
     (tmp_path / "timeline.json").write_text(text)
     found = read_timeline(tmp_path, 10_000)
     assert found["lanes"] == [("phases", "phases"), ("devices", "device 0")]
-    assert found["names"] == ["put aside", "rollout", "update"]
+    assert found["names"] == ["offload", "rollout", "update"]
     assert [(window["step"], window["start"], window["end"]) for window in found["windows"]] == [
         (1, 0, 150),
         (2, 200, 500),

@@ -53,37 +53,37 @@ def bare(**placement: str | int | dict) -> list[RoleSpec]:
 
 def actor(on="all", model="Llama-3-8B", **kwargs) -> RoleSpec:
     memory = kwargs.pop("memory", TrainMemory(max_tokens=2048, micro_batch=4))
-    kwargs.setdefault("can_put_aside", TRAINER_CAN)
+    kwargs.setdefault("can_offload", TRAINER_CAN)
     return RoleSpec("actor", on, memory=memory, model=shape(model), **kwargs)
 
 
 def rollout(on="@actor", model="Llama-3-8B", **kwargs) -> RoleSpec:
     memory = kwargs.pop("memory", EngineMemory(max_tokens=2048, slots=64))
-    kwargs.setdefault("can_put_aside", ENGINE_CAN)
+    kwargs.setdefault("can_offload", ENGINE_CAN)
     return RoleSpec("rollout", on, memory=memory, model=shape(model), **kwargs)
 
 
 def scorer(name: str, on="@actor", model="Llama-3-8B", **kwargs) -> RoleSpec:
     memory = kwargs.pop("memory", ForwardMemory(max_tokens=2048, is_sharded=True))
-    kwargs.setdefault("can_put_aside", frozenset({Part.WEIGHTS}))
+    kwargs.setdefault("can_offload", frozenset({Part.WEIGHTS}))
     return RoleSpec(name, on, memory=memory, model=shape(model), **kwargs)
 
 
 def states(plan_: Plan, device: int, step: str) -> dict[str, str]:
-    """`{"actor": "W(o)[g]"}`: capital needed, small kept, (aside), [dropped]."""
+    """`{"actor": "W(o)[g]"}`: capital needed, small kept, (offloaded), [dropped]."""
     group = plan_.group_of(device)
     assert group is not None
     found = next(s for s in group.steps if s.step == step)
     texts = {}
     for role in group.roles:
-        of = dict.fromkeys(("needed", "kept", "aside", "dropped"), "")
+        of = dict.fromkeys(("needed", "kept", "offloaded", "dropped"), "")
         for holding in found.holdings:
             if holding.role == role:
                 of[holding.state] += holding.part.value[0]
         texts[role] = (
             of["needed"].upper()
             + of["kept"]
-            + (f"({of['aside']})" if of["aside"] else "")
+            + (f"({of['offloaded']})" if of["offloaded"] else "")
             + (f"[{of['dropped']}]" if of["dropped"] else "")
         )
     return texts

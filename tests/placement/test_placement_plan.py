@@ -41,7 +41,7 @@ from hotseat.placement import memory as assumed
 GIB = 2**30
 LLAMA_3_8B = 8_030_261_248
 LLAMA_3_8B_SCALAR = LLAMA_3_8B - 128256 * 4096 + 4096
-SLEEP = frozenset({Part.GRADIENTS, Part.OPTIMIZER})  # what a DeepSpeed engine puts aside
+SLEEP = frozenset({Part.GRADIENTS, Part.OPTIMIZER})  # what a DeepSpeed engine offloads
 
 
 def hybrid_engine(engines=8, tensor_parallel=1, share=0.6) -> list[RoleSpec]:
@@ -49,16 +49,14 @@ def hybrid_engine(engines=8, tensor_parallel=1, share=0.6) -> list[RoleSpec]:
     train = TrainMemory(2048, micro_batch=4, forward_micro_batch=8, backend="deepspeed", gradient_bytes=2)
     score = ForwardMemory(2048, micro_batch=8, is_sharded=True)
     return [
-        actor("1x8", memory=train, can_put_aside=SLEEP, put_aside="always", put_aside_parts=SLEEP),
-        scorer("reference", memory=score, can_put_aside=frozenset()),
-        replace(
-            scorer("reward", memory=score, can_put_aside=frozenset()), model=shape("Llama-3-8B").with_scalar_head()
-        ),
+        actor("1x8", memory=train, can_offload=SLEEP, offload="always", offload_parts=SLEEP),
+        scorer("reference", memory=score, can_offload=frozenset()),
+        replace(scorer("reward", memory=score, can_offload=frozenset()), model=shape("Llama-3-8B").with_scalar_head()),
         rollout(
             num_procs=engines,
             tensor_parallel=tensor_parallel,
             share=share,
-            put_aside="always",
+            offload="always",
             memory=EngineMemory(2048, slots=256, cuda_graphs=False),
         ),
     ]
@@ -117,8 +115,8 @@ def test_hybrid_engine_with_tensor_parallel_engines():
 def test_six_and_two_devices_overlapped():
     train = TrainMemory(2048, micro_batch=16, backend="deepspeed", gradient_bytes=2, optimizer_offload=True)
     roles = [
-        actor("1x6", memory=train, can_put_aside=SLEEP),
-        scorer("reference", can_put_aside=frozenset()),
+        actor("1x6", memory=train, can_offload=SLEEP),
+        scorer("reference", can_offload=frozenset()),
         rollout("2x1", num_procs=2, share=0.9),
     ]
     found = make_plan("1x8xA100-80G", roles, overlap=Overlap(queue=1))
@@ -190,14 +188,12 @@ def test_seventy_billion_with_all_models_on_sixteen_devices():
     assert devices_of(make_plan("2x8", same))["rollout"] == devices_of(found)["rollout"]
 
 
-def embodied(put_aside="always"):
+def embodied(offload="always"):
     model = "Llama-2-7B"
     return [
-        actor("0-7", model=model, put_aside=put_aside),
-        RoleSpec(
-            "env", "0-3", memory=SimulatorMemory(50.0), put_aside=put_aside, can_put_aside=frozenset({Part.SIMULATOR})
-        ),
-        rollout("4-7", model=model, put_aside=put_aside, memory=EngineMemory(1024, slots=64, engine="transformers")),
+        actor("0-7", model=model, offload=offload),
+        RoleSpec("env", "0-3", memory=SimulatorMemory(50.0), offload=offload, can_offload=frozenset({Part.SIMULATOR})),
+        rollout("4-7", model=model, offload=offload, memory=EngineMemory(1024, slots=64, engine="transformers")),
     ]
 
 
@@ -222,7 +218,7 @@ def test_hybrid_placement_with_simulators_beside_engines():
 
 
 def test_the_same_placement_moves_nothing_where_all_fits():
-    found = make_plan("1x8xH200", embodied(put_aside=None), task="embodied")
+    found = make_plan("1x8xH200", embodied(offload=None), task="embodied")
     assert not any(hand_over.leaves for group in found.groups for hand_over in group.hand_overs)
 
 
@@ -286,20 +282,20 @@ def test_a_part_that_must_leave_but_may_not_is_refused():
         "or set rollout.memory_share to 0.6, or",
         "give actor devices of its own",
     ):
-        make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=0.7)])
-    with refused("actor: its optimizer (44.9 GiB) must leave devices 0-1", "its backend cannot put that aside"):
-        make_plan("1x2xH200", [actor(can_put_aside=frozenset()), rollout(share=0.7)])
+        make_plan("1x2xH200", [actor(offload="never"), rollout(share=0.7)])
+    with refused("actor: its optimizer (44.9 GiB) must leave devices 0-1", "its backend cannot offload that"):
+        make_plan("1x2xH200", [actor(can_offload=frozenset()), rollout(share=0.7)])
     with refused("rollout: its kv_cache (", "must leave device 0 in step update", "rollout.enable_offload is false"):
-        make_plan("1x1xH200", [actor(model="Qwen2.5-3B"), rollout(model="Qwen2.5-3B", share=0.8, put_aside="never")])
+        make_plan("1x1xH200", [actor(model="Qwen2.5-3B"), rollout(model="Qwen2.5-3B", share=0.8, offload="never")])
 
 
 def test_the_share_that_the_refusal_proposes_fits():
     with pytest.raises(Exception, match="rollout.memory_share to") as caught:
-        make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=0.7)])
+        make_plan("1x2xH200", [actor(offload="never"), rollout(share=0.7)])
     share = float(str(caught.value).split("rollout.memory_share to ")[1].split(",")[0])
-    assert make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=share)]).verdict in ("fits", "tight")
+    assert make_plan("1x2xH200", [actor(offload="never"), rollout(share=share)]).verdict in ("fits", "tight")
     with refused("must leave"):
-        make_plan("1x2xH200", [actor(put_aside="never"), rollout(share=share + 0.01)])
+        make_plan("1x2xH200", [actor(offload="never"), rollout(share=share + 0.01)])
 
 
 def step_of(found: Plan, name: str, device: int = 0):
@@ -317,7 +313,7 @@ def test_an_engine_share_too_small_to_start_does_not_fit():
 
 
 def test_memory_that_is_not_known_is_not_judged():
-    found = make_plan("1x8", [actor(), rollout(share=0.9, put_aside="always")])
+    found = make_plan("1x8", [actor(), rollout(share=0.9, offload="always")])
     assert found.verdict == "unknown"
     assert states(found, 0, "update") == {"actor": "WGO", "rollout": "[wk]"}
     assert states(found, 0, "rollout") == {"actor": "wgo", "rollout": "WK"}
@@ -450,18 +446,18 @@ def test_roles_that_cannot_be_planned_are_refused():
         make_plan("1x8", bare(actor="8"), task="sft")
 
 
-def test_wrong_put_aside_settings_are_refused():
+def test_wrong_offload_settings_are_refused():
     def one(**kwargs):
         return lambda: make_plan("1x8", [RoleSpec("actor", "all", **kwargs)], task="sft")
 
-    with refused("actor: put_aside is always, but its backend can put nothing aside", "leave put_aside unset"):
-        one(put_aside="always")()
-    with refused("actor: put_aside is always, but its backend can put nothing aside"):
-        one(put_aside="always", can_put_aside=frozenset({Part.KV_CACHE}))()
-    with refused("weights cannot be put aside by its backend, which can put aside gradients, optimizer"):
-        one(put_aside="always", can_put_aside=SLEEP, put_aside_parts=frozenset({Part.WEIGHTS}))()
-    with refused("parts to put aside are named, which only put_aside always uses"):
-        one(can_put_aside=SLEEP, put_aside_parts=SLEEP)()
+    with refused("actor: enable_offload is true, but its backend can offload nothing", "leave enable_offload unset"):
+        one(offload="always")()
+    with refused("actor: enable_offload is true, but its backend can offload nothing"):
+        one(offload="always", can_offload=frozenset({Part.KV_CACHE}))()
+    with refused("weights cannot be offloaded by its backend, which can offload gradients, optimizer"):
+        one(offload="always", can_offload=SLEEP, offload_parts=frozenset({Part.WEIGHTS}))()
+    with refused("parts to offload are named, which only enable_offload: true uses"):
+        one(can_offload=SLEEP, offload_parts=SLEEP)()
 
 
 def test_warnings():
@@ -474,9 +470,11 @@ def test_warnings():
     assert "quote it" not in warnings("8x8", bare(actor="60"), "sft")
     assert "its processes have 2 devices each" in warnings("1x8", bare(actor="0-7:0-3"), "sft")
     assert "different kinds (A100-80G, H200)" in warnings("1x8xA100-80G,1x8xH200", bare(actor="all"), "sft")
-    lonely = [actor("0-3"), rollout("4-7", put_aside="always")]
-    assert "rollout: always put aside although no other role uses" in warnings("1x8xH200", lonely)
-    assert "put_aside always has no effect" in warnings("1x8xH200", [actor(put_aside="always")], "sft")
+    lonely = [actor("0-3"), rollout("4-7", offload="always")]
+    assert "rollout: always offloaded (enable_offload: true) although no other role uses" in warnings(
+        "1x8xH200", lonely
+    )
+    assert "enable_offload: true has no effect" in warnings("1x8xH200", [actor(offload="always")], "sft")
     assert "4 of 8 devices are used by no role: 4-7" in warnings("1x8", bare(actor="0-3"), "sft")
     assert "memory share has no effect" in warnings(
         "cpu", [*bare(actor="cpu*1"), RoleSpec("rollout", "cpu*1", share=0.5)]
@@ -555,10 +553,10 @@ def test_a_plan_depends_neither_on_hash_seeds_nor_on_heavy_packages():
 def test_four_thousand_devices_in_under_a_second():
     roles = [
         actor("256x8"),
-        RoleSpec("critic", "@actor", memory=TrainMemory(2048), model=shape("Llama-3-8B"), can_put_aside=TRAINER_CAN),
+        RoleSpec("critic", "@actor", memory=TrainMemory(2048), model=shape("Llama-3-8B"), can_offload=TRAINER_CAN),
         scorer("reference", "0-1023"),
         scorer("reward", "@reference"),
-        rollout("512x2", tensor_parallel=2, share=0.9, can_put_aside=ENGINE_CAN),
+        rollout("512x2", tensor_parallel=2, share=0.9, can_offload=ENGINE_CAN),
     ]
     inventory = Inventory.parse("512x8xH100-80G")
     flow = default_flow("rl", [role.name for role in roles])

@@ -73,9 +73,9 @@ def roles(draw, name, low, high):
     if draw(st.integers(0, 29)) == 0:
         memory = None
     can = draw(st.sampled_from([CAN.get(name, frozenset({Part.WEIGHTS}))] * 5 + [frozenset()]))
-    put_aside = draw(st.sampled_from([None, None, None, None, "always", "never"]))
-    put_aside = put_aside if can or put_aside != "always" else None
-    return RoleSpec(name, on, can_put_aside=can, put_aside=put_aside, memory=memory, model=model, **kwargs)
+    offload = draw(st.sampled_from([None, None, None, None, "always", "never"]))
+    offload = offload if can or offload != "always" else None
+    return RoleSpec(name, on, can_offload=can, offload=offload, memory=memory, model=model, **kwargs)
 
 
 @st.composite
@@ -115,10 +115,10 @@ def check_residency(found: Plan, specs: dict[str, RoleSpec]) -> None:
             for holding in here.holdings:
                 spec = specs[holding.role]
                 if not holding.is_resident:
-                    assert spec.put_aside != "never"
-                    assert holding.part in spec.can_put_aside
+                    assert spec.offload != "never"
+                    assert holding.part in spec.can_offload
                 elif holding.state == "kept":
-                    assert not (spec.put_aside == "always" and holding.part in spec.can_put_aside)
+                    assert not (spec.offload == "always" and holding.part in spec.can_offload)
 
 
 def check_memory(found: Plan) -> None:
@@ -136,7 +136,7 @@ def check_nothing_leaves_for_nothing(found: Plan, specs: dict[str, RoleSpec]) ->
         for index, here in enumerate(group.steps):
             for row, holding in enumerate(here.holdings):
                 before = group.steps[index - 1].holdings[row]
-                if holding.is_resident or not before.is_resident or specs[holding.role].put_aside == "always":
+                if holding.is_resident or not before.is_resident or specs[holding.role].offload == "always":
                     continue
                 assert group.memory_gib is not None
                 assert holding.gib is not None

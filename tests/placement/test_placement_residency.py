@@ -28,11 +28,11 @@ def table(tenants, steps, capacity=100.0):
     for step, held in zip(steps, holdings, strict=True):
         row = []
         for each in tenants:
-            of = {"needed": "", "kept": "", "aside": "", "dropped": ""}
+            of = {"needed": "", "kept": "", "offloaded": "", "dropped": ""}
             for holding in held:
                 if holding.role == each.role:
                     of[holding.state] += holding.part.value[0]
-            away = (f"({of['aside']})" if of["aside"] else "") + (f"[{of['dropped']}]" if of["dropped"] else "")
+            away = (f"({of['offloaded']})" if of["offloaded"] else "") + (f"[{of['dropped']}]" if of["dropped"] else "")
             row.append(of["needed"].upper() + of["kept"] + away)
         rows[step.name] = " ".join(row)
     return rows

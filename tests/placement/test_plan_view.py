@@ -1,5 +1,6 @@
 import io
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -35,9 +36,9 @@ def lines(text: str) -> list[str]:
 def hybrid() -> Plan:
     sleep = frozenset({Part.GRADIENTS, Part.OPTIMIZER})
     roles = [
-        actor("0-7", put_aside="always", can_put_aside=sleep),
+        actor("0-7", offload="always", can_offload=sleep),
         scorer("reference"),
-        rollout("4-7", share=0.6, put_aside="always"),
+        rollout("4-7", share=0.6, offload="always"),
     ]
     return make_plan("1x8xA100-80G", roles)
 
@@ -74,7 +75,7 @@ def test_every_plan_prints_within_the_width_as_plain_text(explain):
         text = printed(found, explain)
         assert "\x1b" not in text
         assert max(len(line) for line in lines(text)) <= 100
-        assert lines(text)[0].startswith(f"Plan: {found.label} on {found.inventory}")
+        assert f": {found.label} on {found.inventory}" in lines(text)[0]
         for role in found.roles:
             assert role.name in text
 
@@ -85,7 +86,7 @@ def test_a_terminal_gets_colour():
 
 def test_the_device_table_shows_what_is_at_work_kept_aside_and_dropped():
     text = lines(printed(hybrid()))
-    start = text.index("Devices and steps")
+    start = text.index("Memory on the devices, phase by phase")
     assert text[start + 1].split() == ["devices", "rollout", "prepare.0", "prepare.1", "update", "sync"]
     body = [line.split("  ") for line in text[start + 3 : start + 12]]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in body]
@@ -94,7 +95,7 @@ def test_the_device_table_shows_what_is_at_work_kept_aside_and_dropped():
     assert cells[4][:2] == ["node 0: 4-7", "rollout WK"]
     assert cells[4][-1] == "actor W(o)[g]"
     assert cells[5][-1] == "rollout W[k]"
-    assert any("CAPITAL at work" in line for line in text)
+    assert any("CAPITAL in use" in line for line in text)
 
 
 def test_roles_hand_overs_routes_and_host_memory_are_listed():
@@ -108,9 +109,9 @@ def test_roles_hand_overs_routes_and_host_memory_are_listed():
         "+ actor optimizer 11.2G from host",
         "+ rollout weights 15.0G pushed by actor",
         "sync -> rollout (next)",
-        "actor keeps it",
+        "stays with actor",
         "At most 11.2 GiB per device are copied to the host and back",
-        "rollout 0-3   same device   4-7 (each from its own)",
+        "rollout 0-3   same device        4-7 (each from its own)",
         "90 GiB",  # the optimizer of eight devices on the host
     ):
         assert part in text, part
@@ -118,8 +119,8 @@ def test_roles_hand_overs_routes_and_host_memory_are_listed():
 
 def test_devices_that_never_change_hands():
     text = printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.9)]))
-    assert "No device changes hands and nothing moves." in text
-    assert "Hand-overs" not in text
+    assert "No device passes from role to role, and nothing moves." in text
+    assert "What moves between phases" not in text
     shared = printed(make_plan("1x8xA100-80G", [actor("all"), rollout("4-7", share=0.4)]))
     assert "Nothing is copied to the host and back." in shared
 
@@ -134,7 +135,7 @@ def test_steps_that_do_not_fit_side_by_side_make_a_second_table():
 
 def test_what_does_not_fit_says_by_how_much():
     text = printed(make_plan("1x8xA100-80G", [actor(memory=TrainMemory(8192, micro_batch=64))], task="sft"))
-    assert "does not fit" in lines(text)[0]
+    assert lines(text)[0] == "Does not fit: colocated on 1 node x 8 A100-80G"
     assert "update does not fit on node 0: 0-7: it takes" in text
     assert re.search(r"it takes ([\d.]+)\s+of\s+80\s+GiB,\s+([\d.]+)\s+GiB\s+too\s+much", text)
     engine = printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.1)]))
@@ -145,10 +146,10 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 def test_host_memory_that_does_not_fit():
-    roles = [actor(put_aside="always"), rollout(share=0.5)]
+    roles = [actor(offload="always"), rollout(share=0.5)]
     inventory = Inventory.parse("1x8xA100-80G").with_hosts(memory_gib=64.0)
     text = printed(plan(inventory, roles, default_flow("rl", ["actor", "rollout"])))
-    assert "The host memory of node 0 does not fit" in text
+    assert "the host memory of node 0 does not fit" in text
 
 
 def test_explain_shows_the_arithmetic():
@@ -165,3 +166,49 @@ def test_warnings_are_listed():
     assert "Warnings" in text
     assert "assumed to be that of Llama-3-8B" in text
     assert "4 of 8 devices are used by no role: 4-7" in text
+
+
+def test_roles_of_one_model_share_a_warning_about_its_assumed_shape():
+    roles = [replace(actor("all"), model_assumed="Llama-3-8B"), replace(rollout("all"), model_assumed="Llama-3-8B")]
+    text = printed(make_plan("1x8xA100-80G", roles))
+    assert text.count("is assumed to be that of") == 1
+    assert "- actor, rollout: the model's shape is assumed to be that of Llama-3-8B, from its name" in text
+
+
+def test_the_page_begins_with_the_verdict_and_the_tightest_phase():
+    text = lines(printed(hybrid()))
+    assert text[0] == "Fits: hybrid on 1 node x 8 A100-80G"
+    memory = [line for line in text if "%" in line and "G " in line]
+    shares = [int(share) for line in memory for share in re.findall(r"G (\d+)%", line)]
+    tightest = re.fullmatch(r"The tightest is (\S+) on node 0: (\S+): ([\d.]+) of 80 GiB \((\d+)%\)", text[1])
+    assert int(tightest[4]) == max(shares)
+    assert float(tightest[3]) / 80 == pytest.approx(int(tightest[4]) / 100, abs=0.006)
+
+
+def test_a_tight_plan_says_what_tight_means():
+    text = " ".join(printed(make_plan("1x8xA100-80G", [actor("0-3"), rollout("4-7", share=0.97)])).split())
+    assert text.startswith("Fits, but is tight: disaggregated on 1 node x 8 A100-80G The tightest is ")
+    assert "Tight means that more than 90% of a memory is planned for" in text
+    assert "An engine fills its share (rollout.memory_share 0.97) with KV cache; a smaller share leaves more" in text
+
+
+def test_a_plan_without_known_memory_is_not_called_fitting():
+    assert lines(printed(everything()[2]))[0].startswith("Memory not checked (the warnings say why): ")
+
+
+def test_notes_stand_before_the_tables():
+    out = io.StringIO()
+    long = "micro-batches: " + "many words " * 20
+    render(hybrid(), Console(file=out, width=100, _environ={}), notes=[long])
+    text = out.getvalue()
+    assert text.index("Notes\n- micro-batches: many words") < text.index("Roles")
+    assert " ".join(text.split()).count("many words") == 20
+
+
+def test_nothing_is_cut_on_a_narrow_terminal():
+    """At 40 columns cells are folded, so that every character of the wide page is there at least as often."""
+    for found in everything():
+        wide, narrow = (Counter(printed(found, width=width)) for width in (100, 40))
+        for drawn in " ─\n":
+            del wide[drawn]
+        assert wide <= narrow

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from hotseat.config import loads
 from hotseat.errors import CheckpointError, UserError
-from hotseat.loop.checkpoints import CheckpointStore
 from hotseat.loop.run import start
+from hotseat.loop.state.checkpoints import CheckpointStore
 
 HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"]).returncode
 
@@ -22,7 +22,7 @@ HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-
 WRITER = """
 import os, resource, signal, sys
 from pathlib import Path
-from hotseat.loop.checkpoints import CheckpointStore
+from hotseat.loop.state.checkpoints import CheckpointStore
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -36,7 +36,7 @@ for step in (1, 2):
     for shard in range(2):
         (path / f"shard-{shard}").write_bytes(bytes([step]) * 100_000)
     if step == 2 and fault == "before the manifest":
-        import hotseat.loop.checkpoints as checkpoints
+        import hotseat.loop.state.checkpoints as checkpoints
         checkpoints._facts = die
     if step == 2 and fault == "before the rename":
         os.rename = Path.rename = die
@@ -47,7 +47,7 @@ for step in (1, 2):
 
 
 def write(directory: Path, fault: str, keep_last: int = 3) -> int:
-    return subprocess.run([sys.executable, "-c", WRITER, str(directory), fault, str(keep_last)], timeout=60).returncode
+    return subprocess.run([sys.executable, "-c", WRITER, str(directory), fault, str(keep_last)], timeout=300).returncode
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ SMALL_DISK = """
 import sys
 from pathlib import Path
 from hotseat.errors import CheckpointError
-from hotseat.loop import checkpoints
+from hotseat.loop.state import checkpoints
 checkpoints._SPARE_BYTES = 0
 store = checkpoints.CheckpointStore(Path(sys.argv[1]), keep_last=1)
 for step, size in ((1, 50_000), (2, int(sys.argv[2]))):
@@ -127,7 +127,7 @@ def test_on_a_disk_that_is_full_the_only_earlier_one_stays(tmp_path, size):
     disk = tmp_path / "disk"
     disk.mkdir()
     script = f"mount -t tmpfs -o size=192k none {disk} && exec {sys.executable} {tmp_path}/write.py {disk} {size}"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"no room for the checkpoint of step 2 in {disk}: the disk was full after " in done.stdout
 
@@ -149,14 +149,15 @@ def test_a_place_that_can_be_written_is_left_as_it_is(tmp_path):
 @pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
 def test_a_disk_that_is_mounted_for_reading(tmp_path):
     """Scenario 19: where even root may not write."""
-    code = f"from pathlib import Path; from hotseat.loop.checkpoints import *; CheckpointStore(Path({str(tmp_path)!r}))"
+    imports = "from pathlib import Path; from hotseat.loop.state.checkpoints import CheckpointStore"
+    code = f"{imports}; CheckpointStore(Path({str(tmp_path)!r}))"
     script = f"mount -t tmpfs -o ro none {tmp_path} && exec {sys.executable} -c {code + '.prepare()'!r}"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=300)
     assert f"{tmp_path} cannot be written: Read-only file system" in done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
 @pytest.mark.parametrize("keep_last", [1, pytest.param(9, marks=pytest.mark.long)])
 def test_a_run_stops_at_a_full_disk_and_goes_on_when_there_is_room(tmp_path, keep_last):

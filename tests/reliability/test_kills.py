@@ -14,7 +14,7 @@ from fault_cases import TWO_RANKS, Faulty, differences, make_faulty_task, run_un
 from hotseat.faults import POINTS, Fault
 from hotseat.observe import read_lines
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # Reached by the driver or by the agent host, before or beside anything that an engine does.
 EVERY_STEP = [point for point in POINTS if point not in ("start-up", "evaluation.during")]
@@ -32,7 +32,7 @@ def one_a_step(points: list[str], to: str) -> list[Fault]:
 
 def _times_a_step(point: str) -> int:
     # Between two tokens, and when a group is given to the reward function: at least so often; parts move twice a step.
-    return {"generation.during": 4, "scoring.during": 4, "update.micro-batch": 7, "put-aside": 2, "bring-back": 2}.get(
+    return {"generation.during": 4, "scoring.during": 4, "update.micro-batch": 7, "offload": 2, "onload": 2}.get(
         point, 1
     )
 
@@ -46,7 +46,7 @@ def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
             Fault("scoring.during", "kill", to="rewards", skip=9),
             Fault("prepare.before", "kill", to="agents:0", skip=3),
             Fault("push.during", "kill", to="rollout:0", skip=5),
-            Fault("put-aside", "kill", to="rollout:0", skip=14),
+            Fault("offload", "kill", to="rollout:0", skip=14),
         )
         code, out, errors = run.go()
         assert code == 0, errors[-3000:]
@@ -54,7 +54,7 @@ def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
         assert out.count("engine 0 died and is replaced") == 3
         assert out.count("agent host 0 died and is replaced") == 1
         assert differences(undisturbed, run.run_dir) == []
-        assert run.is_gone(within_s=10)
+        assert run.is_gone(within_s=60)
     last = read_lines(run.run_dir / "metrics.jsonl")[-1]
     assert (last["engine_restarts"], last["host_restarts"], last["samples_failed"]) == (3, 1, 0)
 
@@ -231,7 +231,7 @@ def test_an_engine_that_is_stopped_is_ended_and_replaced(task):
         ("scoring.during", 5),
         ("update.middle", 2),
         ("push.during", 5),
-        ("put-aside", 5),
+        ("offload", 5),
     ],  # four steps, of one update each
 )
 def test_stopped_at_a_point(task, victim, point, skip):

@@ -12,7 +12,7 @@ from loop_cases import make_task, rl_yaml
 from hotseat.cluster._guard import end_marked, marked
 from hotseat.observe import read_lines
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
 
 MARK = "TEST_LONG_RUNS"
 NUM_STEPS, SAMPLES_PER_STEP = 500, 20
@@ -29,7 +29,7 @@ def measure(mark: str, prefix: str) -> dict[str, int]:
     for pid in marked(MARK, [mark]):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"ray::Host" in command or b"hotseat" in command:  # Ray's own daemons are not ours to judge
+            if b"ray::ObjectHost" in command or b"hotseat" in command:  # Ray's own daemons are not ours to judge
                 held = held_by(pid)
                 memory, files = memory + held[0], files + held[1]
         except OSError:
@@ -67,7 +67,7 @@ def test_nothing_grows_in_a_long_run(tmp_path):
             if step >= NUM_STEPS - 10:
                 found["late"] = measure(mark, "hotseat-")
             time.sleep(0.2)
-        _, errors = driver.communicate(timeout=60)
+        _, errors = driver.communicate(timeout=300)
         assert driver.returncode == 0, errors[-3000:]
     finally:
         end_marked(MARK, [mark])

@@ -5,21 +5,16 @@ import math
 from pathlib import Path
 
 import pytest
-from loop_cases import REWARD, make_task, rl_yaml
+from loop_cases import REWARD, rl_yaml
 from safetensors.torch import load_file
 
 from hotseat.config import loads
 from hotseat.errors import NonFiniteError, RewardError, RunError, WorkerError
-from hotseat.loop.ledger import read_ledger
+from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def task(tmp_path) -> Path:
-    return make_task(tmp_path)
 
 
 def run(task: Path, name: str, *overrides: str, reward: str | None = None) -> list[dict]:

@@ -6,25 +6,20 @@ import sys
 
 import pytest
 from fault_cases import TWO_RANKS, Faulty, make_faulty_task
-from loop_cases import REWARD, make_task, rl_yaml, sft_yaml
+from loop_cases import REWARD, rl_yaml, sft_yaml
 
 from hotseat.cli.main import main
 from hotseat.config import load, loads
 from hotseat.errors import RewardError, RunError, UserError
 from hotseat.faults import Fault
-from hotseat.loop.ledger import read_ledger
+from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
-from hotseat.loop.saving import Saver
+from hotseat.loop.state.saving import Saver
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
 
 HAS_MOUNTS = bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"]).returncode
-
-
-@pytest.fixture
-def task(tmp_path):
-    return make_task(tmp_path)
 
 
 class Stop(Exception):
@@ -52,12 +47,12 @@ def test_a_disk_that_fills_up_under_the_trainers_hands_is_named(task, runtime):
     (task / "disk").mkdir()
     (task / "run.yaml").write_text(rl_yaml(task, cluster=f"{{runtime: {runtime}}}"))
     code = (
-        "import sys; from hotseat.loop import checkpoints; checkpoints._SPARE_BYTES = -(1 << 40);"
+        "import sys; from hotseat.loop.state import checkpoints; checkpoints._SPARE_BYTES = -(1 << 40);"
         "from hotseat.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     run = f"{sys.executable} -c '{code}' run {task}/run.yaml checkpoint.every=1 checkpoint.path={task}/disk"
     script = f"mount -t tmpfs -o size=128k none {task}/disk; exec {run}"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=860)
     assert done.returncode == 1
     assert f"hotseat: no room for the checkpoint of step 1 in {task}/disk: the disk was full after" in done.stderr
     assert "Traceback" not in done.stderr
@@ -65,7 +60,7 @@ def test_a_disk_that_fills_up_under_the_trainers_hands_is_named(task, runtime):
 
 @pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_ranks_that_run_out_of_memory_end_the_run_and_it_resumes_with_smaller_micro_batches(tmp_path):
     """Scenario 50 with several training ranks, which cannot make an update again by themselves."""
     faulty = Faulty(make_faulty_task(tmp_path), num_passes=2, placement=TWO_RANKS, transport="gloo")

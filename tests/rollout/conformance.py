@@ -381,16 +381,16 @@ def scoring_does_not_disturb_what_is_in_flight(subject: Subject) -> None:
             assert_same(subject, future.result(PATIENCE_S), completion)
 
 
-def prefixes_are_forgotten_also_while_the_cache_is_away(subject: Subject) -> None:
+def prefixes_are_forgotten_also_while_the_cache_is_offloaded(subject: Subject) -> None:
     asked = request("a", range(1, 60))
     with subject.engine() as engine:
         engine.load_weights(named_weights(subject.model(1)), version=1)
         (expected,) = engine.generate([asked])
         engine.load_weights(named_weights(subject.model(0)), version=2)
         engine.generate([asked])
-        engine.put_aside(["kv_cache"])
+        engine.offload(["kv_cache"])
         engine.load_weights(named_weights(subject.model(1)), version=3)
-        engine.bring_back(["kv_cache"])
+        engine.onload(["kv_cache"])
         (found,) = engine.generate([asked])
         assert_same(subject, replace(found, versions=expected.versions), expected)
 
@@ -533,46 +533,46 @@ def a_load_that_is_not_complete_is_not_served(subject: Subject) -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def parts_go_aside_and_come_back_bit_for_bit(subject: Subject) -> None:
+def parts_are_offloaded_and_onloaded_bit_for_bit(subject: Subject) -> None:
     asked = [request("a"), request("b", range(1, 20), seed=3)]
     with subject.engine() as engine:
-        assert engine.can_put_aside <= engine.parts
-        if not engine.can_put_aside:
+        assert engine.can_offload <= engine.parts
+        if not engine.can_offload:
             return
         expected, digest = engine.generate(asked), engine.digest()
         for parts in ({"kv_cache"}, {"weights"}, {"weights", "kv_cache"}):
-            chosen = engine.can_put_aside & parts
+            chosen = engine.can_offload & parts
             resident = engine.health().resident_bytes
-            moved = engine.put_aside(chosen)
+            moved = engine.offload(chosen)
             assert moved.num_bytes == sum(resident[part] for part in chosen)
             assert moved.num_bytes_copied == sum(resident[part] for part in chosen if part == "weights")
             assert moved.ms > 0
             for part in engine.parts:
                 assert engine.health().resident_bytes[part] == (0 if part in chosen else resident[part])
-            assert engine.health().aside == chosen
-            assert engine.put_aside(chosen).num_bytes == 0
+            assert engine.health().offloaded == chosen
+            assert engine.offload(chosen).num_bytes == 0
             for part in sorted(chosen):
-                with pytest.raises(RunError, match=f"{part}.* put aside"):
+                with pytest.raises(RunError, match=f"{part}.* offloaded"):
                     engine.submit(request("refused"))
             if "weights" in chosen:
                 for call in (engine.digest, lambda: engine.score([[1, 2]]), lambda: engine.begin_load(1)):
-                    with pytest.raises(RunError, match="weights put aside"):
+                    with pytest.raises(RunError, match="weights offloaded"):
                         call()
-            back = engine.bring_back(chosen)
+            back = engine.onload(chosen)
             assert 0 < back.num_bytes <= moved.num_bytes
             assert engine.digest() == digest
             for got, completion in zip(engine.generate(asked), expected, strict=True):
                 assert_same(subject, got, completion)
         with pytest.raises(UserError, match="this engine has"):
-            engine.put_aside(["gradients"])  # type: ignore[list-item]
+            engine.offload(["gradients"])  # type: ignore[list-item]
 
 
 def weights_that_are_replaced_anyway_need_not_be_kept(subject: Subject) -> None:
     with subject.engine() as engine:
-        if "weights" not in engine.can_put_aside:
+        if "weights" not in engine.can_offload:
             return
-        assert engine.put_aside(["weights"], keep_weights=False).num_bytes_copied == 0
-        engine.bring_back(["weights"])
+        assert engine.offload(["weights"], keep_weights=False).num_bytes_copied == 0
+        engine.onload(["weights"])
         with pytest.raises(WeightError, match="dropped"):
             engine.submit(request("a"))
         engine.load_weights(named_weights(subject.model(1)), version=1)
@@ -580,22 +580,22 @@ def weights_that_are_replaced_anyway_need_not_be_kept(subject: Subject) -> None:
         assert set(engine.generate([request("a")])[0].versions) == {1}
 
 
-def requests_in_flight_survive_putting_aside_only_if_paused(subject: Subject) -> None:
+def requests_in_flight_survive_offloading_only_if_paused(subject: Subject) -> None:
     asked = [request("a", max_new_tokens=550), request("b", [4, 4], max_new_tokens=551)]
     with subject.engine(max_length=600) as engine:
-        if not engine.can_put_aside:
+        if not engine.can_offload:
             return
         expected = engine.generate([replace(r, sampling=replace(r.sampling, max_new_tokens=60)) for r in asked])
         with slowly():
             futures = [engine.submit(r) for r in asked]
             with pytest.raises(RunError, match="2 requests in flight"):
-                engine.put_aside(engine.can_put_aside)
+                engine.offload(engine.can_offload)
             sample_some(engine)
             engine.pause()
-        engine.put_aside(engine.can_put_aside)
-        with pytest.raises(RunError, match="put aside"):
+        engine.offload(engine.can_offload)
+        with pytest.raises(RunError, match="offloaded"):
             engine.resume()
-        engine.bring_back(engine.can_put_aside)
+        engine.onload(engine.can_offload)
         with slowly():
             engine.resume()
             sample_some(engine)
@@ -668,7 +668,7 @@ CHECKS: list[Callable[[Subject], None]] = [
     abort_gives_what_there_is_and_frees_the_slot,
     an_id_can_be_used_again_at_once,
     scoring_does_not_disturb_what_is_in_flight,
-    prefixes_are_forgotten_also_while_the_cache_is_away,
+    prefixes_are_forgotten_also_while_the_cache_is_offloaded,
     pause_keeps_sequences_and_they_go_on_under_new_weights,
     pause_and_resume_change_nothing_else,
     a_closed_engine_says_so,
@@ -676,8 +676,8 @@ CHECKS: list[Callable[[Subject], None]] = [
     the_digest_is_of_the_live_weights_and_names_what_changed,
     a_load_in_buckets_counts_when_it_is_finished,
     a_load_that_is_not_complete_is_not_served,
-    parts_go_aside_and_come_back_bit_for_bit,
+    parts_are_offloaded_and_onloaded_bit_for_bit,
     weights_that_are_replaced_anyway_need_not_be_kept,
-    requests_in_flight_survive_putting_aside_only_if_paused,
+    requests_in_flight_survive_offloading_only_if_paused,
     what_cannot_work_is_refused_with_numbers,
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hotseat.rollout import TransformersEngine
+from hotseat.rollout import SlotOptions, TransformersEngine
 
 from . import conformance
 from .conformance import Subject, named_weights, request
@@ -45,8 +45,7 @@ def subject(own_layers: bool) -> Subject:
             num_slots=num_slots,
             max_length=max_length,
             eos_token_ids=eos_token_ids,
-            device="cuda",
-            own_layers=own_layers,
+            options=SlotOptions(device="cuda", own_layers=own_layers),
         )
         try:
             yield engine
@@ -62,7 +61,7 @@ def test_conformance(check: Callable[[Subject], None], own_layers: bool) -> None
     check(subject(own_layers))
 
 
-def test_parts_put_aside_leave_the_device() -> None:
+def test_offloaded_parts_leave_the_device() -> None:
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info()
     config = LlamaConfig(
@@ -74,18 +73,21 @@ def test_parts_put_aside_leave_the_device() -> None:
         max_position_embeddings=1024,
     )
     engine = TransformersEngine(
-        LlamaForCausalLM(config), max_length=1024, num_slots=64, device="cuda", dtype=torch.bfloat16
+        LlamaForCausalLM(config),
+        max_length=1024,
+        num_slots=64,
+        options=SlotOptions(device="cuda", dtype=torch.bfloat16),
     )
     asked = [request(f"{i}", seed=i) for i in range(64)]
     expected = engine.generate(asked)
     digest = engine.digest()
     resident = engine.health().resident_bytes
-    moved = engine.put_aside(["weights", "kv_cache"])
-    free_aside, _ = torch.cuda.mem_get_info()
+    moved = engine.offload(["weights", "kv_cache"])
+    free_offloaded, _ = torch.cuda.mem_get_info()
     assert moved.num_bytes == sum(resident.values())
     # What stays: the context, cuBLAS workspaces, angles and per-slot state.
-    assert free_before - free_aside < 700 * 2**20 < moved.num_bytes
-    engine.bring_back(["weights", "kv_cache"])
+    assert free_before - free_offloaded < 700 * 2**20 < moved.num_bytes
+    engine.onload(["weights", "kv_cache"])
     assert engine.digest() == digest
     assert engine.generate(asked) == expected
     engine.load_weights(named_weights(LlamaForCausalLM(config)), version=1)

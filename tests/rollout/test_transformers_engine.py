@@ -8,6 +8,7 @@ import itertools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from transformers import (
 )
 
 from hotseat.errors import DeadlineError, NonFiniteError, NotBuiltError, RunError, UserError, WeightError, WorkerError
-from hotseat.rollout import TransformersEngine
+from hotseat.rollout import SlotOptions, TransformersEngine
 from hotseat.rollout._slots import AnySlots, LlamaSlots, slot_model
 from hotseat.types import Completion, Request, Sampling
 
@@ -100,7 +101,7 @@ def subject(config: PreTrainedConfig, own_layers: bool = True) -> Subject:
             max_length=max_length,
             eos_token_ids=eos_token_ids,
             num_threads=1,
-            own_layers=own_layers,
+            options=SlotOptions(own_layers=own_layers),
             call_timeout_s=PATIENCE_S,
         )
         try:
@@ -124,7 +125,7 @@ def checks(slow: set[str]) -> list[Any]:
 SLOW = {
     "pause_keeps_sequences_and_they_go_on_under_new_weights",
     "pause_and_resume_change_nothing_else",
-    "requests_in_flight_survive_putting_aside_only_if_paused",
+    "requests_in_flight_survive_offloading_only_if_paused",
 }
 
 
@@ -257,7 +258,10 @@ def test_bfloat16_weights_serve_too() -> None:
     reference = random_model(config, 0).to(torch.bfloat16)
     for own_layers in (True, False):
         engine = TransformersEngine(
-            random_model(config, 0), max_length=64, dtype=torch.bfloat16, num_threads=1, own_layers=own_layers
+            random_model(config, 0),
+            max_length=64,
+            num_threads=1,
+            options=SlotOptions(dtype=torch.bfloat16, own_layers=own_layers),
         )
         asked = mixed(5, 67, longest=5)
         completions = engine.generate(asked)
@@ -282,7 +286,7 @@ def test_models_without_keys_and_values_are_refused() -> None:
     flash = random_model(LLAMA_LIKE["llama"], 0)
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(NotBuiltError, match="flash_attention_2"):
-        TransformersEngine(flash, max_length=64, own_layers=False)
+        TransformersEngine(flash, max_length=64, options=SlotOptions(own_layers=False))
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
@@ -347,7 +351,7 @@ def test_waiting_prompts_ride_along_in_a_forward_that_is_needed_anyway() -> None
 
 
 def test_the_prefix_cache_has_its_limit() -> None:
-    model, engine = counting_engine(prefix_cache_tokens=20)
+    model, engine = counting_engine(options=SlotOptions(prefix_cache_tokens=20))
     prompts = [[p] * 11 for p in range(3)]  # 10 tokens are prefilled, the last one is decoded
     engine.generate([request("0", prompts[0]), request("1", prompts[1])])
     engine.generate([request("0", prompts[0])])
@@ -379,7 +383,7 @@ def test_a_dead_thread_surfaces_everywhere() -> None:
         lambda: engine.generate([request("a")]),
         lambda: engine.score([[1, 2]]),
         lambda: engine.load_weights([], 1),
-        lambda: engine.put_aside(["weights"]),
+        lambda: engine.offload(["weights"]),
         engine.abort,
         engine.pause,
         engine.digest,
@@ -480,7 +484,7 @@ def test_a_waiting_request_can_be_cancelled_and_its_id_used_again() -> None:
         cancelled = engine.submit(request("c"))
         cancelled.cancel()
         assert engine.abort() == []
-        engine.put_aside(["kv_cache"])
+        engine.offload(["kv_cache"])
         assert engine.health().num_waiting == 0
 
 
@@ -525,8 +529,8 @@ def test_a_callback_that_ends_the_thread_is_seen_by_all() -> None:
 def test_closing_from_a_callback_works() -> None:
     with LLAMA.engine() as engine:
         engine.submit(request("first")).add_done_callback(lambda _: engine.close())
-        engine._thread.join(PATIENCE_S)
-        assert not engine._thread.is_alive()
+        engine._thread.thread.join(PATIENCE_S)
+        assert not engine._thread.thread.is_alive()
 
 
 def test_submitting_while_it_closes_never_hangs() -> None:
@@ -561,7 +565,7 @@ def test_an_idle_engine_burns_no_cpu() -> None:
     with LLAMA.engine() as engine:
         engine.generate([request("a")])
         gc.collect()
-        clock = time.pthread_getcpuclockid(engine._thread.ident or 0)
+        clock = time.pthread_getcpuclockid(engine._thread.thread.ident or 0)
         before = time.clock_gettime(clock)
         time.sleep(0.3)
         assert time.clock_gettime(clock) - before < 0.03
@@ -575,27 +579,41 @@ def test_the_number_of_threads_is_set_not_inherited() -> None:
     for engine in engines.values():
         engine.generate([request("a")])
     for count, engine in engines.items():
-        assert engine._call("count", torch.get_num_threads) == count
+        assert engine._thread.call("count", torch.get_num_threads) == count
         engine.close()
 
 
 def test_close_ends_the_thread() -> None:
     before = set(threading.enumerate())
     with LLAMA.engine() as engine:
-        assert set(threading.enumerate()) - before == {engine._thread}
+        assert set(threading.enumerate()) - before == {engine._thread.thread}
     assert not set(threading.enumerate()) - before
 
 
-def test_weights_in_shared_memory_can_be_put_aside() -> None:
+def test_an_engine_that_is_closed_is_freed_without_the_garbage_collector() -> None:
+    """Its weights and its cache may fill a device."""
+    model, engine = counting_engine(num_slots=2)
+    engine.generate([request("a", (1, 2), max_new_tokens=2)])
+    engine.close()
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del model, engine
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_weights_in_shared_memory_can_be_offloaded() -> None:
     model = random_model(OTHERS["gpt2"], 0)
     model.share_memory()
     engine = TransformersEngine(model, max_length=64, num_threads=1)
     (expected,) = engine.generate([request("a")])
-    engine.put_aside(["weights", "kv_cache"])
+    engine.offload(["weights", "kv_cache"])
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
-    with pytest.raises(RuntimeError):  # torch's own: nobody can compute with weights that are aside
+    with pytest.raises(RuntimeError):  # torch's own: nobody can compute with weights that are offloaded
         model(torch.tensor([[1, 2]]))
-    engine.bring_back(["weights", "kv_cache"])
+    engine.onload(["weights", "kv_cache"])
     assert engine.generate([request("a")]) == [expected]
     engine.close()
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from hotseat.rollout._vllm_inside import widen_head
 from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
-from hotseat.rollout.vllm_versions import widen_head
 
 from . import conformance
 from .conformance import PATIENCE_S, Subject, named_weights, request

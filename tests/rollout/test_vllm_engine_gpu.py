@@ -38,8 +38,8 @@ def test_the_cache_leaves_alone_and_its_memory_is_free(shared: Shared) -> None:
     with shared.engine() as engine:
         expected = engine.generate([request("a")])
         free = torch.cuda.mem_get_info()[0]
-        moved = engine.put_aside(["kv_cache"])
+        moved = engine.offload(["kv_cache"])
         assert torch.cuda.mem_get_info()[0] - free == pytest.approx(moved.num_bytes, rel=0.05)
-        engine.load_weights(named_weights(shared.model(0)), 1)  # the cache may be away meanwhile
-        engine.bring_back(["kv_cache"])
+        engine.load_weights(named_weights(shared.model(0)), 1)  # the cache may be offloaded meanwhile
+        engine.onload(["kv_cache"])
         assert engine.generate([request("a")])[0].token_ids == expected[0].token_ids

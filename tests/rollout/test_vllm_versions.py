@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3_5Tex
 
 from hotseat.config import loads
 from hotseat.errors import NotBuiltError, UserError
-from hotseat.loop.run import refuse_what_cannot_start
+from hotseat.loop.preflight import refuse_what_cannot_start
 from hotseat.rollout.vllm_engine import start_error
 from hotseat.rollout.vllm_versions import check_config, what_is_wrong
 
@@ -40,6 +40,8 @@ def test_without_vllm_a_run_names_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is no such module
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
+    Path("m/config.json").write_text("{}")
+    Path("p").mkdir()
     Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
     with pytest.raises(UserError) as caught:
         refuse_what_cannot_start(loads(CONFIG))

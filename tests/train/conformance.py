@@ -331,7 +331,7 @@ def clipping_bounds_the_gradient(make: Make, directory: Path) -> None:
         backend.close()
 
 
-def parts_put_aside_come_back_bit_for_bit(make: Make, directory: Path) -> None:
+def offloaded_parts_come_back_bit_for_bit(make: Make, directory: Path) -> None:
     results = []
     for moves in (False, True):
         backend = make(tiny_model(), OPTIONS)
@@ -339,10 +339,10 @@ def parts_put_aside_come_back_bit_for_bit(make: Make, directory: Path) -> None:
             backend.update([some_segments(seed=step)], ClippedLoss(), 1.0)
             if moves:
                 digest = backend.digest()
-                away = backend.put_aside(PARTS)
+                away = backend.offload(PARTS)
                 assert (away.num_bytes > 0) == bool(backend.movable)
-                assert backend.put_aside(PARTS).num_bytes == 0  # they are aside already
-                back = backend.bring_back(PARTS)
+                assert backend.offload(PARTS).num_bytes == 0  # they are offloaded already
+                back = backend.onload(PARTS)
                 assert back.num_bytes == away.num_bytes
                 assert backend.digest() == digest
         results.append(copy_weights(backend))
@@ -350,17 +350,17 @@ def parts_put_aside_come_back_bit_for_bit(make: Make, directory: Path) -> None:
     assert_identical(results[0], results[1])
 
 
-def a_part_that_is_aside_cannot_be_used(make: Make, directory: Path) -> None:
+def an_offloaded_part_cannot_be_used(make: Make, directory: Path) -> None:
     backend = make(tiny_model(), OPTIONS)
     batch = some_segments()
-    backend.put_aside(["optimizer"])
+    backend.offload(["optimizer"])
     backend.log_probs([batch], 1.0)
     with pytest.raises(RunError, match="update needs optimizer on the device"):
         backend.update([batch], ClippedLoss(), 1.0)
-    backend.put_aside(["weights"])
+    backend.offload(["weights"])
     with pytest.raises(RunError, match="log_probs needs weights on the device"):
         backend.log_probs([batch], 1.0)
-    backend.bring_back(PARTS)
+    backend.onload(PARTS)
     assert backend.update([batch], ClippedLoss(), 1.0).version == 1
     backend.close()
 
@@ -551,7 +551,7 @@ def mistakes_are_explained(make: Make, directory: Path) -> None:
     with pytest.raises(UserError, match="log-probs at temperature 0"):
         backend.log_probs([batch], 0.0)
     with pytest.raises(UserError, match="no part is called 'optimiser': choose among weights, gradients, optimizer"):
-        backend.put_aside(["optimiser"])  # type: ignore[list-item]
+        backend.offload(["optimiser"])  # type: ignore[list-item]
     with pytest.raises(BatchError, match="without a micro-batch on any rank"):
         backend.update([], ClippedLoss(), 1.0)
     backend.close()
@@ -761,8 +761,8 @@ ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     gradient_checkpointing_changes_nothing,
     the_same_run_twice_is_bit_identical,
     clipping_bounds_the_gradient,
-    parts_put_aside_come_back_bit_for_bit,
-    a_part_that_is_aside_cannot_be_used,
+    offloaded_parts_come_back_bit_for_bit,
+    an_offloaded_part_cannot_be_used,
     saved_and_loaded_continues_bit_identically,
     a_snapshot_that_cannot_be_written_says_why,
     a_folder_without_state_is_refused,

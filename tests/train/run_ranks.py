@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import torch
 import torch.distributed as dist
 from rank_cases import meeting
@@ -48,7 +49,7 @@ def run_ranks(
             for rank, own in enumerate(environments):
                 with open(directory / f"log-{rank}.txt", "w") as log:
                     processes.append(
-                        subprocess.Popen(command, env={**common, **own}, stdout=log, stderr=subprocess.STDOUT)
+                        preloaded.popen(command, env={**common, **own}, stdout=log, stderr=preloaded.STDOUT)
                     )
             deadline = time.monotonic() + timeout_s
             for process in processes:

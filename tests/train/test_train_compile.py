@@ -47,7 +47,7 @@ def train(
     """Log-probs before each update and weights after the last; how many graphs there were after each update."""
     options = replace(options, compile=compiler is not None)
     backend = FSDPBackend(model, options, unit_bytes=0, _compiler=compiler or "none")
-    backend._has_flash = has_flash
+    backend._forward_pass.has_flash = has_flash
     found, counts = {}, []
     for index, batch in enumerate(batches):
         found[f"log-probs {index}"] = backend.log_probs([batch], 0.8)[0]

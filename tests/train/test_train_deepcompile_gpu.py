@@ -32,7 +32,7 @@ from .conformance import (
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),  # the first one builds DeepSpeed's operations
+    pytest.mark.timeout(1200),  # the first one builds DeepSpeed's operations
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PADDED = replace(OPTIONS, layout="padded")
@@ -118,7 +118,7 @@ def test_parts_leave_the_device_and_come_back(stage: int) -> None:
         backend.update([batch], ClippedLoss(), 1.0)
         if moves:
             before = torch.cuda.memory_allocated()
-            away = backend.put_aside(["weights", "gradients", "optimizer"])
+            away = backend.offload(["weights", "gradients", "optimizer"])
             size = sum(weight.numel() for weight in tiny_model().parameters())
             # Weights in 2 bytes, masters and two moments in 4; gradients too, except those that stage 1 has only while
             # it learns.
@@ -126,7 +126,7 @@ def test_parts_leave_the_device_and_come_back(stage: int) -> None:
             assert away.num_bytes >= expected
             assert before - torch.cuda.memory_allocated() >= expected
             left = torch.cuda.memory_allocated()
-            backend.bring_back(["weights", "gradients", "optimizer"])
+            backend.onload(["weights", "gradients", "optimizer"])
         backend.update([batch], ClippedLoss(), 1.0)
         (scored,) = backend.log_probs([batch], 1.0)
         results.append(copy_weights(backend) | {"scored": scored})

@@ -227,7 +227,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_weights_are_refused_before_the_first_is_asked_for() -> None:
     backend = fsdp_factory.make(tiny_model(), OPTIONS)
-    backend.put_aside(["weights"])
+    backend.offload(["weights"])
     with pytest.raises(RunError, match="weights needs weights on the device"):
         backend.weights()
     backend.close()

@@ -14,7 +14,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from hotseat.algorithms.head import project
-from hotseat.loop.cutting import BatchSettings, Cutter
+from hotseat.loop.workers.cutting import BatchSettings, Cutter
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, ZeroOptions, make_backend, split_by_count
 from hotseat.train.logprobs import token_log_probs
 
@@ -126,11 +126,11 @@ def test_parts_leave_the_device_and_come_back(precision: Any) -> None:
         backend.update([batch], ClippedLoss(), 1.0)
         if moves:
             before = torch.cuda.memory_allocated()
-            away = backend.put_aside(["weights", "optimizer"])
+            away = backend.offload(["weights", "optimizer"])
             size = sum(weight.numel() for weight in tiny_model().parameters()) * (2 if precision == "bf16" else 4)
             assert away.num_bytes >= 3 * size
             assert before - torch.cuda.memory_allocated() >= 3 * size
-            backend.bring_back(["weights", "optimizer"])
+            backend.onload(["weights", "optimizer"])
         (scored,) = backend.log_probs([batch], 1.0)
         results.append(copy_weights(backend) | {"scored": scored})
         backend.close()

@@ -81,7 +81,7 @@ def test_only_packed_sequences_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_groups_that_share_sequences_are_beside_each_other_as_one_rank(tmp_path: Path) -> None:
     results = run_ranks(4, fsdp_factory.__name__, tmp_path, timeout_s=500, suite=sequence_scenarios.__name__)
     for name, scenario in sequence_scenarios.SCENARIOS.items():

@@ -175,7 +175,7 @@ def test_one_rank_of_either_backend_goes_on_from_what_two_saved(stage: int, grou
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_two_groups_of_two_are_as_one_rank(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(zero_factory.STAGE, str(stage))

@@ -333,13 +333,15 @@ def test_a_model_that_is_only_scored(stage: int) -> None:
 class Moving(ZeroBackend):
     """Moves on a CPU what it would move on a device."""
 
-    movable = frozenset(PARTS)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._residency.movable = frozenset(PARTS)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_is_put_aside_is_emptied_and_comes_back_under_deepspeeds_views(stage: int, precision: Any) -> None:
+def test_what_is_offloaded_is_emptied_and_comes_back_under_deepspeeds_views(stage: int, precision: Any) -> None:
     options = replace(OPTIONS, precision=precision, zero=ZeroOptions(stage))
     num_elements = sum(weight.numel() for weight in tiny_model().parameters())
     results = []
@@ -348,14 +350,14 @@ def test_what_is_put_aside_is_emptied_and_comes_back_under_deepspeeds_views(stag
         for step in range(3):
             backend.update([some_segments(seed=step)], ClippedLoss(), 1.0)
             if moves:
-                away = {part: backend.put_aside([part]) for part in ("optimizer", "weights", "gradients")}
+                away = {part: backend.offload([part]) for part in ("optimizer", "weights", "gradients")}
                 # Two moments of 4 bytes, and masters where they are not the weights.
                 assert away["optimizer"].num_bytes >= num_elements * (8 if stage == 0 and precision == "fp32" else 12)
                 assert away["weights"].num_bytes >= num_elements * (4 if precision == "fp32" else 2)
                 for part in PARTS:
                     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in backend._tensors(part))
                 for part in ("gradients", "weights", "optimizer"):
-                    assert backend.bring_back([part]).num_bytes == away[part].num_bytes
+                    assert backend.onload([part]).num_bytes == away[part].num_bytes
             (scored,) = backend.log_probs([some_segments()], 1.0)
         results.append(copy_weights(backend) | {"scored": scored})
         backend.close()
@@ -364,7 +366,7 @@ def test_what_is_put_aside_is_emptied_and_comes_back_under_deepspeeds_views(stag
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_aside(
+def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_offloaded(
     stage: int, tmp_path: Path
 ) -> None:
     options = replace(adapters.LORA, precision="bf16_master", average_decay=0.5, zero=ZeroOptions(stage))
@@ -372,12 +374,12 @@ def test_merged_weights_leave_in_the_type_of_the_computation_while_masters_are_a
     adapters.train(backend, range(2))
     exact, halves = copy_weights(backend), copy_weights(backend, dtype=torch.bfloat16)
     assert_close(halves, exact, 0.01)  # adapters were rounded before they were merged
-    backend.put_aside(["optimizer"])
+    backend.offload(["optimizer"])
     assert_identical(copy_weights(backend, dtype=torch.bfloat16), halves)
     for what in (copy_weights, lambda each: export_average(each, tmp_path, torch.bfloat16)):
         with pytest.raises(RunError, match="needs optimizer on the device"):
             what(backend)
-    backend.bring_back(["optimizer"])
+    backend.onload(["optimizer"])
     # An average in 16 bits is that of the masters.
     for dtype in (torch.bfloat16, None):
         export_average(backend, tmp_path / f"{dtype}", dtype)

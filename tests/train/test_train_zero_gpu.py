@@ -41,11 +41,11 @@ def test_parts_leave_the_device_and_come_back(precision: Any, stage: int) -> Non
         backend.update([batch], ClippedLoss(), 1.0)
         if moves:
             before = torch.cuda.memory_allocated()
-            away = backend.put_aside(["weights", "gradients", "optimizer"])
+            away = backend.offload(["weights", "gradients", "optimizer"])
             size = sum(weight.numel() for weight in tiny_model().parameters()) * (2 if precision == "bf16" else 4)
             assert away.num_bytes >= 2 * size
             assert before - torch.cuda.memory_allocated() >= 2 * size
-            backend.bring_back(["weights", "gradients", "optimizer"])
+            backend.onload(["weights", "gradients", "optimizer"])
         backend.update([batch], ClippedLoss(), 1.0)
         (scored,) = backend.log_probs([batch], 1.0)
         results.append(copy_weights(backend) | {"scored": scored})
@@ -62,7 +62,7 @@ def test_an_offloaded_optimizer_computes_the_same(stage: int) -> None:
         for step in range(3):
             backend.update([some_segments(seed=step), some_segments(seed=step + 7)], ClippedLoss(), 1.0)
         results.append(copy_weights(backend))
-        assert backend.put_aside(["optimizer"]).num_bytes == 0 or not is_offloaded
+        assert backend.offload(["optimizer"]).num_bytes == 0 or not is_offloaded
         backend.close()
     assert_close(results[0], results[1])
 

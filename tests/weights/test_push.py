@@ -12,7 +12,7 @@ from hotseat.algorithms.digest import tensor_digest
 from hotseat.errors import WeightError
 from hotseat.rollout import TransformersEngine
 from hotseat.weights import Receiver, Sender, check_digests
-from hotseat.weights.host import HostData
+from hotseat.weights.host_memory import HostData
 
 
 def make_model(seed: int) -> LlamaForCausalLM:

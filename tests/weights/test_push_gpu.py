@@ -8,7 +8,7 @@ from transport_cases import engines, push, weights
 
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
-from hotseat.weights import Audience, Sender
+from hotseat.weights import BroadcastGroup, Sender
 from hotseat.weights.device_ipc import SharedData, device_uuid
 
 pytestmark = [
@@ -75,7 +75,7 @@ def test_host_and_gloo_lanes_take_device_memory_too():
     with engines(1, "cuda:0") as made:
         push(sender, made, 1, "host")
         assert made[0].call("finish", 1) == named_digests(named)
-        push(sender, made, 2, "broadcast", Audience(("engine 0",), "gloo", timeout_s=60.0))
+        push(sender, made, 2, "broadcast", BroadcastGroup(("engine 0",), "gloo", timeout_s=60.0))
         assert made[0].call("finish", 2) == named_digests(named)
     sender.close()
 
@@ -103,10 +103,10 @@ def test_three_gigabytes_pass_at_the_speed_of_memory(capsys):
 def test_nccl_brings_the_same_bits_to_another_device():
     named = on_gpu(weights(5))
     sender = Sender(lambda: iter(named), "cuda:0", bucket_bytes=8192)
-    audience = Audience(("engine 0",), "nccl", timeout_s=60.0)
+    broadcast_group = BroadcastGroup(("engine 0",), "nccl", timeout_s=60.0)
     with engines(1, "cuda:1") as made:
         for version in range(1, 4):
             named = on_gpu(weights(version))
-            push(sender, made, version, "broadcast", audience)
+            push(sender, made, version, "broadcast", broadcast_group)
             assert made[0].call("finish", version) == named_digests(named)
     sender.close()

@@ -1,4 +1,4 @@
-"""Every lane brings the same bits to other processes, and whoever fails is named in time. (IPC: test_push_gpu.py.)"""
+"""Every transport brings the same bits to other processes, and who fails is named in time. (IPC: test_push_gpu.py.)"""
 
 import datetime
 import time
@@ -10,12 +10,12 @@ from transport_cases import as_rank, engines, push, weights
 
 from hotseat.algorithms.digest import tensor_digest
 from hotseat.errors import DeadlineError, RunError, WeightError
-from hotseat.weights import Audience, BroadcastData, Sender
+from hotseat.weights import BroadcastData, BroadcastGroup, Sender
 from hotseat.weights.device_ipc import SharedData, merge
 
 pytestmark = pytest.mark.slow
 
-TWO = Audience(("engine 0", "engine 1"), "gloo", timeout_s=30.0)
+TWO = BroadcastGroup(("engine 0", "engine 1"), "gloo", timeout_s=30.0)
 
 
 def digests(named) -> dict[str, int]:
@@ -29,11 +29,11 @@ def pair():
         yield made
 
 
-@pytest.mark.parametrize("lane", ["host", "broadcast"])
-def test_a_pickled_bucket_opens_in_the_process_that_iterates_it(pair, lane):
+@pytest.mark.parametrize("transport", ["host", "broadcast"])
+def test_a_pickled_bucket_opens_in_the_process_that_iterates_it(pair, transport):
     named = weights(1)
     sender = Sender(lambda: iter(named), bucket_bytes=8192)
-    push(sender, pair, 1, lane, TWO if lane == "broadcast" else None)
+    push(sender, pair, 1, transport, TWO if transport == "broadcast" else None)
     for engine in pair:
         assert engine.call("finish", 1) == digests(named)
     sender.close()
@@ -85,8 +85,8 @@ def test_order_and_version_are_checked_before_anything_is_received(pair):
 
 def test_a_receiver_that_never_comes_is_named_in_time(pair):
     sender = Sender(lambda: iter(weights(5)))
-    audience = replace(TWO, timeout_s=3.0)
-    sender.begin(1, audience)
+    broadcast_group = replace(TWO, timeout_s=3.0)
+    sender.begin(1, broadcast_group)
     sender.pack_next()
     pair[0].call("begin", 1)
     pair[0].start("take", as_rank(sender.packed("broadcast"), 1))
@@ -129,7 +129,7 @@ def test_a_bucket_that_is_iterated_again_gives_the_same():
     import threading
 
     sender = Sender(lambda: iter(weights(7)))
-    alone = Audience(("engine 0",), "gloo", timeout_s=30.0)
+    alone = BroadcastGroup(("engine 0",), "gloo", timeout_s=30.0)
     sender.begin(1, alone)
     sender.pack_next()
     bucket = sender.packed("broadcast")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hotseat.algorithms.digest import tensor_digest
-from hotseat.weights import Audience, BroadcastData, Bucket, Lane, Receiver, Sender
+from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Receiver, Sender, Transport
 
 START_S = 120.0  # to start a process and import torch on a busy machine
 
@@ -101,18 +101,24 @@ def engines(num: int, device: str = "cpu") -> Iterator[list[Engine]]:
             engine.process.join(10)
 
 
-def push(sender: Sender, receivers: list[Engine], version: int, lane: Lane, audience: Audience | None = None) -> float:
+def push(
+    sender: Sender,
+    receivers: list[Engine],
+    version: int,
+    transport: Transport,
+    broadcast_group: BroadcastGroup | None = None,
+) -> float:
     """All weights to all receivers, as the loop does it. Returns the seconds that the buckets took."""
-    sender.begin(version, audience)
+    sender.begin(version, broadcast_group)
     for engine in receivers:
         engine.call("begin", version)
     started_s = time.monotonic()
     num_bytes = sender.pack_next()
     while num_bytes is not None:
-        bucket = sender.packed(lane)
+        bucket = sender.packed(transport)
         for rank, engine in enumerate(receivers, 1):
             engine.start("take", as_rank(bucket, rank))
-        if lane == "broadcast":
+        if transport == "broadcast":
             sender.broadcast()
         num_bytes = sender.pack_next()
         for engine in receivers:

@@ -5,5 +5,6 @@ argv       what was given: a command line taken apart
 derive     what flags mean together: placement, overlap, rewards, lengths
 translate  all of it: a checked `Config`, and what had no effect, is missing or is not built
 run        the commands: print the config or start the run
+help       the text of `--help`: an example, and every flag in groups
 table      the documentation of all flags, rendered from the above
 """

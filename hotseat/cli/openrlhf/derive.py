@@ -180,7 +180,7 @@ def _rollout(draft: Draft) -> str:
 
 
 def _offload(draft: Draft) -> None:
-    """A switch that is off leaves it to the planner to put aside what has to go."""
+    """A switch that is off leaves it to the planner what is offloaded."""
     line, fields = draft.line, draft.fields
 
     def is_on(name: str) -> bool:

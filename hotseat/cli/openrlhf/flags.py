@@ -462,6 +462,7 @@ _RL: tuple[Flag, ...] = (
     _float(
         "--overlong_buffer_len", "--reward.overlong_buffer_len", None, "reward.overlong.buffer_length", convert=whole
     ),
+    _float("--reward_trial_timeout", None, 10.0, "reward.trial_timeout_s"),
     _float("--overlong_penalty_factor", "--reward.overlong_penalty_factor", 1.0, "reward.overlong.penalty_factor"),
     _float("--stop_properly_penalty_coef", "--reward.stop_properly_penalty_coef", None, "reward.truncation_penalty"),
     # data

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotseat import clock
 from hotseat.cli.openrlhf.argv import hide_secrets
-from hotseat.cli.openrlhf.flags import COMMANDS, MANY, TASKS, Flag
+from hotseat.cli.openrlhf.flags import TASKS
 from hotseat.cli.stopping import interrupted_by_sigterm, last_words
 from hotseat.errors import HotseatError, NotBuiltError, UserError
 from hotseat.openmp import wait_passively
@@ -54,6 +54,8 @@ def main(
 
 def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start: Callable[..., Any] | None) -> int:
     if any(token in ("-h", "--help") for token in argv):
+        from hotseat.cli.openrlhf.help import render_help
+
         _show(render_help(command) + "\n")
         return OK
     from hotseat.cli.openrlhf.translate import translate
@@ -121,48 +123,3 @@ def refuse_what_cannot_start(found: Translation) -> None:
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> str:
     return "".join(f"  {name}: {text}\n" for name, text in pairs)
-
-
-def render_help(command: str) -> str:
-    """Every flag with its newer spelling, its default, the config field it sets and that field's meaning."""
-    from hotseat.cli.options_view import options
-
-    meanings = {option["key"]: option for option in options("")}
-    lines = [
-        f"usage: python -m hotseat.cli.{command} [FLAG [VALUE ...]] ...",
-        "",
-        "OpenRLHF's command line on Hotseat. Every flag is listed with its newer spelling, OpenRLHF's default, the",
-        "config field it sets, and what that field means.",
-        "",
-        "  --help              show this",
-        "  --print_config      print the equivalent YAML config and exit",
-        "",
-    ]
-    return "\n".join(lines + [line for flag in COMMANDS[command] for line in _help_of(flag, meanings)])
-
-
-def _help_of(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    least, most = flag.num_values
-    value = "" if flag.kind == "switch" else " " + " ".join([flag.kind.upper()] * max(least, 1))
-    value += " ..." if most == MANY else f" [{flag.kind.upper()}]" if most > least > 0 else ""
-    has_default = flag.default is not None and flag.kind != "switch"
-    default = f" (default {_shown(flag.default)})" if has_default else ""
-    return [f"  {', '.join(flag.spellings)}{value}{default}", f"      {_effect(flag, meanings)}"]
-
-
-def _effect(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say what a flag does, in a line."""
-    if flag.because:
-        return f"no effect: {flag.because}"
-    if flag.not_built:
-        return f"not part of this version: {flag.not_built}"
-    if not flag.sets:
-        return "set by deepspeed and torchrun for each process"
-    first = meanings.get(flag.sets[0])
-    meaning = f": {first['meaning']}" if first else ""
-    lacking = f" Not part of this version: {first['not_built']}." if first and first["not_built"] else ""
-    return f"{', '.join(flag.sets)}{meaning}{lacking}"
-
-
-def _shown(value: Any) -> str:
-    return " ".join(str(item) for item in value) if isinstance(value, list) else repr(value)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hotseat.cli.openrlhf.flags import COMMANDS, TASKS, Flag
+from hotseat.cli.openrlhf.help import MEANINGS
 from hotseat.cli.options_view import options
 from hotseat.config.built import UNBUILT
 
@@ -59,7 +60,7 @@ def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
     note = f"not built yet: {', '.join(dict.fromkeys(map(str, lacking)))}" if lacking else ""
     if not built:
         return note
-    return f"{meanings[built[0]]} {note[:1].upper()}{note[1:]}".strip().replace("|", "\\|")
+    return f"{MEANINGS.get(flag.name, meanings[built[0]])} {note[:1].upper()}{note[1:]}".strip().replace("|", "\\|")
 
 
 def feature_of(key: str) -> str | None:

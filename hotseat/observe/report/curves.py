@@ -18,6 +18,7 @@ NOT_FINITE = ("nan", "inf", "-inf")
 # Work of the driver that goes on during the phases, so that it is no part of the sum.
 NO_PHASE = ("driver_cpu", "save")
 REST = "between phases"
+RENAMED = {"time/put_aside": "time/offload", "time/bring_back": "time/onload"}  # metrics of runs made before
 MAX_PHASE_COLUMNS = 240
 
 
@@ -49,7 +50,7 @@ def read_table(run_dir: Path) -> Table:
     for record in json_lines(run_dir / "metrics.jsonl"):
         step = record.pop("step", None)
         if isinstance(step, int):
-            rows.setdefault(step, {}).update(record)
+            rows.setdefault(step, {}).update({RENAMED.get(name, name): value for name, value in record.items()})
     steps = sorted(rows)
     columns: dict[str, np.ndarray] = {}
     is_given: dict[str, np.ndarray] = {}

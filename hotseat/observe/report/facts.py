@@ -50,13 +50,17 @@ def headline_metric(table: Table) -> str | None:
 
 
 def _headline_fact(table: Table, name: str) -> dict[str, str]:
+    """From what to what a metric went, and its best value; of a single value, the step it is of."""
     steps, values = table.values(name)
+    if len(values) == 1:
+        return _fact(name, number(values[0]), f"at step {int(steps[0]):,}, measured once", is_headline=True)
     is_loss = name.endswith("loss")
     best = int(np.argmin(values) if is_loss else np.argmax(values))
     word = "lowest" if is_loss else "best"
-    return _fact(
-        name, number(values[-1]), f"{word} {number(values[best])} at step {int(steps[best]):,}", is_headline=True
-    )
+    where = f"{word} {number(values[best])} at step {int(steps[best]):,}"
+    if values[best] == values[-1]:
+        where = f"{word} at the end" if values[0] != values[-1] else "as at the beginning"
+    return _fact(name, f"{number(values[0])} \u2192 {number(values[-1])}", where, is_headline=True)
 
 
 def _pace(table: Table) -> str:

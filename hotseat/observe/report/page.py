@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
@@ -25,6 +26,7 @@ from hotseat.observe.report.timeline import read_timeline
 from hotseat.observe.report.times import read_total
 
 MAX_BYTES = 4_800_000  # of the whole file
+SUMMARY_BYTES = 4_000  # of a run, for readers without scripts
 MAX_RUNS = 24
 DEFAULT_TASK = "rl"  # a config holds only what differs from the defaults
 POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
@@ -70,7 +72,7 @@ def make_page(run_dirs: Sequence[Path]) -> bytes:
     parts = [(assets / "assets" / f"{name}.js").read_bytes() for name in SCRIPTS]
     script = b"(() => {\n'use strict';\n" + b"\n".join(parts) + b"\n})();\n"
     template = (assets / "assets" / "page.html").read_bytes()
-    taken = sum(map(len, (style, library, script, template)))
+    taken = sum(map(len, (style, library, script, template))) + SUMMARY_BYTES * len(run_dirs)
     budget = (MAX_BYTES - taken) // len(run_dirs)
     labels = label_runs(run_dirs)
     known_by = [headline_metric(read_table(run_dir)) for run_dir in run_dirs] if len(run_dirs) > 1 else []
@@ -83,12 +85,25 @@ def make_page(run_dirs: Sequence[Path]) -> bytes:
         b"DATA": data,
         b"LIBRARY": library,
         b"SCRIPT": script,
+        b"SUMMARY": summary(runs),
     }
     # Split once, not replaced one by one: what a run says may look like a placeholder.
     pieces = re.split(rb"{{([A-Z]+)}}", template)
     return b"".join(
         contents[piece] if is_name else piece for piece, is_name in zip(pieces, cycle((False, True)), strict=False)
     )
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> bytes:
+    """Make a table of each run's facts, for readers whose browser runs no scripts."""
+    lines = []
+    for run in runs:
+        lines.append(f"<table><caption>{html.escape(run['label'])}</caption>")
+        for fact in run["facts"]:
+            cells = "".join(f"<td>{html.escape(fact[name])}</td>" for name in ("value", "note"))
+            lines.append(f'<tr><th scope="row">{html.escape(fact["label"])}</th>{cells}</tr>')
+        lines.append("</table>")
+    return "\n".join(lines).encode()
 
 
 def content_policy(*scripts: bytes) -> bytes:

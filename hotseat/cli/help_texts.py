@@ -1,0 +1,109 @@
+"""What `--help` says below the arguments of each command: examples, how settings are written, exit codes."""
+
+from __future__ import annotations
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    failed while running
+  2    refused before anything ran: a wrong key, value, file or command line
+  130  stopped by Ctrl-C or SIGTERM (SIGTERM lets the step finish and saves it first)"""
+
+_SETTINGS = """\
+settings:
+  KEY=VALUE replaces a setting of the file: sections are joined by dots, the value is YAML, such as
+  rollout.temperature=0.8, eval=null or 'cluster.component_placement={actor: all}' (in quotes for the shell).
+  `hotseat options` lists every key, its values, its default and its meaning."""
+
+_PLAN_CODES = """\
+exit codes: 0 it fits, or its memory is not known; 2 it does not fit, or the config is refused"""
+
+MAIN = f"""\
+first steps:
+  hotseat new rl first && cd first     write a config, data, a reward and a tiny model
+  hotseat run rl.yaml                  train; everything goes to runs/rl-1
+  hotseat report runs/rl-1             write runs/rl-1/report.html
+  hotseat run rl.yaml name=hot rollout.temperature=1.2    the same with another setting, in runs/hot
+
+`hotseat COMMAND --help` describes a command. Configs are YAML; `hotseat options` lists every key.
+OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm and train_dpo.
+
+{EXIT_CODES}"""
+
+EPILOGS = {
+    "new": """\
+examples:
+  hotseat new rl first          GRPO: first/rl.yaml, reward.py, prompts.jsonl, held_out.jsonl and tiny_model
+  hotseat new sft               supervised fine-tuning, in the current folder
+
+Then `hotseat run rl.yaml` in that folder. No file that is there already is overwritten.""",
+    "run": f"""\
+examples:
+  hotseat run rl.yaml
+  hotseat run rl.yaml name=long train.num_episodes=20 checkpoint.every=50
+
+{_SETTINGS}
+  name=NAME is the run's name: its files go to runs/NAME (run_dir=DIR changes runs). Without it the name is the task
+  and the first number that is free, such as rl-1. A name that a run with steps has already is refused.
+
+see also: `hotseat config CONFIG` checks a config without running it; `hotseat plan CONFIG` shows whether it fits into
+memory.
+
+{EXIT_CODES}""",
+    "resume": """\
+examples:
+  hotseat resume runs/rl-1
+  hotseat resume runs/rl-1 actor.optimizer.learning_rate=5e-7 train.num_episodes=20
+
+KEY=VALUE is written as for `hotseat run`; without any, the run ends as if it had never been interrupted.
+""",
+    "ledger": """\
+examples:
+  hotseat ledger runs/rl-1
+  hotseat ledger runs/rl-1 --sample 0/17/3      pass 0 over the data, prompt 17, answer 3""",
+    "report": """\
+examples:
+  hotseat report runs/rl-1                      writes runs/rl-1/report.html
+  hotseat report runs/rl-1 runs/rl-2            writes report.html, which compares the two
+
+The page is one file and opens without a server; `hotseat run` writes it at its end, too. It can be written while a run
+is going on.""",
+    "demo": """\
+example:
+  hotseat demo --dir runs/demo                  about two minutes on two CPU cores""",
+    "plan": f"""\
+examples:
+  hotseat plan rl.yaml --inventory 1x8xH100-80G
+  hotseat plan rl.yaml --inventory 2x8xH100-80G rollout.engine=vllm --explain
+
+No GPU is needed. The page says first whether it fits; where it does not, it has settings, as YAML to paste, with which
+it does.
+
+{_SETTINGS}
+
+{_PLAN_CODES}""",
+    "explain": f"""\
+example:
+  hotseat explain rl.yaml rollout.samples_per_prompt=16
+
+{_SETTINGS}""",
+    "config": f"""\
+examples:
+  hotseat config rl.yaml
+  hotseat config rl.yaml rollout.engine=vllm > vllm.yaml
+
+What stands in the way of starting the run goes to standard error.
+
+{_SETTINGS}""",
+    "options": """\
+examples:
+  hotseat options                               every key
+  hotseat options rollout                       the keys below rollout
+  hotseat options | grep -A1 learning_rate
+
+A key is listed as `key: values = default`, its meaning below it. In a file sections are nested, in arguments they are
+joined by dots: `rollout.top_p=0.9` is `rollout: {top_p: 0.9}`.""",
+    "completion": """\
+example:
+  eval "$(hotseat completion bash)"             in ~/.bashrc; likewise for zsh""",
+}

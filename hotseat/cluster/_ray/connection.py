@@ -1,0 +1,271 @@
+"""A connection to Ray: a cluster started here, or one that exists.
+
+A cluster of our own is started on loopback with a token, in a temporary directory, and ends with the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotseat.cluster import _guard
+from hotseat.cluster._ray.library import import_ray
+from hotseat.cluster.environment import restore_environment
+from hotseat.cluster.session import Session
+from hotseat.errors import PlacementError, RunError
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node as Ray sees it."""
+
+    id: str
+    address: str
+    hostname: str
+    num_devices: int
+    num_cpus: int
+    memory_bytes: int
+    is_head: bool
+
+
+def is_start_too_slow(error: Exception) -> bool:
+    """Tell whether Ray gave up on its own daemons, which have 30 s to start: too short on a busy machine."""
+    return "timed out during startup" in str(error)
+
+
+class RayConnection:
+    """Ray in this process. `close` ends a cluster that was started here, and leaves one that was there.
+
+    address: of a cluster that exists; by default `RAY_ADDRESS`; if that is not set, one is started here.
+    num_devices, num_cpus, object_store_bytes: of a cluster that is started here.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        address: str | None,
+        num_devices: int | None,
+        num_cpus: int | None,
+        object_store_bytes: int,
+        log_to_driver: bool,
+    ):
+        self.ray = ray = import_ray()
+        self._session = session
+        self._env_before: dict[str, str | None] = {}
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        self._did_init = not ray.is_initialized()
+        self.is_own = self._did_init and (address is None or address == "local")
+        with _sigterm_handler_kept():
+            if self.is_own:
+                self._start_own(num_devices, num_cpus, object_store_bytes, log_to_driver)
+            elif num_devices is not None:
+                raise PlacementError(
+                    f"num_devices is {num_devices}, but the Ray cluster at {address or 'hand'} exists and has its own"
+                    " devices; leave num_devices out, or unset RAY_ADDRESS to start a cluster here"
+                )
+            elif self._did_init and address is not None:
+                self._attach(address, log_to_driver)
+        try:
+            self.nodes = self._inventory()
+            here = ray.get_runtime_context().get_node_id()
+            self.home = next((rank for rank, node in enumerate(self.nodes) if node.id == here), 0)
+            self.log_directory = ""
+            with contextlib.suppress(AttributeError):
+                self.log_directory = ray._private.worker._global_node.get_logs_dir_path()
+        except BaseException:
+            self.close()
+            raise
+
+    def daemons(self) -> Mapping[str, Sequence[Any]]:
+        """Return the processes of a cluster that was started here, by Ray's names for them."""
+        return self.ray._private.worker._global_node.all_processes
+
+    def live_nodes(self) -> set[int]:
+        """Return the ranks of the nodes that Ray has not lost."""
+        alive = {node["NodeID"] for node in self.ray.nodes() if node["Alive"]}
+        return {rank for rank, node in enumerate(self.nodes) if node.id in alive}
+
+    def close(self) -> None:
+        if self._did_init:
+            self.ray.shutdown()
+        self._restore_env()
+
+    def forget(self) -> None:
+        """Close the connection to a cluster that is gone."""
+        with contextlib.suppress(Exception):
+            self.ray.shutdown()
+        self._restore_env()
+
+    def _start_own(
+        self, num_devices: int | None, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool
+    ) -> None:
+        """Start Ray here, once more if the machine was too busy for it."""
+        try:
+            self._start_once(num_devices, num_cpus, object_store_bytes, log_to_driver)
+        except Exception as error:
+            if not is_start_too_slow(error):
+                raise
+            self._start_once(num_devices, num_cpus, object_store_bytes, log_to_driver)
+
+    def _start_once(
+        self, num_devices: int | None, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool
+    ) -> None:
+        ray = self.ray
+        variables = {
+            _guard.SESSION: self._session.id,  # for the daemons: they start with this environment
+            # The name is Ray's, for the platforms where it is the default: everything on loopback.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        if not os.environ.get("RAY_AUTH_MODE"):
+            variables["RAY_AUTH_MODE"] = "token"
+            if not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+                variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        outer = os.environ.get(_guard.SESSION)
+        self._env_before = {key: os.environ.get(key) for key in variables}
+        os.environ.update(variables)
+        self._refresh_auth()
+        number_before = _guard.mark_this_process(self._session.id)
+        constants = ray._private.ray_constants
+        on_network = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+        if on_network is not None:
+            constants.ENABLE_RAY_CLUSTER = False  # in case Ray was imported before we could say so
+        try:
+            with _daemons_in_own_groups():
+                ray.init(
+                    address="local",
+                    num_gpus=num_devices,
+                    num_cpus=num_cpus,
+                    object_store_memory=object_store_bytes,
+                    include_dashboard=False,
+                    log_to_driver=log_to_driver,
+                    logging_level="error",
+                    _temp_dir=os.path.join(self._session.directory, "ray"),
+                    _system_config={
+                        # Our workers have environments of their own: one that starts before it is asked for is never
+                        # used.
+                        "enable_worker_prestart": False,
+                        "prestart_worker_first_driver": False,
+                        # Without its server Ray can do nothing but end this process. Not after a minute.
+                        "gcs_rpc_server_reconnect_timeout_s": 20,
+                    },
+                )
+        except BaseException:
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            _guard.end_marked(_guard.SESSION, [self._session.name])  # daemons that Ray has started and does not know of
+            self._restore_env()
+            raise
+        finally:
+            _guard.remark_this_process(number_before)
+            if on_network is not None:
+                constants.ENABLE_RAY_CLUSTER = on_network
+            os.environ.pop(_guard.SESSION, None)
+            if outer is not None:
+                os.environ[_guard.SESSION] = outer
+
+    def _attach(self, address: str, log_to_driver: bool) -> None:
+        host, _, port = address.rpartition(":")
+        if address.startswith("ray://"):
+            raise PlacementError(
+                f"{address} is a Ray client address, which cannot place groups; use `ray job submit`, or set"
+                " RAY_ADDRESS to the host:port that `ray start` prints"
+            )
+        if host and port.isdigit():
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+            except OSError as error:
+                raise PlacementError(
+                    f"no Ray cluster answers at {address} ({error}); start it, or unset RAY_ADDRESS to start one here"
+                ) from error
+        try:
+            # By the variable rather than by the argument: only then does Ray look for a token by itself.
+            is_from_env = address == os.environ.get("RAY_ADDRESS")
+            self.ray.init(address=None if is_from_env else address, log_to_driver=log_to_driver, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError, self.ray.exceptions.RayError) as error:
+            raise RunError(
+                f"could not attach to the Ray cluster at {address}: {error}\nIf it asks for a token, set"
+                " RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH as on the cluster."
+            ) from error
+
+    def _restore_env(self) -> None:
+        restore_environment(self._env_before)
+        self._env_before = {}
+        self._refresh_auth()
+
+    def _refresh_auth(self) -> None:
+        """Have Ray read its token anew: it remembers that of the first cluster, and this one may have another."""
+        with contextlib.suppress(ImportError, AttributeError):
+            from ray._raylet import AuthenticationTokenLoader, Config
+
+            Config.initialize("")
+            AuthenticationTokenLoader.instance().reset_cache()
+
+    def _inventory(self) -> list[RayNode]:
+        """List nodes in an order that a restart of the cluster keeps: the head, then by address and by name."""
+        keyed = []
+        for node in self.ray.nodes():
+            if not node["Alive"]:
+                continue
+            resources = node["Resources"]
+            entry = RayNode(
+                id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                hostname=node["NodeManagerHostname"],
+                num_devices=int(resources.get("GPU", 0)),
+                num_cpus=int(resources.get("CPU", 0)),
+                memory_bytes=int(resources.get("memory", 0)),
+                is_head="node:__internal_head__" in resources,
+            )
+            keyed.append(
+                (not entry.is_head, _address_key(entry.address), str(node.get("NodeName", "")), entry.id, entry)
+            )
+        return [entry for *_, entry in sorted(keyed, key=lambda item: item[:-1])]
+
+
+@contextlib.contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Restore the handler of SIGTERM afterwards: Ray sets one below Python's, which makes the signal a crash."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _daemons_in_own_groups() -> Iterator[None]:
+    """Start Ray's daemons, and so all workers, outside of this process's group.
+
+    `timeout` and batch schedulers send SIGTERM to the whole group. It is meant for the driver, which then saves: with
+    its cluster dead it could not.
+    """
+    from ray._private import services
+
+    usual = services.ConsolePopen
+
+    class OwnGroup(usual):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, process_group=0, **options)
+
+    services.ConsolePopen = OwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = usual
+
+
+def _address_key(address: str) -> tuple[int, int, str]:
+    try:
+        parsed = ipaddress.ip_address(address)
+        return parsed.version, int(parsed), ""
+    except ValueError:
+        return 9, 0, address

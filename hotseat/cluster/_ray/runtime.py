@@ -1,0 +1,187 @@
+"""The `Runtime` on Ray: groups as Ray actors, in a cluster of our own or in one that was there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from hotseat.cluster import _guard
+from hotseat.cluster._ray.connection import RayConnection
+from hotseat.cluster._ray.daemons import DaemonWatch
+from hotseat.cluster._ray.group import RankProcess, RayGroup, RayRef
+from hotseat.cluster._ray.launching import ActorStarter, refuse_unreserved
+from hotseat.cluster._ray.nodes import NodeProcesses
+from hotseat.cluster._ray.reservation import Reservation, own_device_name
+from hotseat.cluster.channel import Address
+from hotseat.cluster.devices import device_memory
+from hotseat.cluster.lease import DeviceMemory, Holder
+from hotseat.cluster.process import Node, devices_of
+from hotseat.cluster.runtime import Launch
+from hotseat.cluster.session import Session
+from hotseat.errors import ClusterError, PlacementError
+
+T = TypeVar("T")
+
+
+class RayRuntime:
+    """Launches groups of Ray actors. It owns the connection, the reservation and our processes on every node."""
+
+    kind: Literal["ray", "local"] = "ray"
+
+    def __init__(self, connection: RayConnection, session: Session):
+        self._connection = connection
+        self._session = session
+        self._processes = NodeProcesses(connection, session)
+        self._groups: dict[str, RayGroup[Any]] = {}
+        self._reservation: Reservation | None = None
+        self._num_launched = 0
+        self._daemons: DaemonWatch | None = None
+        try:
+            self.nodes = _nodes(connection)
+            if connection.is_own:
+                self._daemons = DaemonWatch(connection.daemons(), self._lose)
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+
+    # --- launching ------------------------------------------------------------------------------------------------
+
+    def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
+        if self._reservation is not None:
+            raise PlacementError("devices are reserved once, for all groups, before the first launch")
+        first = [devices_of(self.nodes, node.rank).start for node in self.nodes]
+        self._reservation = Reservation(self._connection, self._session, devices, first, num_cpus_per_node, timeout_s)
+
+    def launch(self, launch: Launch[T]) -> RayGroup[T]:
+        if self._reservation is None:
+            everything = {node.rank: devices_of(self.nodes, node.rank) for node in self.nodes}
+            self.reserve(everything, num_cpus_per_node=0, timeout_s=60.0)
+        assert self._reservation is not None
+        refuse_unreserved(launch, self._reservation)
+        master_node = launch.processes[0].node
+        master = self._connection.nodes[master_node].address, self._processes.free_port(master_node)
+        self._num_launched += 1
+        starter = ActorStarter(
+            self._connection.ray, launch, self._reservation, self._session.name, master, self._num_launched
+        )
+        group: RayGroup[T] = RayGroup(
+            launch.name,
+            [RankProcess(process) for process in launch.processes],
+            timeout_s=launch.timeout_s,
+            log_directory=self._connection.log_directory,
+            owner=self,
+            start=starter.start,
+            has_close=callable(getattr(launch.cls, "close", None)),
+        )
+        try:
+            group.begin(launch.start_timeout_s)
+            if launch.wait:
+                group.ready()
+        except BaseException:
+            self.end_processes(group.processes)
+            raise
+        self._groups[launch.name] = group
+        return group
+
+    def broker(self, node: int | None) -> tuple[Address, bytes]:
+        return self._processes.broker(self._connection.home if node is None else node)
+
+    def put(self, value: T) -> RayRef[T]:
+        return RayRef(self._connection.ray.put(value))
+
+    # --- devices and processes ------------------------------------------------------------------------------------
+
+    def device_memory(self, device: int) -> DeviceMemory | None:
+        if self._reservation is None or device not in devices_of(self.nodes, 0):
+            return None
+        name = self._reservation.device_name(device)
+        return None if name is None else device_memory(name)
+
+    def is_gone(self, holder: Holder) -> bool:
+        return holder.pid is not None and self.process_state(holder.node, holder.pid, holder.started) == "gone"
+
+    def process_state(self, node: int, pid: int, started: int | None) -> str:
+        return self._processes.process_state(node, pid, started)
+
+    def end_processes(self, processes: Iterable[RankProcess]) -> None:
+        """End these processes and whatever they started; return when they are gone."""
+        started = [process for process in processes if process.actor is not None]
+        for process in started if self.lost() is None else ():  # without its server Ray waits for it, for ever
+            with contextlib.suppress(Exception):
+                self._connection.ray.kill(process.actor)
+        marks: dict[int, list[str]] = {}
+        for process in started:
+            marks.setdefault(process.place.node, []).append(process.mark)
+        self._processes.end_workers(marks)
+
+    def forget(self, group: RayGroup[Any]) -> None:
+        """Drop a group that is closed."""
+        self._groups.pop(group.name, None)
+
+    def lost(self) -> ClusterError | None:
+        """Return why Ray can do nothing any more, if its daemons were started here and one is gone."""
+        return None if self._daemons is None else self._daemons.lost()
+
+    def _lose(self, error: ClusterError) -> None:
+        for group in list(self._groups.values()):
+            group.lose(error)
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    def close(self, grace_s: float) -> None:
+        """Take down what is ours. Called once; each step is tried even if the one before it failed."""
+        groups = list(self._groups.values())
+        if self._daemons is not None:
+            self._daemons.close()
+            if self.lost() is not None:
+                self._close_without_ray(groups)
+                return
+            self._daemons = None  # from here on they end because we end them
+        if grace_s > 0:
+            threads = [threading.Thread(target=g.ask_to_close, args=(grace_s,), daemon=True) for g in groups]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(grace_s + 1.0)
+        with contextlib.suppress(Exception):
+            for group in groups:
+                group.is_closed = True
+            self.end_processes([process for group in groups for process in group.processes])
+            for group in groups:
+                group.wake_waiters()
+        if self._reservation is not None:
+            with contextlib.suppress(Exception):
+                self._reservation.release()
+        self._processes.end_agents()
+        self._processes.close_broker()
+        self._connection.close()
+
+    def end_leftovers(self) -> list[int]:
+        return _guard.end_marked(_guard.SESSION, [self._session.name])
+
+    def _close_without_ray(self, groups: list[RayGroup[Any]]) -> None:
+        """Take down a cluster whose daemons are gone: by the marks of its processes, since Ray cannot be asked."""
+        for group in groups:
+            group.is_closed = True
+        _guard.end_marked(_guard.SESSION, [self._session.name])
+        self._processes.close_broker()
+        self._connection.forget()
+
+
+def _nodes(connection: RayConnection) -> tuple[Node, ...]:
+    """Describe the nodes. The devices of other nodes are taken to be like those of this one."""
+    first = device_memory(own_device_name(0)) if connection.nodes[0].num_devices else None
+    return tuple(
+        Node(
+            rank,
+            node.num_devices,
+            node.address,
+            node.hostname,
+            node.num_cpus,
+            node.memory_bytes,
+            None if first is None else first.total,
+        )
+        for rank, node in enumerate(connection.nodes)
+    )

@@ -1,0 +1,69 @@
+"""The session: what marks all processes and files of one cluster as its own, so that none outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+
+from hotseat.cluster import _guard, activity
+from hotseat.cluster.environment import restore_environment
+from hotseat.errors import RunError
+
+# Longer paths than this do not leave room for Ray's socket names: a socket's path has at most 107 characters.
+_MAX_DIRECTORY = 40
+
+
+class Session:
+    """Marks of a cluster's processes, its temporary directory on this node, and the guard that cleans up after it.
+
+    id: nested with "/" where a worker of another session made the cluster. shm_prefix: of shared-memory segments.
+    """
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(6)
+        outer = os.environ.get(_guard.SESSION)
+        self.id = f"{outer}/{self.name}" if outer else self.name
+        self.shm_prefix = f"hotseat-{self.name}-"
+        self.directory = _make_directory()
+        self.guard = _guard.start_guard(self.name, self.shm_prefix, [self.directory])
+        self._env_before = {name: os.environ.get(name) for name in (_guard.SHM_PREFIX, activity.DIRECTORY)}
+        os.environ[_guard.SHM_PREFIX] = self.shm_prefix
+        os.environ[activity.DIRECTORY] = os.path.join(self.directory, "activity")
+
+    def env(self) -> dict[str, str]:
+        """Return the variables that every process of the session gets."""
+        return {
+            _guard.SESSION: self.id,
+            _guard.SHM_PREFIX: self.shm_prefix,
+            "PYTHONPATH": _python_path(),
+        }
+
+    def close(self, killed: Iterable[int]) -> None:
+        """Remove the files of the session, and the segments of processes that were killed; dismiss the guard."""
+        _guard.remove_segments(self.shm_prefix, killed)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        restore_environment(self._env_before)
+        _guard.dismiss_guard(self.guard)
+
+
+def _make_directory() -> str:
+    """Make a temporary directory, only for us, with a path short enough for sockets."""
+    for base in (tempfile.gettempdir(), "/tmp", "/dev/shm"):
+        if len(base) <= _MAX_DIRECTORY and os.path.isdir(base):
+            with contextlib.suppress(OSError):
+                return tempfile.mkdtemp(prefix="hotseat-", dir=base)
+    raise RunError(f"no directory for temporary files with a path of at most {_MAX_DIRECTORY} characters; set TMPDIR")
+
+
+def _python_path() -> str:
+    """List what this process can import beyond what is installed, so that its workers can import it too."""
+    installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    paths = (path or os.getcwd() for path in sys.path)
+    own = [path for path in paths if os.path.isdir(path) and not os.path.realpath(path).startswith(tuple(installed))]
+    return os.pathsep.join(dict.fromkeys(own))

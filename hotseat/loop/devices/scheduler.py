@@ -1,0 +1,300 @@
+"""The scheduler of devices: carries the plan out, lease by lease.
+
+A lease is for a step of the plan. Before it is granted, parts that must not be on its devices are offloaded, and the
+holders of the lease before report what they gave up; then what is needed is onloaded. The end of a lease moves nothing:
+whether anything has to move is known only when the next lease is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from hotseat import faults
+from hotseat.cluster import WorkerGroup
+from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
+from hotseat.errors import PlacementError, RunError
+from hotseat.loop.devices.memory import MeasuresMemory
+from hotseat.observe import Timeline
+from hotseat.placement import GIB, Part, Plan, Step
+from hotseat.types import Moved
+
+ALLOWANCE_BYTES = 1 << 29  # what a process may still hold of the parts that it has offloaded
+
+
+@dataclass(frozen=True)
+class PartMove:
+    """One part of one role that was offloaded or onloaded."""
+
+    turn: str
+    role: str
+    part: str
+    is_leaving: bool
+    num_bytes: int
+    ms: float
+
+
+class Movable(MeasuresMemory, Protocol):
+    """The process of a role that has devices, as far as `DeviceScheduler` calls it."""
+
+    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+        """Take parts off the device; without `keep_weights` no copy of the weights is kept."""
+
+    def onload(self, parts: Sequence[Any]) -> Moved:
+        """Put parts back on the device."""
+
+    def release_cache(self) -> None:
+        """Give memory that nothing uses back to the device."""
+
+
+class DeviceScheduler:
+    """The plan's residency, made true. `groups` holds the running roles; a role that is not there gets no lease.
+
+    A process that is gone has left its devices: it is not asked to offload or onload anything.
+    Whoever calls it next hears of its death.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Mapping[str, WorkerGroup[Movable]],
+        *,
+        timeout_s: float,
+        is_gone: Callable[[Holder], bool] = lambda holder: False,
+        measure: Callable[[int], DeviceMemory | None] = lambda device: None,
+        timeline: Timeline | None = None,
+    ):
+        self._plan = plan
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._is_gone = is_gone
+        self._measure = measure
+        self._leases = Leases(measure=measure, is_gone=is_gone)
+        self._lease: Lease | None = None
+        self._timeline = timeline
+        self._since_s = time.time()  # when the lease was granted
+        self._processes = {
+            (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
+        }
+        self._offloaded: dict[tuple[str, int], set[Part]] = {key: set() for key in self._processes}
+        self._without_weights: set[str] = set()
+        self.moves: deque[PartMove] = deque(maxlen=10_000)  # the newest; the timeline has them all
+        self._spent: dict[str, float] = {}  # see `spent`
+
+    @contextmanager
+    def lease(self, phase: str, role: str) -> Iterator[None]:
+        """Hold the devices of the step in which `role` works in `phase`."""
+        step = self._step(phase, role)
+        started_s = time.monotonic()
+        self._hand_over(self._leaving(step), step.name)
+        holders = self._holders(step)
+        if holders:
+            remaining_s = max(1.0, self._timeout_s - (time.monotonic() - started_s))
+            self._lease = self._leases.acquire(step.name, holders, timeout_s=remaining_s)
+            self._since_s = time.time()
+        self._make_room(step)
+        self._onload(step)
+        yield
+
+    def spent(self) -> dict[str, float]:
+        """Seconds and GiB of hand-overs since this was last asked: offload_s, onload_s, gib, gib_copied."""
+        found, self._spent = self._spent, {}
+        return found
+
+    def has_weights(self, role: str) -> bool:
+        """Whether none of its weights were dropped since it was last given some."""
+        return role not in self._without_weights
+
+    def given_weights(self, role: str) -> None:
+        self._without_weights.discard(role)
+
+    def replaced(self, role: str, rank: int) -> None:
+        """A process was replaced by a new one, which has all its parts on its devices, if it has any."""
+        if (role, rank) in self._processes:
+            self._offloaded[role, rank] = set()
+            self._leases.forget_use(self._processes[role, rank].devices)
+
+    def make_way(self, role: str, rank: int) -> None:
+        """Offload what other roles have on a process's devices: it is about to start, and measures what is free."""
+        devices = set(self._processes[role, rank].devices) if (role, rank) in self._processes else set()
+        for (other, number), process in self._processes.items():
+            if other == role or other not in self._groups or not devices & set(process.devices):
+                continue
+            parts = sorted(self._parts(other) - self._offloaded[other, number])
+            if parts and self._move("offload", "restart", other, number, parts, True) is not None:
+                self._offloaded[other, number] |= set(parts)
+
+    def _parts(self, role: str) -> set[Part]:
+        """Return the parts that a role can offload, as far as the plan knows."""
+        return {
+            holding.part
+            for group in self._plan.groups
+            for step in group.steps
+            for holding in step.holdings
+            if holding.role == role
+        }
+
+    def close(self) -> None:
+        """End the last turn's lease."""
+        self._hand_over({}, "end")
+
+    def log(self) -> tuple[object, ...]:
+        """Every hand-over of a device so far."""
+        return self._leases.log()
+
+    def _step(self, phase: str, role: str) -> Step:
+        for step in self._plan.steps:
+            if step.phase == phase and role in step.roles:
+                return step
+        found = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
+        raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {found}")
+
+    def _wanted(self, step: Step, role: str, rank: int) -> dict[Part, bool]:
+        """Part to whether a copy is kept on the host, of what is off the device in this step."""
+        away: dict[Part, bool] = {}
+        for device in self._processes[role, rank].devices:
+            group = self._plan.group_of(device)
+            assert group is not None, f"device {device} of {role} is in no class of the plan"
+            at = next(found for found in group.steps if found.step == step.name)
+            for holding in at.holdings:
+                if holding.role == role and not holding.is_resident:
+                    away[holding.part] = holding.state == "offloaded"
+        return away
+
+    def _leaving(self, step: Step) -> dict[tuple[str, int], dict[Part, bool]]:
+        leaving = {}
+        for role, rank in self._processes:
+            if role not in self._groups:
+                continue
+            wanted = self._wanted(step, role, rank)
+            new = {part: is_kept for part, is_kept in wanted.items() if part not in self._offloaded[role, rank]}
+            if new:
+                leaving[role, rank] = new
+        return leaving
+
+    def _hand_over(self, leaving: Mapping[tuple[str, int], Mapping[Part, bool]], turn: str) -> None:
+        given_up: dict[tuple[str, int], int] = {}
+        for (role, rank), parts in leaving.items():
+            keep_weights = parts.get(Part.WEIGHTS, True)
+            faults.reach("offload")
+            moved = self._move("offload", turn, role, rank, list(parts), keep_weights)
+            self._offloaded[role, rank] |= set(parts)
+            if not keep_weights:
+                self._without_weights.add(role)
+            given_up[role, rank] = 0 if moved is None else moved.num_bytes
+        if self._lease is not None:
+            self._draw_lease(self._lease)
+            for holder, devices in self._lease.holders.items():
+                if self._is_gone(holder):
+                    continue  # it cannot have given up anything in order; the lease finds its device free
+                # Processes that span several devices give up an equal share of each.
+                share = given_up.get((holder.group, holder.rank), 0) // len(devices)
+                self._lease.report(holder, dict.fromkeys(devices, share))
+            self._lease = None
+
+    def _make_room(self, step: Step) -> None:
+        """Where memory is short, idle roles give back what their allocators hold and nothing uses."""
+        for group in self._plan.groups:
+            at = next(found for found in group.steps if found.step == step.name)
+            working = sum(term.gib for term in at.terms if term.part is None and term.role in at.roles)
+            for first, last in group.devices:
+                for device in range(first, last + 1):
+                    memory = self._measure(device)
+                    if memory is None or memory.total is None or memory.used / GIB + working <= memory.total / GIB:
+                        continue
+                    for (role, rank), process in self._processes.items():
+                        if device in process.devices and role not in step.roles and role in self._groups:
+                            self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
+
+    def _onload(self, step: Step) -> None:
+        for (role, rank), offloaded in self._offloaded.items():
+            if role not in self._groups or not offloaded:
+                continue
+            coming = [part for part in offloaded if part not in self._wanted(step, role, rank)]
+            if coming:
+                faults.reach("onload")
+                self._move("onload", step.name, role, rank, coming)
+                offloaded.difference_update(coming)
+
+    def _move(
+        self,
+        how: Literal["offload", "onload"],
+        turn: str,
+        role: str,
+        rank: int,
+        parts: Sequence[Part],
+        keep_weights: bool = True,
+    ) -> Moved | None:
+        """Ask a process to move parts. None: it is gone."""
+        started_s, names = time.time(), [str(part) for part in parts]
+        devices = self._processes[role, rank].devices
+        before = [self._measure(device) for device in devices]
+        try:
+            process = self._groups[role].on(rank).within(self._timeout_s)
+            if how == "offload":
+                [moved] = process.call(Movable.offload, names, keep_weights)
+            else:
+                [moved] = process.call(Movable.onload, names)
+        except RunError:
+            if all(not self._is_gone(holder) for holder in self._groups[role].holders() if holder.rank == rank):
+                raise
+            return None
+        assert isinstance(moved, Moved)
+        is_leaving = how == "offload"
+        if is_leaving:
+            self._check_freed(role, rank, names, moved.num_bytes // len(devices), devices, before)
+        facts = {f"{how}_s": time.time() - started_s, "gib": moved.num_bytes / GIB}
+        for name, value in (facts | {"gib_copied": moved.num_bytes_copied / GIB}).items():
+            self._spent[name] = self._spent.get(name, 0.0) + value
+        self.moves += [PartMove(turn, role, name, is_leaving, moved.num_bytes, moved.ms) for name in names]
+        if self._timeline is not None:
+            what = f"{'offload' if is_leaving else 'onload'} {role} {', '.join(names)}"
+            for device in devices:
+                about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": turn}
+                self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
+        return moved
+
+    def _check_freed(
+        self,
+        role: str,
+        rank: int,
+        parts: Sequence[str],
+        num_bytes: int,
+        devices: Sequence[int],
+        before: Sequence[DeviceMemory | None],
+    ) -> None:
+        """Whether each device has as much memory more as the process says that it gave up there."""
+        for device, then in zip(devices, before, strict=True):
+            now = self._measure(device)
+            if then is None or now is None:
+                continue
+            freed = then.used - now.used
+            if num_bytes - freed > ALLOWANCE_BYTES:
+                raise RunError(
+                    f"{role} rank {rank} offloaded its {' and '.join(parts)} on device {device}, by its own account"
+                    f" {num_bytes / GIB:.2f} GiB, but the memory in use there fell by {freed / GIB:.2f} GiB: it still"
+                    f" holds the rest ({ALLOWANCE_BYTES / GIB:.2f} GiB are allowed)"
+                )
+
+    def _draw_lease(self, lease: Lease) -> None:
+        """Who held each device, until now."""
+        if self._timeline is None:
+            return
+        for device in lease.devices:
+            names = sorted({holder.group for holder, devices in lease.holders.items() if device in devices})
+            thread = f"device {device}"
+            self._timeline.span("devices", thread, ", ".join(names), self._since_s, time.time(), turn=lease.phase)
+
+    def _holders(self, step: Step) -> dict[Holder, tuple[int, ...]]:
+        found = {}
+        for role in step.roles:
+            if role in self._groups:
+                for holder in self._groups[role].holders():
+                    process = self._processes.get((role, holder.rank))
+                    if process is not None:
+                        found[holder] = process.devices
+        return found

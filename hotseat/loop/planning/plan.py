@@ -1,0 +1,513 @@
+"""From a config to the planner's question: inventory, roles and flow in, `Plan` out. No device and no Ray needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config, roles_of
+from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.precision import dtype_of, with_dtype
+from hotseat.config.schema import Rollout, Train
+from hotseat.errors import PlacementError, TooFewDevicesError
+from hotseat.loop.devices.memory import has_gpu
+from hotseat.loop.planning.budgets import Chosen, choose, choose_on_cpu, is_chosen
+from hotseat.placement import (
+    GIB,
+    UNKNOWN_KIND,
+    DeviceKind,
+    EngineMemory,
+    Flow,
+    ForwardMemory,
+    Inventory,
+    ModelShape,
+    Node,
+    NodePool,
+    Overlap,
+    Part,
+    Plan,
+    PlannedRole,
+    RoleSpec,
+    TrainMemory,
+    default_flow,
+    from_hf_config,
+    known_shape,
+    parse_flow,
+    parse_node_ranks,
+    parse_placement,
+    plan,
+    token_activation_bytes,
+)
+from hotseat.words import quantity
+
+DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
+MAX_ASSUMED_NODES = 4096
+DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
+VLLM_SLOTS = 256  # sequences that one vLLM engine decodes at a time
+
+_MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # those behind a training backend
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
+
+
+def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False) -> Plan:
+    """The plan of a run on an inventory: the one given, the config's, or as many nodes of eight devices as it takes.
+
+    are_devices_logical: everything is on CPUs, and a device is only a place in the plan.
+    """
+    made = with_budgets(config, inventory, are_devices_logical=are_devices_logical)
+    return _make_plan(made.config, inventory, are_devices_logical)
+
+
+def with_budgets(
+    config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False
+) -> Chosen:
+    """The config with a token budget for micro-batches wherever it leaves their size to the run.
+
+    One that it has chosen before, or that a run before has, stays.
+    """
+    if is_chosen(config):
+        return Chosen(config)
+    if are_devices_logical:
+        return choose_on_cpu(config, _activation_bytes(with_dtype(config, has_gpus=False)))
+    num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
+    return choose(config, num_ranks, lambda made: _make_plan(made, inventory, False))
+
+
+def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> Config:
+    """The config with the actor, and so every role, on all devices of a known inventory, if it places no role."""
+    given = inventory if inventory is not None else config.cluster.inventory
+    if given is None or config.cluster.component_placement:
+        return config
+    known = given if isinstance(given, Inventory) else Inventory.parse(given)
+    if known.num_devices < 2:
+        return config
+    cluster = config.cluster.model_copy(update={"component_placement": {"actor": "all"}})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def plan_as_is(config: Config, inventory: str | Inventory | None = None) -> Plan:
+    """The plan of a config in which nothing is left to choose; see `make_plan`."""
+    return _make_plan(config, inventory, False)
+
+
+def _with_dtype(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Config:
+    """The config with the type that a run on these machines would compute in; nodes that are assumed have GPUs."""
+    given = inventory if inventory is not None else config.cluster.inventory
+    if are_devices_logical or given is None:
+        return with_dtype(config, not are_devices_logical)
+    found = given if isinstance(given, Inventory) else Inventory.parse(given)
+    return with_dtype(config, any(node.num_devices for node in found.nodes))
+
+
+def _activation_bytes(config: Config) -> float | None:
+    """Count the activation bytes of one token in an update, of the model that takes most; None if one is unknown."""
+    found = []
+    for spec in role_specs(config):
+        if not isinstance(spec.memory, TrainMemory):
+            continue
+        if spec.model is None:
+            return None
+        found.append(token_activation_bytes(spec.memory, spec.model))
+    return max(found)
+
+
+def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Plan:
+    specs = role_specs(_with_dtype(config, inventory, are_devices_logical))
+    roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in specs]
+    flow = make_flow(config, tuple(spec.name for spec in roles))
+    given = inventory if inventory is not None else config.cluster.inventory
+    if given is not None:
+        found = given if isinstance(given, Inventory) else Inventory.parse(given)
+        made = plan(_with_pools(found, config), roles, flow)
+    else:
+        made = _on_assumed_nodes(config, roles, flow)
+    if given is not None:
+        _check_second_copies(config, made)
+    no_effect = without_effect_on_cpus(config) if are_devices_logical else []
+    return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
+
+
+def _check_second_copies(config: Config, made: Plan) -> None:
+    """ZeRO++ keeps them among so many ranks of every model."""
+    zero = config.train.deepspeed
+    size = zero.zpg if config.train.backend == "deepspeed" and zero.zero_stage == 3 else 1
+    for role in made.roles:
+        num_ranks = len(role.processes)
+        if role.name in _MODELS and num_ranks % size:
+            raise PlacementError(
+                f"train.deepspeed.zpg is {size}, and the {quantity(num_ranks, 'rank')} of {role.name} cannot be"
+                " divided into groups of that size: set it to a number that divides the ranks of every model"
+            )
+
+
+def plan_on(config: Config, cluster: Any) -> Plan:
+    """The plan of a run on a running cluster."""
+    return make_plan(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
+
+
+def budgets_on(config: Config, cluster: Any) -> Chosen:
+    """Choose budgets as `with_budgets` does, on a running cluster."""
+    return with_budgets(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
+
+
+def are_devices_logical(cluster: Any) -> bool:
+    """Whether the cluster's devices are none: its processes share CPUs.
+
+    Of devices on other nodes than this one nothing is known; those are taken for real.
+    """
+    is_here = not any(node.num_devices for node in cluster.nodes[1:])
+    return is_here and all(node.device_bytes is None for node in cluster.nodes) and not has_gpu()
+
+
+def plan_notes(config: Config, cluster: Any) -> list[str]:
+    """What a run says of its plan: of memory only where there are devices that have some."""
+    return without_effect_on_cpus(config) if are_devices_logical(cluster) else not_described(config)
+
+
+def without_effect_on_cpus(config: Config) -> list[str]:
+    """Options that are set and change nothing where there are no accelerators."""
+    found = []
+    if _is_vllm(config) and config.rollout.enable_offload:
+        found.append("rollout.enable_offload: no effect here: on a CPU vLLM cannot offload its weights and its cache")
+    if _is_vllm(config) and config.rollout.memory_share is not None:
+        found.append("rollout.memory_share: no effect here: on a CPU vLLM's cache has the size that its sequences need")
+    return found
+
+
+def _is_vllm(config: Config) -> bool:
+    return config.task == "rl" and config.rollout.engine == "vllm"
+
+
+def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
+    """As the role is on a CPU."""
+    if spec.name == "rollout" and _is_vllm(config):
+        return replace(spec, can_offload=frozenset(), offload=None)
+    return spec
+
+
+def not_described(config: Config) -> list[str]:
+    """Models at hand whose memory cannot be told from their shape."""
+    found = []
+    for name in ("actor", "critic", "reference", "reward"):
+        section = getattr(config, name)
+        local = None if section.model is None else _local_config(section.model)
+        if local is None or getattr(section, "shape", None) is not None:
+            continue
+        try:
+            from_hf_config(local)
+        except PlacementError as error:
+            found.append(f"{name}.model: its memory is not checked: {error}")
+    return found
+
+
+def _not_priced(config: Config) -> list[str]:
+    """Options that change the memory in a way that the figures do not show."""
+    found = []
+    if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
+        found.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
+    if config.actor.optimizer.kind == "muon":
+        found.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
+    return found
+
+
+def inventory_of(cluster: Any) -> Inventory:
+    """What a running cluster has: its nodes in order, each with its devices."""
+
+    def kind(node: Any) -> DeviceKind:
+        return DeviceKind("GPU", node.device_bytes / GIB) if node.device_bytes else UNKNOWN_KIND
+
+    return Inventory(
+        tuple(
+            Node(rank, num_devices=node.num_devices, device_kind=kind(node)) for rank, node in enumerate(cluster.nodes)
+        )
+    )
+
+
+class ComponentPlacement:
+    """Where each role of a config goes on a running cluster, in the shape that users of RLinf know.
+
+    placement = ComponentPlacement(config, cluster)
+    Actor.create_group(config).launch(cluster, name="actor", placement_strategy=placement.get_strategy("actor"))
+    """
+
+    def __init__(self, config: Config, cluster: Any):
+        self.plan = plan_on(config, cluster)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return tuple(role.name for role in self.plan.roles)
+
+    @property
+    def placement_mode(self) -> str:
+        """colocated, disaggregated or hybrid: derived."""
+        return self.plan.label
+
+    def get_strategy(self, name: str) -> PlannedRole:
+        """The processes of a role, for `launch`."""
+        return self.plan.role(name)
+
+    def get_world_size(self, name: str) -> int:
+        return len(self.plan.role(name).processes)
+
+
+def num_data_parallel(config: Config, made: Plan) -> int:
+    """Ranks that each see different samples. The planner has checked that they divide into replicas."""
+    return len(made.role("actor").processes) // config.train.num_model_parallel
+
+
+def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
+    overlap = Overlap(config.overlap.queue, config.overlap.staleness)
+    if config.flow is not None:
+        return parse_flow([phase.model_dump(exclude_defaults=True) for phase in config.flow], roles, overlap)
+    task = "embodied" if config.task == "rl" and "env" in roles else config.task
+    return default_flow(task, roles, overlap)
+
+
+def role_specs(config: Config) -> list[RoleSpec]:
+    """Every role of the run as the planner takes it. A role that is not placed goes where the actor is.
+
+    Where `train.dtype` is unset, memory is that of a run on GPUs.
+    """
+    priced = with_dtype(config, has_gpus=True)
+    placed = {
+        names: value if isinstance(value, str | int) else value.model_dump()
+        for names, value in config.cluster.component_placement.items()
+    }
+    selections: dict[str, Any] = dict(parse_placement(placed))
+    present = roles_of(config)
+    for role in selections:
+        if role not in present:
+            raise PlacementError(
+                f"cluster.component_placement: {role} is placed, but this run has no {role}: remove it"
+            )
+    selections.setdefault("actor", "0")
+    # Packed selections take devices in this order: the actor first, then as written.
+    order = ["actor", *(role for role in (*selections, *present) if role != "actor")]
+    return [_spec(priced, role, selections.get(role, "@actor")) for role in dict.fromkeys(order)]
+
+
+def _spec(config: Config, role: str, on: Any) -> RoleSpec:
+    offload = {
+        "actor": config.actor.enable_offload,
+        "critic": config.critic.enable_offload,
+        "reference": config.reference.enable_offload,
+        "reward": config.reward.enable_offload,
+        "rollout": config.rollout.enable_offload,
+        "env": config.env.enable_offload,
+        "inference": config.inference.enable_offload,
+    }[role]
+    shape, assumed = _shape(config, role)
+    spec = RoleSpec(
+        name=role,
+        on=on,
+        offload=None if offload is None else "always" if offload else "never",
+        model=shape,
+        model_assumed=assumed,
+    )
+    if role == "rollout":
+        return replace(
+            spec,
+            tensor_parallel=config.rollout.tensor_parallel_size,
+            num_procs=config.rollout.num_engines,
+            share=_engine_share(config),
+            can_offload=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
+            memory=EngineMemory(
+                max_tokens=config.data.max_length,
+                slots=VLLM_SLOTS if config.rollout.engine == "vllm" else config.rollout.num_slots,
+                engine=config.rollout.engine,
+                weight_bytes=_BYTES[dtype_of(config)],
+                kv_bytes=_BYTES[dtype_of(config)],
+                cuda_graphs=config.rollout.engine == "vllm" and not config.rollout.enforce_eager,
+            ),
+        )
+    if role == "env":
+        return replace(spec, can_offload=frozenset({Part.SIMULATOR}))
+    if role in ("actor", "critic"):
+        return replace(
+            spec,
+            tensor_parallel=config.train.tensor_parallel_size,
+            can_offload=_TRAINED,
+            memory=_train_memory(config, role),
+        )
+    score_tokens, score_batch = _score_batch(config)
+    return replace(
+        spec,
+        tensor_parallel=config.train.tensor_parallel_size,
+        can_offload=frozenset({Part.WEIGHTS}),
+        memory=ForwardMemory(
+            max_tokens=score_tokens,
+            micro_batch=score_batch,
+            weight_bytes=_BYTES[dtype_of(config)],
+            is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
+            packing=config.train.packing,
+            sequence_parallel=config.train.sequence_parallel_size,
+        ),
+    )
+
+
+def _train_memory(config: Config, role: str) -> TrainMemory:
+    train = config.train
+    compute = _BYTES[dtype_of(config)]
+    is_deepspeed = train.backend == "deepspeed"
+    # FSDP keeps fp32 weights and casts them per layer; DeepSpeed keeps 16-bit weights beside fp32 masters.
+    has_master = train.fp32_master and compute < 4
+    max_tokens, micro_batch = _train_batch(config)
+    score_tokens, score_batch = _score_batch(config)
+    pair = 2 if config.task in ("rm", "dpo") else 1
+    return TrainMemory(
+        max_tokens=max_tokens,
+        micro_batch=micro_batch,
+        # In units of `max_tokens`, rounded up: a token budget counts as one long sequence.
+        forward_micro_batch=-(-score_tokens * score_batch // max_tokens),
+        backend=train.backend,
+        zero_stage=train.deepspeed.zero_stage if is_deepspeed else 3,
+        sequence_parallel=train.sequence_parallel_size,
+        weight_bytes=4 if has_master and not is_deepspeed else compute,
+        compute_bytes=compute,
+        gradient_bytes=_gradient_bytes(config, compute, has_master),
+        master_bytes=_master_bytes(config, compute, has_master),
+        moment_bytes=4 if train.fp32_master or compute == 4 else compute,
+        optimizer_offload=train.deepspeed.adam_offload,
+        gradient_checkpointing=train.gradient_checkpointing,
+        is_whole=is_deepspeed and train.deepspeed.deepcompile,
+        is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
+        packing=train.packing,
+        sends_weights=config.task == "rl" and role == "actor",
+        adapter_rank=train.lora.rank,
+        batch_tokens=train.batch_size * pair * config.data.max_length,
+        group_tokens=config.data.max_length * (config.rollout.samples_per_prompt if config.task == "rl" else pair),
+        has_average=train.ema.enabled and role == "actor",
+    )
+
+
+def _train_batch(config: Config) -> tuple[int, int]:
+    """(tokens of a sequence, sequences) of a micro-batch."""
+    pair = 2 if config.task in ("rm", "dpo") else 1
+    return _batch(config, config.train, pair)
+
+
+def _batch(config: Config, section: Train | Rollout, pair: int) -> tuple[int, int]:
+    """The same for one of the two sections. A token budget is one sequence of that length, or padded ones."""
+    length = config.data.max_length
+    budget = tokens_per_micro_batch(config, token_budget(section))
+    if budget is not None:
+        return (budget, 1) if config.train.packing else (length, -(-budget // length))
+    # Where nothing is chosen yet, the least that can be.
+    return length, pair * (1 if section.micro_batch_size == "auto" else section.micro_batch_size)
+
+
+def _score_batch(config: Config) -> tuple[int, int]:
+    """The same for log-probs; outside rl they are of the micro-batches that are trained on."""
+    if config.task != "rl":
+        return _train_batch(config)
+    return _batch(config, config.rollout, 1)
+
+
+def _master_bytes(config: Config, compute: int, has_master: bool) -> int:
+    """Sharding, DeepSpeed steps a copy of the weights, even where that has their type."""
+    if config.train.backend != "deepspeed":
+        return 0
+    return 4 if has_master else compute if config.train.deepspeed.zero_stage > 0 else 0
+
+
+def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
+    if config.train.backend == "deepspeed":
+        return _BYTES[config.train.deepspeed.grad_accum_dtype or dtype_of(config)]
+    return 4 if has_master else compute
+
+
+def _engine_share(config: Config) -> float | None:
+    if config.rollout.engine != "vllm":
+        return None
+    return config.rollout.memory_share if config.rollout.memory_share is not None else DEFAULT_ENGINE_SHARE
+
+
+def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
+    """The model's shape, and the public model it was assumed to be where only its name was there to go by."""
+    actor = (config.actor.model, config.actor.shape)
+    reward = (config.reward.model, config.reward.shape)
+    critic = (config.critic.model, config.critic.shape)
+    sources = {
+        "critic": (critic, reward, actor),
+        "reward": (reward, actor),
+        "reference": ((config.reference.model, None), actor),
+        "env": (),
+    }.get(role, (actor,))
+    for name, written in sources:
+        if written is not None:
+            return _with_head(config, role, from_hf_config(written)), None
+        if name is None:
+            continue
+        local = _local_config(name)
+        if local is not None:
+            try:
+                return _with_head(config, role, from_hf_config(local)), None
+            except PlacementError:  # of which `not_described` tells
+                return None, None
+        assumed = known_shape(name)
+        if assumed is not None:
+            return _with_head(config, role, assumed.shape), assumed.model
+    return None, None
+
+
+def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:
+    """Models that give one number per sequence have no vocabulary at the end."""
+    return shape.with_scalar_head() if role in ("critic", "reward") or config.task == "rm" else shape
+
+
+def _local_config(name: str) -> Mapping[str, object] | None:
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise PlacementError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise PlacementError(f"{path} does not hold a model config")
+    return found
+
+
+def _with_pools(inventory: Inventory, config: Config) -> Inventory:
+    if config.cluster.num_nodes is not None and config.cluster.num_nodes > inventory.num_nodes:
+        raise PlacementError(
+            f"cluster.num_nodes is {config.cluster.num_nodes}, the inventory has"
+            f" {quantity(inventory.num_nodes, 'node')}"
+        )
+    if config.cluster.num_nodes is not None and config.cluster.num_nodes < inventory.num_nodes:
+        inventory = Inventory(inventory.nodes[: config.cluster.num_nodes])
+    pools = []
+    for group in config.cluster.node_groups:
+        nodes = parse_node_ranks(group.node_ranks, inventory.num_nodes)
+        env: dict[int, dict[str, str]] = {}
+        for settings in group.env_configs:
+            for rank in parse_node_ranks(settings.node_ranks, inventory.num_nodes):
+                for variables in settings.env_vars:
+                    env.setdefault(rank, {}).update(variables)
+        pools.append(
+            NodePool(
+                group.label,
+                nodes,
+                env=env,
+                ignore_devices=group.ignore_hardware,
+            )
+        )
+    return inventory.with_pools(pools) if pools else inventory
+
+
+def _on_assumed_nodes(config: Config, roles: list[RoleSpec], flow: Flow) -> Plan:
+    """With nothing known of the machines, the smallest number of nodes on which the placement fits."""
+    if config.cluster.num_nodes is not None:
+        return plan(_with_pools(Inventory.parse(f"{config.cluster.num_nodes}x{DEVICES_PER_NODE}"), config), roles, flow)
+    count = 1
+    while True:
+        try:
+            return plan(_with_pools(Inventory.parse(f"{count}x{DEVICES_PER_NODE}"), config), roles, flow)
+        except TooFewDevicesError:
+            if count >= MAX_ASSUMED_NODES:
+                raise
+            count += 1

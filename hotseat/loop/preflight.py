@@ -1,0 +1,211 @@
+"""Checks before anything starts: everything that can be wrong with a run is found before a model loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hotseat.config import Config
+from hotseat.config.batches import BatchAlgebra, batch_algebra
+from hotseat.config.precision import with_dtype
+from hotseat.config.roles import has_critic
+from hotseat.errors import PlacementError, TooFewDevicesError, UserError
+from hotseat.loop.planning.plan import make_plan, num_data_parallel
+from hotseat.loop.setup.refusals import refuse_at_once
+from hotseat.loop.setup.value_models import check_readers
+from hotseat.placement import Inventory, Plan
+from hotseat.types import Prompt
+
+if TYPE_CHECKING:
+    from hotseat.loop.setup.inputs import SupervisedData
+
+MAX_LOGICAL_DEVICES = 64
+ENGINES = "rollout"  # the role whose processes do not train together
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every run reads before it starts."""
+
+    tokenizer: Any
+    rows: Sequence[Any]  # what is learned from, in the order of the file
+    notes: list[str]  # what was noticed on the way, to be recorded
+    algebra: BatchAlgebra
+
+
+@dataclass(frozen=True)
+class RlInputs(Inputs):
+    """What a reinforcement run reads."""
+
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    plan: Plan  # for the devices of this machine, or those that the config names
+
+
+@dataclass(frozen=True)
+class SupervisedInputs(Inputs):
+    """What a supervised run reads."""
+
+    data: SupervisedData
+    plan: Plan | None  # None: a launcher has placed the ranks
+
+
+def rl_inputs(config: Config) -> RlInputs:
+    """Read tokenizer and data of a reinforcement run, and raise for everything that stands in its way."""
+    from hotseat.loop.setup.inputs import check_models, load_tokenizer, rl_prompts
+
+    # Placement and batch sizes first: they need neither tokenizer nor data.
+    plan = make_plan(config, local_inventory(config))
+    num_ranks = num_data_parallel(config, plan)
+    batch_algebra(config, num_ranks)
+    _check_runtime(config, plan)
+    _check_transport(config, plan)
+    tokenizer = load_tokenizer(config)
+    check_models(config)
+    check_readers(config, tokenizer)
+    prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
+    algebra = batch_algebra(config, num_ranks, len(prompts))
+    check_training(config, algebra)
+    if has_critic(config) and config.critic.warmup_steps >= (algebra.num_steps or 0):
+        raise UserError(
+            f"critic.warmup_steps is {config.critic.warmup_steps}, and the run has {algebra.num_steps} steps: the actor"
+            f" would never learn; set it to {(algebra.num_steps or 1) - 1} or less, or add data"
+        )
+    return RlInputs(tokenizer, prompts, notes, algebra, prompts, eval_prompts, plan)
+
+
+def supervised_inputs(config: Config, num_launched: int | None = None) -> SupervisedInputs:
+    """Read tokenizer and data of a supervised run, and raise for everything that stands in its way.
+
+    num_launched: so many ranks were started by a launcher; None: the run starts its ranks itself.
+    """
+    from hotseat.loop.setup.inputs import check_models, load_tokenizer, supervised
+
+    tokenizer = load_tokenizer(config)
+    check_models(config)
+    data = supervised(config, tokenizer)
+    plan = None
+    if num_launched is None:
+        plan = make_plan(config, local_inventory(config))
+        _check_runtime(config, plan)
+        num_ranks = num_data_parallel(config, plan)
+    else:
+        num_ranks = _check_launched(config, num_launched)
+    algebra = batch_algebra(config, num_ranks, len(data.items))
+    check_training(config, algebra)
+    return SupervisedInputs(tokenizer, data.items, data.notes, algebra, data, plan)
+
+
+def _check_launched(config: Config, num_launched: int) -> int:
+    """Return how many of the launched ranks learn from different examples. Raises for what they cannot do."""
+    from hotseat.train.sequence import check_ranks
+    from hotseat.train.tensor import TENSOR_PARALLEL_SIZE
+
+    if config.checkpoint.background:
+        raise UserError(
+            "checkpoint.background is true, but ranks that a launcher started wait while they save: leave it unset, or"
+            " use `hotseat run`, which starts the ranks itself"
+        )
+    check_ranks(config.train.sequence_parallel_size, num_launched)
+    check_ranks(config.train.tensor_parallel_size, num_launched, TENSOR_PARALLEL_SIZE)
+    return num_launched // config.train.num_model_parallel
+
+
+def refuse_what_cannot_start(config: Config) -> None:
+    """Raise for everything that stands in the way and can be seen without reading the data."""
+    refuse_at_once(config)
+    absent = _packages_not_there(config)
+    if absent:
+        raise UserError("this run cannot start:\n" + "\n".join(f"  {key}: {message}" for key, message in absent))
+
+
+def _packages_not_there(config: Config) -> list[tuple[str, str]]:
+    from hotseat.observe import wandb_sink
+    from hotseat.rollout import vllm_versions
+    from hotseat.train import liger
+
+    absent = []
+    if config.train.liger_kernel and not liger.is_installed():
+        absent.append(("train.liger_kernel", liger.HINT))
+    if config.log.wandb.enabled and not wandb_sink.is_installed():
+        absent.append(("log.wandb.enabled", wandb_sink.HINT))
+    if config.task == "rl" and config.rollout.engine == "vllm":
+        problem = vllm_versions.what_is_wrong()
+        if problem is not None:
+            absent.append(("rollout.engine", problem))
+    return absent
+
+
+def is_cluster_there(config: Config) -> bool:
+    """Tell whether the run will use a Ray cluster that exists already."""
+    return config.cluster.runtime == "ray" and bool(os.environ.get("RAY_ADDRESS"))
+
+
+def _check_runtime(config: Config, plan: Plan) -> None:
+    """Raise if a role has several ranks that would have to meet in one process: its ranks would wait for each other."""
+    if config.cluster.runtime != "local":
+        return
+    for role in plan.roles:
+        if role.name != ENGINES and len(role.processes) > 1:
+            raise PlacementError(
+                f"cluster.runtime is local, which holds one rank of each model, and {role.name} has"
+                f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"
+                " device"
+            )
+
+
+def _check_transport(config: Config, plan: Plan) -> None:
+    """Raise if weights cannot travel as asked between devices of this machine; others are asked when they are there."""
+    import torch
+
+    from hotseat.loop.setup import settings
+
+    if not is_cluster_there(config):
+        settings.weight_transports(config, plan, torch.cuda.is_available())
+
+
+def check_training(config: Config, algebra: BatchAlgebra) -> None:
+    """Raise for what each rank would refuse in its own process, after engines have loaded their model."""
+    import torch
+
+    from hotseat.loop.setup import settings
+    from hotseat.train import deepcompile, liger
+    from hotseat.train.make import check_options
+
+    assert algebra.schedule_length is not None
+    checked = with_dtype(config, torch.cuda.is_available() or is_cluster_there(config))
+    check_options(settings.train_options(checked, algebra.schedule_length))
+    if has_critic(config):
+        check_options(settings.critic_options(checked, algebra.schedule_length))
+    if is_cluster_there(config):
+        return  # other machines may have what this one lacks
+    if config.train.liger_kernel:
+        liger.check_device(torch.cuda.is_available())
+    if config.train.backend == "deepspeed" and config.train.deepspeed.deepcompile:
+        deepcompile.check_device(torch.cuda.is_available())
+
+
+def local_inventory(config: Config) -> Inventory | None:
+    """Return the devices to plan for before a cluster is there: those of the config, or of this machine.
+
+    None if an existing cluster will be used, whose devices are not known yet.
+    """
+    if config.cluster.inventory is not None:
+        return Inventory.parse(config.cluster.inventory)
+    if is_cluster_there(config):
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return Inventory.parse(f"1x{torch.cuda.device_count()}")
+    # Without accelerators devices are logical: one node with as many as the placement names.
+    for num_devices in range(1, MAX_LOGICAL_DEVICES):
+        try:
+            inventory = Inventory.parse(f"1x{num_devices}")
+            make_plan(config, inventory)
+            return inventory
+        except TooFewDevicesError:
+            continue
+    return Inventory.parse(f"1x{MAX_LOGICAL_DEVICES}")

@@ -1,0 +1,1 @@
+"""Reinforcement learning: the loop, and a phase object for each step of it."""

@@ -1,0 +1,94 @@
+"""What a user should look at while a run goes on: steps that teach nothing, updates far out of the ordinary, and
+engines whose log-probs of what they sampled are not the trainer's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from hotseat.errors import RunError
+from hotseat.loop.rl.collect import Collected
+
+NUM_REMEMBERED = 20  # steps that an update is compared with
+NUM_NEEDED = 5
+NUM_NAMED = 8
+
+
+class Alarms:
+    """Looks at the numbers of each step.
+
+    has_groups: samples are compared with their siblings. spike_factor: times the usual gradient norm that is out of the
+    ordinary.
+    """
+
+    def __init__(
+        self, say: Callable[..., object], *, has_groups: bool, spike_factor: float, on_spike: Literal["warn", "stop"]
+    ):
+        self._say = say
+        self._has_groups = has_groups
+        self._spike_factor = spike_factor
+        self._on_spike = on_spike
+        self._norms: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._num_spikes = 0  # in a row
+        self._was_alike = False
+        self._was_apart = False
+
+    def look(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
+        is_alike = self._has_groups and metrics["groups_alike"] == 1.0
+        if is_alike and not self._was_alike:
+            self._say(
+                f"step {step}: in every group all rewards are equal, so nothing is learned; if that stays so, look at"
+                " the reward function and at the difficulty of the prompts",
+                kind="warning",
+            )
+        self._was_alike = is_alike
+        self._look_at_gap(step, metrics)
+        self._look_for_spike(step, metrics, collected)
+
+    def _look_at_gap(self, step: int, metrics: Mapping[str, float]) -> None:
+        is_apart = not metrics.get("engine_gap_use", 0.0) <= 1.0
+        if is_apart and not self._was_apart:
+            self._say(
+                f"step {step}: engine and trainer disagree on the tokens of this rollout by more than rounding: the gap"
+                f" of their log-probs has the median {metrics['engine_gap_median']:.3g}, the 90th percentile"
+                f" {metrics['engine_gap_p90']:.3g} and the mean {metrics['engine_gap_mean']:+.3g},"
+                f" {metrics['engine_gap_use']:.1f} times what the canary's limits allow, while the canary itself"
+                " agrees. algorithm.correction can weigh such tokens",
+                kind="warning",
+            )
+        self._was_apart = is_apart
+
+    def _look_for_spike(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
+        norm = metrics.get("grad_norm")
+        if norm is None:
+            return  # only the critic learned
+        usual = statistics.median(self._norms) if len(self._norms) >= NUM_NEEDED else None
+        if usual is not None and usual > 0 and norm > self._spike_factor * usual:
+            text = (
+                f"step {step}: the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}, and"
+                f" the loss {metrics['loss']:.3g}; the rewards furthest from their siblings' are of samples"
+                f" {', '.join(_outliers(collected))}"
+            )
+            if self._on_spike == "stop":
+                raise RunError(f"{text}. The update was made; train.on_spike=warn goes on")
+            self._say(text, kind="warning")
+            self._num_spikes += 1
+            if self._num_spikes < NUM_NEEDED:
+                return  # it is no measure for those to come
+            self._norms.clear()  # so many in a row are the new ordinary
+        self._num_spikes = 0
+        if norm > 0:
+            self._norms.append(norm)
+
+
+def _outliers(collected: Collected) -> list[str]:
+    """Samples by their distance from the mean reward of their group, the furthest first."""
+    distances = [
+        (-abs(reward - statistics.fmean(facts.rewards)), f"{facts.epoch}/{facts.prompt}/{sample}")
+        for facts in collected.groups
+        for sample, reward in zip(facts.samples, facts.rewards, strict=True)
+    ]
+    return [name for _, name in sorted(distances)[:NUM_NAMED]]

@@ -1,0 +1,458 @@
+"""The canary: after every push, engines and trainer score the same answers of the policy, and their gaps are judged.
+
+    first push    an engine samples answers; all engines and the trainer score them; a float32 forward of the same
+                  weights says what rounding alone does to log-probs, and gaps are judged against that
+    later pushes  the same answers are scored with the new weights, in the push itself or, by engines that need their
+                  cache to score, in their next turn; gaps are judged against the same limits and the first push's gaps
+    an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
+                  a policy that has moved far finds old answers unlikely, where 16 bits are coarser. Gaps above
+                  those limits too end the run. If they are not, the new answers are the canary from then on.
+    a resume      the checkpoint has the canary and its limits. Besides, new answers are judged as at a first push.
+
+`algorithms.agreement` has the statistics and their limits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hotseat.algorithms.agreement import (
+    GapLimits,
+    GapStatistics,
+    Verdict,
+    gap_statistics,
+    growth,
+    judge,
+    largest,
+    limits_from,
+)
+from hotseat.cluster import WorkerGroup
+from hotseat.config import Config
+from hotseat.config.precision import dtype_of
+from hotseat.errors import WeightError
+from hotseat.loop.rl.push import PushReport
+from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker
+from hotseat.loop.workers.proof import Canary
+from hotseat.types import Prompt, Request, Sampling
+
+ANSWER_TOKENS = 128  # of each answer, where data.max_length leaves room for them
+NUM_SEARCHED = 256  # prompts among which the shortest are taken, since they are scored too
+RESUMED_FACTOR = 2.0  # gaps that have grown more than this since the checkpoint are another machine's
+NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
+
+# Smaller gaps than factor times these are never errors. TF32, in which kernels of a GPU may multiply float32 numbers,
+# rounds to 10 bits.
+FLOORS = {
+    "fp32": GapStatistics(2.5e-4, 5e-4, 6e-5),
+    "tf32": GapStatistics(2e-3, 4e-3, 5e-4),
+    "fp16": GapStatistics(6e-4, 2e-3, 2e-4),
+    "bf16": GapStatistics(5e-3, 1.5e-2, 1.5e-3),
+}
+# The same for growth since the first push. What kernels do does not change during a run, so float32 is exact here.
+DRIFT_FLOORS = FLOORS | {"fp32": GapStatistics(2.5e-5, 5e-5, 1e-5)}
+# What rounding is taken to do where there is no memory to measure it.
+ASSUMED_ROUNDING = {
+    "fp32": NO_ROUNDING,
+    "fp16": GapStatistics(4e-3, 1.2e-2, 1e-3),
+    "bf16": GapStatistics(3e-2, 1e-1, 8e-3),
+}
+MEANINGS = {
+    "median": "the median of |gap|",
+    "p90": "the 90th percentile of |gap|",
+    "mean": "the size of the mean gap",
+}
+
+
+@dataclass(frozen=True)
+class CanarySettings:
+    """How many tokens are scored, and which gaps are errors. `dtype`: of the computation, as `train.dtype`."""
+
+    num_tokens: int
+    rounding_factor: float
+    drift_factor: float
+    dtype: str
+    temperature: float
+    max_length: int  # of a sequence, in tokens
+    seed: int
+    on_gpu: bool = False
+
+    @classmethod
+    def of(cls, config: Config, on_gpu: bool) -> CanarySettings:
+        """Return the settings that a config asks for."""
+        canary = config.rollout.canary
+        return cls(
+            num_tokens=canary.num_tokens,
+            rounding_factor=canary.rounding_factor,
+            drift_factor=canary.drift_factor,
+            dtype=dtype_of(config),
+            temperature=config.rollout.temperature,
+            max_length=config.data.max_length,
+            seed=config.seed,
+            on_gpu=on_gpu,
+        )
+
+    @property
+    def floor(self) -> GapStatistics:
+        return FLOORS["tf32" if self.dtype == "fp32" and self.on_gpu else self.dtype]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Gaps of engines and inference ranks on one set of answers, and what rounding alone does to them."""
+
+    canary: Canary
+    gaps: Mapping[str, GapStatistics]  # by the name of who was asked
+    rounding: GapStatistics
+    basis: str  # of the limits that come from `rounding`
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The largest gaps after the first push, and what rounding did then: later pushes are compared with it."""
+
+    gap: GapStatistics
+    rounding: GapStatistics
+
+
+@dataclass(frozen=True)
+class CanaryState:
+    """Everything that a guard knows, as a checkpoint holds it."""
+
+    canary: Canary
+    rounding: GapStatistics  # what it does to log-probs of these answers
+    basis: str  # how `rounding` is known
+    first: Baseline | None  # None until the first push was judged
+    num_sets: int  # sets of answers that were sampled
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def parse(cls, state: Mapping[str, Any]) -> CanaryState:
+        """Read what `asdict` made of a state, and a file of that."""
+        canary, first = state["canary"], state["first"]
+        sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
+        return cls(
+            Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"])),
+            GapStatistics(**state["rounding"]),
+            str(state["basis"]),
+            Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
+            int(state["num_sets"]),
+            dict(state["metrics"]),
+        )
+
+
+class CanaryGuard:
+    """Keeps the canary of a run and judges what engines and inference ranks make of it.
+
+    turn: takes the devices for a phase and a role. warn: records a warning.
+    """
+
+    def __init__(
+        self,
+        settings: CanarySettings,
+        prompts: Sequence[Prompt],
+        actor: WorkerGroup[ActorWorker],
+        engines: WorkerGroup[EngineWorker],
+        inference: WorkerGroup[InferenceWorker] | None,
+        turn: Callable[[str, str], AbstractContextManager[None]],
+        warn: Callable[[str], object],
+    ):
+        self._settings = settings
+        self._prompts = _choose_prompts(prompts, settings)
+        self._actor, self._engines, self._inference = actor, engines, inference
+        self._turn = turn
+        self._warn = warn
+        self.is_started = False  # whether the first push of this process was judged
+        self._state: CanaryState | None = None  # None until answers were sampled after the first push
+        self._num_sets = 0  # sets of answers that were sampled, those before a resume included
+        self._owed: PushReport | None = None  # the push of which engines have not scored the canary yet
+
+    @property
+    def canary(self) -> Canary | None:
+        """The answers that are scored after a push; None before the first."""
+        return None if self._state is None else self._state.canary
+
+    def start(self, version: int) -> None:
+        """Judge the engines after the first push, on new answers. Raises `WeightError`."""
+        measured = self._measure(version)
+        resumed, self._state = self._state, None  # After what can fail and is then done again.
+        verdict = self._adopt(measured)
+        if verdict.is_alarm:
+            measured = self._confirm(version, verdict, measured.gaps)
+        gap = largest(list(measured.gaps.values()))
+        self.is_started = True
+        if resumed is not None and resumed.first is not None and not verdict.is_alarm:
+            grown = limits_from(resumed.first.gap, RESUMED_FACTOR, DRIFT_FLOORS[self._settings.dtype], "")
+            if not judge(gap, [grown]).is_alarm:
+                self._state, self._num_sets = resumed, resumed.num_sets
+                return
+        assert self._state is not None
+        self._state = replace(self._state, first=Baseline(gap, measured.rounding))
+
+    def state(self) -> dict[str, Any] | None:
+        """The guard's part of a checkpoint; None before the first push was judged."""
+        return None if self._state is None or self._state.first is None else asdict(self._state)
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from the state in a checkpoint; without one, as at the start of a run."""
+        if state is not None:
+            self._state = CanaryState.parse(state)
+            self._num_sets = self._state.num_sets
+
+    def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
+        """Judge what was answered during a push. Raises `WeightError`."""
+        self._owed = None
+        if self.canary is None or pushed.expected is None:
+            return
+        answers: dict[str, list[float]] = {}
+        if to_inference is not None:
+            answers |= _named("inference rank", to_inference.answers)
+        if pushed.answers is None:
+            self._owed = pushed
+        else:
+            answers |= _named("engine", pushed.answers)
+        self._judge(pushed.version, pushed.expected, answers)
+
+    def ask(self) -> None:
+        """Have engines score what they owed, in their turn, and judge it. Raises `WeightError`."""
+        if self._owed is None or self.canary is None:
+            return
+        pushed = self._owed
+        assert pushed.expected is not None
+        with self._turn("rollout", "rollout"):
+            answers = self._engines.call(EngineWorker.score_canary, self.canary)
+        self._owed = None
+        self._judge(pushed.version, pushed.expected, _named("engine", answers))
+
+    def metrics(self) -> dict[str, float]:
+        """The last gaps that are known, and the share of its limit that the largest takes."""
+        return {"canary_alarms": 0.0} if self._state is None else dict(self._state.metrics)
+
+    @property
+    def limits(self) -> tuple[GapLimits, ...]:
+        """The limits that gaps are judged by, all of which hold; empty before the first push was judged."""
+        return () if self._state is None else self._limits_of(self._state)
+
+    def use(self, found: GapStatistics) -> float | None:
+        """The share that other gaps, such as those of a step, take of the canary's limits; None before the first."""
+        return judge(found, self.limits).use if self.limits else None
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _judge(self, version: int, expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> None:
+        if not answers:
+            return
+        gaps = _gaps(expected, answers)
+        verdict = self._look_at(gaps)
+        if verdict.is_alarm and self.is_started:
+            self._confirm(version, verdict, gaps)
+
+    def _look_at(self, gaps: Mapping[str, GapStatistics]) -> NamedVerdict:
+        """Record gaps and find the worst of them."""
+        assert self._state is not None
+        verdict = _worst(gaps, self.limits)
+        found = largest(list(gaps.values()))
+        metrics = {
+            "canary_gap": found.mean_size,
+            "canary_gap_median": found.median,
+            "canary_gap_p90": found.p90,
+            "canary_gap_mean": found.mean,
+            "canary_use": verdict.use,
+        }
+        self._state = replace(self._state, metrics={**self._state.metrics, **metrics})
+        return verdict
+
+    def _confirm(self, version: int, alarm: NamedVerdict, gaps: Mapping[str, GapStatistics]) -> Measured:
+        """Measure again on new answers: raise if they say the same of the same engine, else take them for the canary.
+
+        An engine that only the new answers speak against is asked once more.
+        """
+        assert self._state is not None
+        seen = f"over {self._state.canary.num_sampled:,} tokens of the policy's own answers {alarm}"
+        suspects = {name for name, gap in gaps.items() if judge(gap, self.limits).is_alarm}
+        while True:
+            measured = self._measure(version)
+            verdict = self._adopt(measured)
+            accused = {name: gap for name, gap in measured.gaps.items() if judge(gap, self.limits).is_alarm}
+            confirmed = {name: gap for name, gap in accused.items() if name in suspects}
+            if confirmed:
+                worst = _worst(confirmed, self.limits)
+                raise WeightError(
+                    f"{worst.name} and the trainer disagree on version {version}: {seen} ({alarm.name}); confirmed on"
+                    f" {measured.canary.num_sampled:,} other tokens, where {worst}. {self._advice()}"
+                )
+            if not accused:
+                break
+            suspects |= set(accused)
+        metrics = self.metrics()
+        self._state = replace(self._state, metrics=metrics | {"canary_alarms": metrics["canary_alarms"] + 1})
+        self._warn(
+            f"canary: after the push of version {version} {alarm.name} seemed to disagree with the trainer: {seen}. New"
+            f" answers do not confirm it ({verdict}), so the run goes on, and they are the canary from now on"
+        )
+        return measured
+
+    def _advice(self) -> str:
+        if self._state is None or self._state.first is None:
+            return (
+                "Every weight that digests reach is the trainer's, bit for bit, so look at what the engine computes"
+                " from them: its config of the model (positions, epsilon of norms), its attention, its own number type,"
+                " and weights that no digest reaches. Nothing was trained on what it samples. If it is right all the"
+                " same, raise rollout.canary.rounding_factor"
+            )
+        return (
+            "Earlier pushes agreed, so look at weights that no digest reaches or that the engine keeps in a form of its"
+            " own. Nothing was trained on what it sampled with them. If it is right all the same, resume with a higher"
+            " rollout.canary.rounding_factor or drift_factor"
+        )
+
+    def _adopt(self, measured: Measured) -> NamedVerdict:
+        """Take answers for the canary, with the limits that belong to them."""
+        self._owed = None
+        first = None if self._state is None else self._state.first
+        self._state = CanaryState(
+            measured.canary, measured.rounding, measured.basis, first, self._num_sets, self.metrics()
+        )
+        return self._look_at(measured.gaps)
+
+    def _limits_of(self, state: CanaryState) -> tuple[GapLimits, ...]:
+        settings, floor = self._settings, self._settings.floor
+        factor = settings.rounding_factor
+        absolute = limits_from(state.rounding, factor, floor, f"{factor:g} times {state.basis}")
+        if state.first is None:
+            return (absolute,)
+        grown = growth(state.rounding, state.first.rounding, floor)
+        factor = settings.drift_factor
+        basis = f"{factor:g} times the gap after the first push"
+        return absolute, limits_from(state.first.gap, factor, DRIFT_FLOORS[settings.dtype], basis, grown)
+
+    def _measure(self, version: int) -> Measured:
+        """Sample answers with the current weights, and have everybody score them."""
+        with self._turn("rollout", "rollout"):
+            canary = self._sample(version)
+            answers = _named("engine", self._engines.call(EngineWorker.score_canary, canary))
+        with self._turn("sync", "actor"):
+            expected = self._actor.call(ActorWorker.score_canary, canary)[0]
+            _check_finite(expected, version)
+            if self._inference is not None:
+                answers |= _named("inference rank", self._inference.call(InferenceWorker.score_canary, canary))
+            rounding, basis = self._rounding(canary, expected)
+        self._num_sets += 1  # Not before: what fails is done again with the same requests.
+        return Measured(canary, _gaps(expected, answers), rounding, basis)
+
+    def _sample(self, version: int) -> Canary:
+        settings = self._settings
+        requests: list[Request] = []
+        num_tokens, number = 0, self._num_sets
+        while num_tokens < settings.num_tokens:
+            index = len(requests)
+            # Sets take turns with the two halves of the prompts, and go round where those are too few.
+            prompt = self._prompts[(number * len(self._prompts) // 2 + index) % len(self._prompts)]
+            length = _answer_length(prompt, settings)
+            num_tokens += length
+            name = f"canary/{version}/{number}/{index}"
+            seed = hashlib.blake2b(f"{settings.seed}/{name}".encode(), digest_size=8).digest()
+            # Answers go on beyond their end: few and long ones reach far positions, and cost fewer prompts.
+            sampling = Sampling(length, settings.temperature, ignore_eos=True)
+            requests.append(Request(name, prompt, sampling, int.from_bytes(seed, "little") >> 1))
+        [answers] = self._engines.on(0).call(EngineWorker.answer, requests)
+        return Canary(
+            tuple(request.token_ids + tuple(answer) for request, answer in zip(requests, answers, strict=True)),
+            tuple(len(request.token_ids) for request in requests),
+            settings.temperature,
+        )
+
+    def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
+        """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
+
+        The trainer's own rounding, plus that of logits in the engine's type: the trainer computes them in float32, and
+        engines may not.
+        """
+        if self._settings.dtype == "fp32":
+            return NO_ROUNDING, "the smallest gap that can be an error in fp32"
+        longest = max(len(sequence) for sequence in canary.sequences)
+        lacking = self._actor.call(ActorWorker.lacks_bytes_for_exact, longest)[0]
+        if lacking:
+            return self._assumed(f"{lacking / 2**30:.1f} GiB of device memory are lacking")
+        exact = self._actor.call(ActorWorker.score_exactly, canary)[0]
+        assert exact is not None, "the first rank has an answer"
+        if isinstance(exact, str):
+            return self._assumed(exact)
+        each = zip(expected, exact.log_probs, exact.with_rounded_logits, strict=True)
+        gaps = [mine - true + rounded - true for mine, true, rounded in each]
+        if not all(map(math.isfinite, gaps)):
+            return self._assumed("some of its log-probs are not finite")
+        return gap_statistics(gaps), "what rounding alone does, by a float32 forward of the same weights"
+
+    def _assumed(self, why: str) -> tuple[GapStatistics, str]:
+        """Stand in for what could not be measured, and say so."""
+        dtype = self._settings.dtype
+        self._warn(
+            f"canary: no float32 forward of the policy could be made ({why}), so engines are judged by what rounding"
+            " usually does, not by what it does to this model"
+        )
+        return ASSUMED_ROUNDING[dtype], f"what rounding to {dtype} usually does (it was not measured)"
+
+
+@dataclass(frozen=True)
+class NamedVerdict(Verdict):
+    """A verdict, and whom it is about."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"{MEANINGS[self.statistic]} is {self.value:.3g}, {self.limit:.3g} allowed ({self.basis})"
+
+
+def _worst(gaps: Mapping[str, GapStatistics], limits: Sequence[GapLimits]) -> NamedVerdict:
+    verdicts = {name: judge(found, limits) for name, found in gaps.items()}
+    name = max(verdicts, key=lambda name: verdicts[name].use)
+    worst = verdicts[name]
+    return NamedVerdict(worst.statistic, worst.value, worst.limit, worst.basis, name)
+
+
+def _check_finite(expected: Sequence[float], version: int) -> None:
+    """Raise if the trainer itself has no log-probs: no engine can be compared with it."""
+    num_wrong = sum(not math.isfinite(each) for each in expected)
+    if num_wrong:
+        raise WeightError(
+            f"the trainer's own log-probs of {num_wrong:,} of {len(expected):,} tokens are not finite on version"
+            f" {version}: look at the checkpoint's weights, or set train.dtype to bf16 if it is fp16"
+        )
+
+
+def _gaps(expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> dict[str, GapStatistics]:
+    return {
+        name: gap_statistics([theirs - mine for theirs, mine in zip(answer, expected, strict=True)])
+        for name, answer in answers.items()
+    }
+
+
+def _named(what: str, answers: Sequence[list[float]] | None) -> dict[str, list[float]]:
+    return {f"{what} {rank}": answer for rank, answer in enumerate(answers or [])}
+
+
+def _answer_length(prompt: Sequence[int], settings: CanarySettings) -> int:
+    """Tokens to sample after a prompt. Of a sequence that fills the engine vLLM cannot score the last token."""
+    return max(1, min(ANSWER_TOKENS, settings.max_length - 1 - len(prompt)))
+
+
+def _choose_prompts(prompts: Sequence[Prompt], settings: CanarySettings) -> list[tuple[int, ...]]:
+    """The shortest of the first prompts, shortest first: enough for two sets of answers, if there are so many.
+
+    Prompts that leave no room for an answer are cut.
+    """
+    longest = max(1, settings.max_length - 2)
+    different = {prompt.token_ids[:longest] for prompt in prompts[:NUM_SEARCHED]}
+    chosen: list[tuple[int, ...]] = []
+    num_tokens = 0
+    for token_ids in sorted(different, key=lambda token_ids: (len(token_ids), token_ids)):
+        if num_tokens >= 2 * settings.num_tokens and len(chosen) >= 2 and len(chosen) % 2 == 0:
+            break
+        chosen.append(token_ids)
+        num_tokens += _answer_length(token_ids, settings)
+    return chosen

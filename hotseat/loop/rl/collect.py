@@ -1,0 +1,163 @@
+"""From the order of prompts to the groups of a step: filtered, refilled, in prompt order; and evaluation."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hotseat.algorithms import reason_to_drop
+from hotseat.cluster import WorkerGroup
+from hotseat.data import PromptOrder
+from hotseat.errors import RunError
+from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
+from hotseat.loop.workers.rollout_host import RolloutHost
+from hotseat.rewards import RewardTally
+from hotseat.types import Failed, Prompt, Sampling
+
+Answer = Callable[[Sequence[Job], Sampling], list[GroupFacts]]
+
+MAX_REFILLS = 20  # batches of replacements for one step, before the run stops
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which groups a step may learn from."""
+
+    min_samples: int  # 2 where a group is needed
+    low: float | None  # of the mean score, both exclusive; None: all
+    high: float | None
+    max_failed_fraction: float
+
+    def reason_to_drop(self, facts: GroupFacts) -> str | None:
+        """Say why a group is dropped, or return None to keep it."""
+        return reason_to_drop(facts.scores, self.low, self.high, min_samples=self.min_samples)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The groups of a step, in prompt order, and what became of the others."""
+
+    groups: tuple[GroupFacts, ...]
+    num_generated: int  # groups
+    dropped: tuple[tuple[GroupFacts, str], ...]  # groups, and why
+    num_failed: int  # samples without a reward
+
+
+NOTHING = Collected((), 0, (), 0)
+
+
+class Collector:
+    """Asks for groups. `answer` has jobs answered and scored, and gives the facts in their order.
+
+    unfinished: what was sampled for a step whose `collect` has not returned, or has raised.
+    """
+
+    def __init__(self, answer: Answer, hosts: WorkerGroup[RolloutHost], prompts: Sequence[Prompt]):
+        self._answer = answer
+        self._hosts = hosts
+        self._prompts = prompts
+        self.unfinished = NOTHING
+
+    def collect(
+        self, order: PromptOrder, num_groups: int, num_samples: int, sampling: Sampling, keep: Keep
+    ) -> Collected:
+        """Prompts are taken in order, and so are their groups; what is dropped is replaced by the next prompts."""
+        kept: list[GroupFacts] = []
+        dropped: list[tuple[GroupFacts, str]] = []
+        tally = RewardTally(keep.max_failed_fraction)
+        num_generated = 0
+        self.unfinished = NOTHING
+        for _ in range(MAX_REFILLS):
+            jobs = [
+                Job(self._prompts[index], epoch, num_samples) for epoch, index in order.next(num_groups - len(kept))
+            ]
+            for facts in self._answer(jobs, sampling):
+                num_generated += 1
+                tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
+                reason = keep.reason_to_drop(facts)
+                if reason is None:
+                    kept.append(facts)
+                else:
+                    dropped.append((facts, reason))
+            self.unfinished = Collected(tuple(kept), num_generated, tuple(dropped), tally.num_failed)
+            tally.check()
+            if len(kept) == num_groups:
+                collected, self.unfinished = self.unfinished, NOTHING
+                return collected
+        counts = Counter(reason for _, reason in dropped)
+        why = ", ".join(f"{count} dropped: {reason}" for reason, count in counts.most_common())
+        raise RunError(
+            f"{num_generated} prompts gave only {len(kept)} of the {num_groups} groups of a step ({why}): the rewards"
+            " leave nothing to learn from; widen algorithm.filtering.low and high, or switch"
+            " algorithm.filtering.enabled off"
+        )
+
+    def evaluate(self, num_samples: int, sampling: Sampling, max_failed_fraction: float) -> list[GroupFacts]:
+        """Every prompt, with the same seeds each time. Raises if too many samples failed."""
+        jobs = [Job(prompt, EVALUATION, num_samples) for prompt in self._prompts]
+        facts = self._answer(jobs, sampling)
+        self.forget(facts)
+        tally = RewardTally(max_failed_fraction)
+        for found in facts:
+            tally.add([*(Failed(why) for _, why in found.failures), *found.rewards])
+        tally.check("evaluation: ")
+        return facts
+
+    def forget(self, facts: Sequence[GroupFacts]) -> None:
+        self._hosts.call(RolloutHost.forget, [found.key for found in facts])
+
+
+def evaluation_metrics(
+    facts: Sequence[GroupFacts], num_samples: int, *, has_full_reward: bool = True
+) -> dict[str, float]:
+    """Mean reward, accuracy (share of samples with the full reward of 1) and pass@k, overall and per source.
+
+    has_full_reward: 1 is the most that an answer can get. A reward model's numbers have no such limit.
+    """
+    metrics: dict[str, float] = {}
+    sources = sorted({found.source for found in facts})
+    for source in ["", *(name for name in sources if name)] if len(sources) > 1 else [""]:
+        members = [found for found in facts if not source or found.source == source]
+        label = f"eval/{source}/" if source else "eval/"
+        rewards = [reward for found in members for reward in found.rewards]
+        if not rewards:
+            continue
+        metrics[f"{label}reward"] = statistics.fmean(rewards)
+        if has_full_reward:
+            metrics[f"{label}accuracy"] = statistics.fmean(reward >= 1.0 for reward in rewards)
+        if has_full_reward and num_samples > 1:
+            best = [max(found.rewards) >= 1.0 for found in members if found.rewards]
+            metrics[f"{label}pass@{num_samples}"] = statistics.fmean(best)
+        num_failed = sum(len(found.failures) for found in members)
+        if num_failed:
+            metrics[f"{label}failed"] = float(num_failed)  # in none of these numbers
+        metrics[f"{label}length"] = statistics.fmean(n for found in members for n in found.num_sampled)
+    return metrics
+
+
+def rollout_metrics(collected: Collected) -> dict[str, float]:
+    """What a step's rollout looked like."""
+    groups = collected.groups
+    rewards = [reward for found in groups for reward in found.rewards]
+    lengths = [length for found in groups for length in found.num_sampled]
+    metrics = {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "group_reward_std": statistics.fmean(statistics.pstdev(found.rewards) for found in groups),
+        "groups_alike": statistics.fmean(min(found.rewards) == max(found.rewards) for found in groups),
+        "length": statistics.fmean(lengths),
+        "length_max": float(max(lengths)),
+        "truncated": statistics.fmean(flag for found in groups for flag in found.truncated),
+        "samples": float(len(rewards)),
+        "sampled_tokens": float(sum(lengths)),
+        "samples_failed": float(collected.num_failed),
+        "groups_dropped": float(len(collected.dropped)),
+    }
+    names = sorted({name for found in groups for extra in found.extra for name in extra})
+    for name in names:
+        metrics[f"extra/{name}"] = statistics.fmean(
+            extra[name] for found in groups for extra in found.extra if name in extra
+        )
+    return metrics

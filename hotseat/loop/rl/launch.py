@@ -1,0 +1,155 @@
+"""Starts the processes of a reinforcement run: one group per role, on the devices that the plan gives it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hotseat import faults
+from hotseat.cluster import WorkerGroup
+from hotseat.config import Config
+from hotseat.config.batches import BatchAlgebra
+from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
+from hotseat.loop.devices.scheduler import Movable
+from hotseat.loop.opening import OnCluster
+from hotseat.loop.planning.plan import are_devices_logical
+from hotseat.loop.rl.recovery import start_up
+from hotseat.loop.setup import settings
+from hotseat.loop.setup.value_models import critic_model
+from hotseat.loop.state.readiness import Readiness
+from hotseat.loop.workers.engines import EngineSettings
+from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
+from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
+from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
+from hotseat.observe import Journal
+
+M = TypeVar("M", bound=Movable)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The running roles. `seated` are those that the plan gives devices, by name."""
+
+    engines: WorkerGroup[EngineWorker]
+    actor: WorkerGroup[ActorWorker]
+    hosts: WorkerGroup[RolloutHost]
+    critic: WorkerGroup[CriticWorker] | None
+    reference: WorkerGroup[ModelWorker] | None
+    reward: WorkerGroup[RewardWorker] | None
+    inference: WorkerGroup[InferenceWorker] | None
+    seated: dict[str, WorkerGroup[Movable]]
+    have_gpus: bool  # the actor trains on them
+    measures_its_device: bool  # an engine that starts takes a share of what it finds free on its device
+
+    @property
+    def models(self) -> dict[str, WorkerGroup[ModelWorker]]:
+        """The roles that hold a model behind a training backend, by name, in the order of their launch."""
+        roles: dict[str, WorkerGroup[ModelWorker] | None] = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "reference": self.reference,
+            "reward": self.reward,
+            "inference": self.inference,
+        }
+        return {role: group for role, group in roles.items() if group is not None}
+
+
+def launch_groups(
+    place: OnCluster, algebra: BatchAlgebra, eos_token_ids: tuple[int, ...], logs: Path, journal: Journal
+) -> Groups:
+    """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
+    assert algebra.schedule_length is not None
+    engine = settings.engine_settings(place.config, eos_token_ids, logs)
+    with closing(Readiness(journal.progress)) as readiness:
+        return _launch(place, algebra.schedule_length, engine, journal, readiness)
+
+
+def _launch(
+    place: OnCluster, schedule_length: int, engine: EngineSettings, journal: Journal, readiness: Readiness
+) -> Groups:
+    config, plan, cluster = place.config, place.plan, place.cluster
+    seated: dict[str, WorkerGroup[Movable]] = {}
+    say_fault = partial(journal.say, kind="fault")
+
+    def launch(role: str, cls: type[M], *args: Any) -> WorkerGroup[M]:
+        started_s = time.monotonic()
+        group = cluster.launch(
+            role,
+            cls,
+            args=args,
+            processes=plan.role(role).processes,
+            num_threads=config.cluster.threads_per_process,
+            timeout_s=config.cluster.call_timeout_s,
+            wait=False,
+        )
+        seated[role] = group
+        readiness.watch(group, started_s)
+        return group
+
+    trust = config.trust_remote_code
+    engines = launch("rollout", EngineWorker, engine)
+    # vLLM sizes its cache by what it finds on its device: nobody else may come or go there meanwhile.
+    measures_its_device = config.rollout.engine == "vllm" and not are_devices_logical(cluster)
+    if measures_its_device:
+        start_up(engines, say_fault)
+        for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
+            memory = cluster.device_memory(device)
+            if memory is not None:
+                journal.say(f"device {device}: {memory.used / 2**30:.1f} GiB in use after the engines started")
+    options = settings.train_options(config, schedule_length)
+    actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
+    critic = reference = reward = inference = None
+    if has_critic(config):
+        options = settings.critic_options(config, schedule_length)
+        critic = launch("critic", CriticWorker, critic_model(config), options, trust)
+    if has_reference(config):
+        options = settings.train_options(config, schedule_length, is_trained=False)
+        reference = launch("reference", ModelWorker, config.reference.model or config.actor.model, options, trust)
+    if has_reward_model(config):
+        reward = launch("reward", RewardWorker, config.reward.model, settings.reward_options(config), trust)
+    if has_inference(config):
+        options = settings.train_options(config, schedule_length, is_trained=False)
+        dtype = settings.engine_dtype(config)
+        inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
+    started_s = time.monotonic()
+    hosts = cluster.launch(
+        "agents",
+        RolloutHost,
+        args=(_host_settings(config),),
+        timeout_s=config.cluster.call_timeout_s,
+        wait=False,
+    )
+    readiness.watch(hosts, started_s)
+    faults.reach("start-up")
+    start_up(engines, say_fault)
+    start_up(hosts, say_fault)
+    for group in seated.values():
+        group.ready()
+    hosts.call(RolloutHost.connect, engines)
+    have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
+    return Groups(engines, actor, hosts, critic, reference, reward, inference, seated, have_gpus, measures_its_device)
+
+
+def _host_settings(config: Config) -> HostSettings:
+    assert config.actor.model is not None
+    return HostSettings(
+        tokenizer=config.actor.model,
+        run_seed=config.seed,
+        max_length=config.data.max_length,
+        agent=config.agent.path,
+        max_turns=config.agent.max_steps,
+        max_concurrent=config.agent.max_concurrent or settings.episodes_per_engine(config),
+        episode_timeout_s=config.agent.timeout_s,
+        reward=config.reward.function,
+        eval_reward=config.eval.reward,
+        reward_timeout_s=config.reward.timeout_s,
+        reward_retries=config.reward.retries,
+        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
+        has_reward_model=has_reward_model(config),
+        reward_tokenizer=config.reward.model if config.reward.retokenize else None,
+        trust_remote_code=config.trust_remote_code,
+    )

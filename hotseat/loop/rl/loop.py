@@ -1,0 +1,91 @@
+"""The reinforcement loop.
+
+    Prompt --agent x engine--> Episode --reward--> scored Episode --grouped--> PromptGroup
+           --algorithms--> Experience --packing--> MicroBatch --update--> WeightVersion --push--> engines
+
+`train_rl` is the whole of it. A `Stream` supplies the groups of each step; the phases work on leased devices; the
+driver sees facts, and tensors travel between the worker groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotseat.loop.rl.checkpoint import RlCheckpoints
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.rl.micro_batches import MicroBatches
+from hotseat.loop.rl.prepare import PreparePhase
+from hotseat.loop.rl.sample_log import SampleLog
+from hotseat.loop.rl.step_metrics import StepMetrics
+from hotseat.loop.rl.stream import Stream
+from hotseat.loop.rl.sync import SyncPhase
+from hotseat.loop.rl.update import UpdatePhase
+from hotseat.loop.state.checkpoints import Checkpoint
+from hotseat.loop.state.saving import Saver
+from hotseat.observe import Journal
+
+
+@dataclass(frozen=True)
+class RlRun:
+    """Everything that the loop drives: where batches come from, the phases, and what is measured and recorded."""
+
+    num_steps: int
+    eval_every: int | None
+    stream: Stream
+    prepare: PreparePhase
+    update: UpdatePhase
+    sync: SyncPhase
+    meter: PhaseMeter
+    metrics: StepMetrics
+    micro_batches: MicroBatches
+    samples: SampleLog
+    checkpoints: RlCheckpoints
+
+    def is_evaluated(self, step: int) -> bool:
+        """Tell whether the policy is evaluated after this step."""
+        return step == self.num_steps or (self.eval_every is not None and step % self.eval_every == 0)
+
+
+def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint | None) -> dict[str, float]:
+    """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
+    first_step, evaluation = begin(run, journal) if checkpoint is None else resume(run, journal, checkpoint)
+    for step in range(first_step, run.num_steps + 1):
+        run.meter.begin_step()
+        journal.phase("rollout")
+        batch = run.stream.take(step)
+        journal.phase("prepare")
+        prepared = run.prepare.run(batch, step)
+        journal.phase("update")
+        updates = run.update.run(prepared, step)
+        run.micro_batches.keep_lowered(saver.keep)
+        journal.phase("sync")
+        with run.stream.crossing():
+            pushed = run.sync.run()
+        metrics = run.metrics.of_step(prepared.batch, updates, pushed) | saver.metrics()
+        if run.is_evaluated(step):
+            journal.phase("evaluate")
+            evaluation = run.stream.evaluate()
+            metrics |= evaluation
+        journal.step(step, metrics)
+        run.samples.record(step, prepared.batch, metrics)
+        measured = evaluation if run.is_evaluated(step) else {}
+        saver.after_step(step, run.checkpoints.parts(evaluation), measured, journal)
+    return evaluation
+
+
+def begin(run: RlRun, journal: Journal) -> tuple[int, dict[str, float]]:
+    """Push and evaluate the weights that the run starts from; return the first step and that evaluation."""
+    journal.phase("sync")
+    run.sync.run()
+    journal.phase("evaluate")
+    evaluation = run.stream.evaluate()
+    journal.step(0, evaluation)
+    return 1, evaluation
+
+
+def resume(run: RlRun, journal: Journal, checkpoint: Checkpoint) -> tuple[int, dict[str, float]]:
+    """Restore a checkpoint and push its weights; return the next step and the checkpoint's evaluation."""
+    run.checkpoints.restore(checkpoint)
+    journal.phase("sync")
+    run.sync.run()
+    return checkpoint.step + 1, dict(checkpoint.state["evaluation"])

@@ -1,0 +1,76 @@
+"""Times and memory of the phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from hotseat.cluster import WorkerGroup
+from hotseat.loop.devices.memory import DeviceWatch, group_memory, has_gpu
+from hotseat.loop.devices.scheduler import DeviceScheduler, Movable
+from hotseat.loop.rl.metrics import hand_over_metrics
+from hotseat.placement import Plan
+
+
+class PhaseMeter:
+    """Leases devices to a role for a phase, and measures how long it works and how much memory is used meanwhile."""
+
+    def __init__(
+        self, scheduler: DeviceScheduler, groups: Mapping[str, WorkerGroup[Movable]], plan: Plan, devices: DeviceWatch
+    ):
+        self._scheduler = scheduler
+        self._groups = groups
+        self._plan = plan
+        self._devices = devices
+        self._started_s = time.monotonic()
+        self._process_started_s = time.process_time()
+        self._phase_s: dict[str, float] = {}
+        self._memory: dict[str, float] = {}
+
+    def begin_step(self) -> None:
+        """Start measuring a step: an evaluation and a save since the last step are no part of it."""
+        self._started_s, self._process_started_s = time.monotonic(), time.process_time()
+        self._phase_s.clear()
+        self._scheduler.spent()
+
+    @contextmanager
+    def lease(self, phase: str, role: str) -> Iterator[None]:
+        """Hold the devices on which `role` works in `phase`, and measure that work."""
+        with self._scheduler.lease(phase, role):
+            self._reset_peaks()
+            started_s = time.monotonic()
+            yield
+            self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
+        self._record_peaks(phase, role)
+
+    def metrics(self) -> dict[str, float]:
+        """Return seconds, memory and hand-overs of the step that ends now. `step_s` is the whole step's."""
+        metrics = {
+            "step_s": time.monotonic() - self._started_s,
+            "time/driver_cpu": time.process_time() - self._process_started_s,  # of this process's own work
+        }
+        metrics |= {f"time/{phase}": seconds for phase, seconds in self._phase_s.items()}
+        return metrics | self._memory | hand_over_metrics(self._scheduler.spent())
+
+    def _reset_peaks(self) -> None:
+        """Forget peaks of memory that were reached while parts were offloaded and onloaded."""
+        self._devices.peaks_gib()
+        if has_gpu():
+            for group in self._groups.values():
+                group_memory(group)
+
+    def _record_peaks(self, phase: str, role: str) -> None:
+        """Record peak memory per role and per device, excluding unused allocator cache."""
+        peaks = self._devices.peaks_gib()
+        for name, group in self._groups.items():
+            memory = group_memory(group)
+            if memory is None:
+                continue
+            if name == role or not has_gpu():
+                self._memory[f"memory/{phase}/{name}"] = sum(held for held, _ in memory)
+            for process, (_, unused) in zip(self._plan.role(name).processes, memory, strict=False):
+                # A process that spans several devices has several caches, so none can be subtracted from one device.
+                if len(process.devices) == 1 and process.devices[0] in peaks:
+                    peaks[process.devices[0]] -= unused
+        self._memory |= {f"memory/{phase}/device {device}": gib for device, gib in peaks.items()}

@@ -1,0 +1,104 @@
+"""The numbers of a step, from what its phases reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hotseat.algorithms.agreement import GapStatistics
+from hotseat.algorithms.spread import quantile
+from hotseat.loop.rl.push import PushReport
+from hotseat.train.backend import UpdateReport
+
+_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy")
+
+
+def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Of the actor's optimizer steps; nothing where it made none."""
+    if not reports:
+        return {}
+    metrics = {
+        "loss": sum(report.loss for report in reports) / len(reports),
+        "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
+        "learning_rate": reports[-1].learning_rate,
+        # The means below are over these: samples whose loss has no gradient are left out.
+        "learned_tokens": float(sum(report.num_sampled for report in reports)),
+        "skipped_updates": float(reports[-1].num_skipped),
+    }
+    means = {name: mean(reports, name) for name in _PER_TOKEN}
+    metrics |= {name: value for name, value in means.items() if value is not None}
+    if "aux_loss" in reports[0].metrics:
+        metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
+    return metrics | _gap_spread(reports)
+
+
+def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Of the critic's. `value` and `explained_variance` are of the critic before it learned from the rollout."""
+    if not reports:
+        return {}
+    metrics = {
+        "value_loss": sum(report.loss for report in reports) / len(reports),
+        "critic_grad_norm": sum(report.grad_norm for report in reports) / len(reports),
+        "critic_learning_rate": reports[-1].learning_rate,
+        "critic_skipped_updates": float(reports[-1].num_skipped),
+    }
+    if "aux_loss" in reports[0].metrics:
+        metrics["critic_aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
+    names = ("value", "value_clipped", "return", "return_squares", "value_error", "value_error_squares")
+    means = {name: mean(reports, name) or 0.0 for name in names}
+    metrics |= {name: means[name] for name in ("value", "value_clipped", "return")}
+    variance = means["return_squares"] - means["return"] ** 2
+    if variance > 0:
+        unexplained = means["value_error_squares"] - means["value_error"] ** 2
+        metrics["explained_variance"] = 1 - unexplained / variance
+    return metrics
+
+
+def push_metrics(pushed: PushReport) -> dict[str, float]:
+    return {
+        "version": float(pushed.version),
+        "sync/gb": pushed.num_bytes / 1e9,
+        "sync/transfer_ms": pushed.transfer_s * 1e3,
+        "sync/proof_ms": pushed.proof_s * 1e3,
+        "sync/gb_per_s": pushed.num_bytes / 1e9 / pushed.transfer_s,
+    }
+
+
+def hand_over_metrics(spent: Mapping[str, float]) -> dict[str, float]:
+    """From `DeviceScheduler.spent`."""
+    seconds = {f"time/{name}": spent[f"{name}_s"] for name in ("offload", "onload") if f"{name}_s" in spent}
+    return seconds | {f"handover/{name}": spent[name] for name in ("gib", "gib_copied") if name in spent}
+
+
+def mean(reports: Sequence[UpdateReport], name: str) -> float | None:
+    """Per token that was learned from, over all optimizer steps of a rollout; None where it was not measured."""
+    if not reports or any(name not in report.metrics for report in reports):
+        return None
+    total: float = sum(report.metrics[name] for report in reports)
+    return total / max(1, sum(report.num_sampled for report in reports))
+
+
+def engine_gap_statistics(reports: Sequence[UpdateReport]) -> GapStatistics | None:
+    """How far engine and trainer are apart on tokens of the first update, when both have the same weights.
+
+    None where nothing was learned. Median and 90th percentile are right to 15%.
+    """
+    if not reports or "engine_gap_counts" not in reports[0].metrics:
+        return None
+    counts = reports[0].metrics["engine_gap_counts"]
+    mean_gap = reports[0].metrics["engine_gap_mean"] / max(1, reports[0].num_sampled)
+    return GapStatistics(quantile(counts, 0.5), quantile(counts, 0.9), mean_gap)
+
+
+def _gap_spread(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Statistics of the first update's engine gaps, and the worst of them."""
+    found = engine_gap_statistics(reports)
+    if found is None:
+        return {}
+    first = reports[0].metrics
+    return {
+        "engine_gap_median": found.median,
+        "engine_gap_p90": found.p90,
+        "engine_gap_mean": found.mean,
+        "engine_gap_p99": quantile(first["engine_gap_counts"], 0.99),
+        "engine_gap_max": first["engine_gap_max"],
+    }

@@ -1,0 +1,71 @@
+"""Token budgets of micro-batches: tried out before the first step, lowered where memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hotseat.cluster import WorkerGroup
+from hotseat.config import Config
+from hotseat.config.batches import token_budget
+from hotseat.loop.planning.budgets import Use, least_tokens, lowered_until, smallest, uses
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.workers.models import ModelWorker
+
+
+class MicroBatches:
+    """Finds budgets that fit on the devices, role by role."""
+
+    def __init__(
+        self, models: Mapping[str, WorkerGroup[ModelWorker]], phase_settings: PhaseSettings, meter: PhaseMeter
+    ):
+        self._models = models
+        self._settings = phase_settings
+        self._meter = meter
+
+    @property
+    def config(self) -> Config:
+        """Return the run's config, with the token budgets that are in use."""
+        return self._settings.config
+
+    def try_out(self, keep: Callable[[Config], object]) -> None:
+        """Check before the first step that micro-batches as large as the budgets fit beside all else on the devices.
+
+        Budgets that do not fit are halved until they do. `keep` gets the config that results.
+        """
+        config = self._settings.config
+        scorer = "inference" if "inference" in self._models else "actor"
+        trials: dict[Use, list[tuple[str, str]]] = {
+            "rollout": [(role, "prepare") for role in ("reward", "reference", "critic", scorer)],
+            "train": [(role, "update") for role in ("critic", "actor")],
+        }
+        for use in ("rollout", "train"):
+            for role, phase in trials[use] if use in uses(config) else ():
+                if role in self._models:
+                    self._settings.lower_budget(use, self._largest_that_fits(use, role, phase), f"{role}: tried out")
+        keep(self._settings.config)
+
+    def _largest_that_fits(self, use: Use, role: str, phase: str) -> int:
+        config, least = self._settings.config, least_tokens(self._settings.config)
+        is_update = use == "train"
+        with_entropy = is_update and config.algorithm.entropy_coef is not None
+
+        def fits(tokens: int) -> bool:
+            num_tokens = tokens * config.train.sequence_parallel_size
+            group = self._models[role]
+            return all(group.call(ModelWorker.fits, num_tokens, config.data.max_length, is_update, with_entropy))
+
+        with self._meter.lease(phase, role):
+            return lowered_until(fits, token_budget(getattr(config, use)) or least, least)
+
+    def keep_lowered(self, keep: Callable[[Config], object]) -> None:
+        """Use budgets that ranks lowered because memory ran out for all steps to come, and have them kept."""
+        before = self._settings.config
+        if not uses(before):
+            return
+        asked = {name: group.start(ModelWorker.lowered) for name, group in self._models.items()}
+        for role, calls in asked.items():
+            for use, tokens in smallest(calls.result()).items():
+                self._settings.lower_budget(use, tokens, f"{role} ran out of device memory, and did its work again")
+        if self._settings.config is not before:
+            keep(self._settings.config)

@@ -1,0 +1,133 @@
+"""The sync phase: the actor's weights to every engine, and the proof that they arrived."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from hotseat import faults
+from hotseat.cluster import WorkerGroup
+from hotseat.loop.workers.proof import Canary, Proof
+from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, TransportPlan, check_digests, merge
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """Report of a push: its size and times, and what both sides make of the canary afterwards."""
+
+    version: int
+    num_buckets: int
+    num_bytes: int
+    transfer_s: float  # from the first gathering of weights until every engine has loaded all
+    proof_s: float  # digests and canary, on both sides at once
+    undigested: frozenset[str]  # weights of some engine that only the canary guards
+    expected: list[float] | None  # the trainer's log-probs of the canary; None: there is no canary yet
+    answers: list[list[float]] | None  # those of each engine; None: some engine can answer only in its next turn
+
+
+class SendsWeights(Protocol):
+    """One rank of the actor, as far as a push calls it. All ranks gather weights; the first can send to many."""
+
+    def begin_push(self, version: int, receivers: BroadcastGroup | None = None) -> int | None:
+        """Gather the first bucket: return its bytes, or None if there is none."""
+
+    def pack_next(self) -> int | None:
+        """Gather the next bucket: return its bytes, or None if there is none."""
+
+    def packed(self, transport: Transport) -> Bucket:
+        """Return the gathered bucket, for engines on this transport."""
+
+    def broadcast(self) -> None:
+        """Send the gathered bucket to all engines on that transport."""
+
+    def finish_push(self, canary: Canary | None) -> Proof:
+        """Return the proof of what was sent."""
+
+
+class TakesWeights(Protocol):
+    """An engine or a rank of the inference role, as far as a push calls it."""
+
+    def begin_load(self, version: int) -> None:
+        """Get ready for the buckets of a version."""
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        """Load the weights of one bucket."""
+
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+        """Return the proof of what was loaded."""
+
+
+def push_weights(
+    actor: WorkerGroup[SendsWeights],
+    engines: WorkerGroup[TakesWeights],
+    version: int,
+    canary: Canary | None,
+    transports: TransportPlan,
+    receivers: BroadcastGroup | None = None,
+    what: str = "engine",
+) -> PushReport:
+    """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them.
+
+    `what`: the word for one that takes them, in errors.
+
+    Both sides work at the same time where they can: on a small model the calls themselves are most of the time. The
+    next bucket is packed while engines take the last; the one after that waits, since its memory is being read.
+    """
+    started_s = time.monotonic()
+    packing = actor.start(SendsWeights.begin_push, version, receivers)
+    engines.call(TakesWeights.begin_load, version)
+    packed_bytes = packing.result()[0]
+    num_buckets = num_bytes = 0
+    while packed_bytes is not None:
+        num_bytes += packed_bytes
+        taking = engines.start_scatter(TakesWeights.take_bucket, _hand_out(actor, transports))
+        sending = actor.on(0).start(SendsWeights.broadcast) if receivers is not None else None
+        packing = actor.start(SendsWeights.pack_next)
+        taking.result()  # First: an engine that dies says so at once, and whoever sends to it only in the end.
+        if sending is not None:
+            sending.result()
+        packed_bytes = packing.result()[0]
+        if num_buckets == 0:
+            faults.reach("push.during")
+        num_buckets += 1
+    transferred_s = time.monotonic()
+    proving = actor.start(SendsWeights.finish_push, canary)
+    proofs = engines.call(TakesWeights.finish_load, version, canary)
+    sent = proving.result()[0]
+    for rank, found in enumerate(proofs):
+        reached = {name: digest for name, digest in sent.digests.items() if name not in found.undigested}
+        check_digests(version, reached, found.digests, f"{what} {rank}")
+    answers = [found.log_probs for found in proofs if found.log_probs is not None]
+    is_complete = len(answers) == len(proofs)
+    return PushReport(
+        version,
+        num_buckets,
+        num_bytes,
+        transfer_s=transferred_s - started_s,
+        proof_s=time.monotonic() - transferred_s,
+        undigested=frozenset().union(*(found.undigested for found in proofs)),
+        expected=sent.log_probs,
+        answers=answers if is_complete else None,
+    )
+
+
+def _hand_out(actor: WorkerGroup[SendsWeights], transports: TransportPlan) -> list[Bucket]:
+    """The packed bucket for each engine, as its transport takes it. Bytes in host memory stay out of this process."""
+    found: dict[Transport, Bucket] = {}
+    if "host" in transports.engines:
+        [bucket] = actor.on(0).call_and_keep(SendsWeights.packed, "host")
+        found["host"] = bucket.as_argument()
+    if "ipc" in transports.engines:
+        found["ipc"] = merge(actor.on(*transports.sources).call(SendsWeights.packed, "ipc"))
+    if "broadcast" in transports.engines:
+        [found["broadcast"]] = actor.on(0).call(SendsWeights.packed, "broadcast")
+    return [
+        _as_rank(found[transport], rank) if transport == "broadcast" else found[transport]
+        for transport, rank in zip(transports.engines, transports.first_ranks, strict=True)
+    ]
+
+
+def _as_rank(bucket: Bucket, rank: int) -> Bucket:
+    assert isinstance(bucket.data, BroadcastData)
+    return replace(bucket, data=replace(bucket.data, first_rank=rank))

@@ -1,0 +1,170 @@
+"""rollout: engines sample answers to prompts, and rewards score them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from hotseat import faults
+from hotseat.cluster import as_arguments
+from hotseat.config import Config
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP
+from hotseat.errors import RunError
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.collect import Collected, Collector, Keep, evaluation_metrics
+from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.sample_log import SampleLog
+from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.sync import SyncPhase
+from hotseat.loop.setup import settings
+from hotseat.loop.workers.facts import GroupFacts, Job
+from hotseat.loop.workers.rollout_host import RolloutHost
+from hotseat.loop.workers.value_models import RewardWorker
+from hotseat.types import Prompt, Sampling
+
+T = TypeVar("T")
+
+
+class Answering:
+    """Has prompts answered by the engines and the answers scored, in leases of their own."""
+
+    def __init__(
+        self, groups: Groups, phase_settings: PhaseSettings, meter: PhaseMeter, guard: CanaryGuard, sync: SyncPhase
+    ):
+        self._hosts = groups.hosts
+        self._reward = groups.reward
+        self._settings = phase_settings
+        self._meter = meter
+        self._guard = guard
+        self._sync = sync
+
+    def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
+        """Have prompts answered and the answers scored: by the hosts, or by a reward model in its own lease."""
+        with self._sampling():
+            [facts] = self._hosts.call(RolloutHost.collect, jobs, sampling)
+        if self._reward is None or facts:  # `eval.reward` has scored them
+            return facts
+        num_model_parallel = self._settings.config.train.num_model_parallel
+        with self._meter.lease("prepare", "reward"):
+            num_ranks = self._reward.size // num_model_parallel
+            waiting = [
+                as_arguments(self._hosts.call_and_keep(RolloutHost.to_score, rank, num_ranks))
+                for rank in range(num_ranks)
+            ]
+            scored = self._reward.scatter(
+                RewardWorker.rewards, repeated(waiting, num_model_parallel), settings=self._settings.reward
+            )
+        rewards = {name: reward for rank in scored for name, reward in rank.items()}
+        [facts] = self._hosts.call(RolloutHost.take_rewards, rewards)
+        return facts
+
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """Lease the devices to the engines. A save or an export since the last push may have dropped their weights."""
+        self._sync.restore_dropped_weights()
+        self._guard.ask()
+        with self._meter.lease("rollout", "rollout"):
+            yield
+
+
+class RolloutPhase:
+    """Samples the groups of a step, and those of an evaluation. What is lost with an agent host is sampled again."""
+
+    def __init__(
+        self,
+        answering: Answering,
+        groups: Groups,
+        phase_settings: PhaseSettings,
+        state: RlState,
+        recovery: Recovery,
+        samples: SampleLog,
+        prompts: Sequence[Prompt],
+        eval_prompts: Sequence[Prompt],
+    ):
+        self._samples = samples
+        self._settings = phase_settings
+        self._state = state
+        self._recovery = recovery
+        self._collector = Collector(answering.answer, groups.hosts, prompts)
+        self._evaluator = Collector(answering.answer, groups.hosts, eval_prompts) if eval_prompts else None
+        self._has_reward_model = groups.reward is not None
+        self._order_before = state.order.state()  # of the batch that was sampled last
+        self._num_host_restarts = 0  # until then
+        self._step = 0  # for which it was sampled
+
+    def run(self, step: int) -> Collected:
+        """Sample and score the groups of a step. If that stops the run, record what became of its samples."""
+        faults.reach("generation.before")
+        self._order_before, self._step = self._state.order.state(), step
+        return self._sample_until_done()
+
+    def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
+        """Run `use` on the batch that was sampled last; if hosts lost it, sample it again first."""
+
+        def work() -> tuple[Collected, T]:
+            nonlocal batch
+            if self._recovery.num_host_restarts > self._num_host_restarts:
+                batch = self._sample_until_done()
+            return batch, use(batch)
+
+        return self._recovery.during(work)
+
+    def release(self, batch: Collected) -> None:
+        """Let the hosts drop the groups of a batch."""
+        dropped = [facts for facts, _ in batch.dropped]
+        self._recovery.during(lambda: self._collector.forget([*batch.groups, *dropped]))
+        self._recovery.start_counting()
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample the answers to the evaluation prompts, and return their metrics; none without such prompts."""
+        if self._evaluator is None:
+            return {}
+        evaluator, config = self._evaluator, self._settings.config
+        num_samples = config.eval.samples_per_prompt
+
+        def sample() -> list[GroupFacts]:
+            return evaluator.evaluate(num_samples, settings.eval_sampling(config), config.reward.max_failed_fraction)
+
+        has_full_reward = not self._has_reward_model or config.eval.reward is not None
+        return evaluation_metrics(self._recovery.during(sample), num_samples, has_full_reward=has_full_reward)
+
+    def _sample_until_done(self) -> Collected:
+        try:
+            batch = self._recovery.during(self._sample)
+        except RunError:
+            self._samples.record_unfinished(self._step, self._collector.unfinished)
+            raise
+        self._num_host_restarts = self._recovery.num_host_restarts
+        return batch
+
+    def _sample(self) -> Collected:
+        # Whatever is sampled again comes out the same: a request's seed is made from its key.
+        self._state.order = self._state.order.at(self._order_before)
+        config = self._settings.config
+        return self._collector.collect(
+            self._state.order,
+            config.rollout.batch_size,
+            config.rollout.samples_per_prompt,
+            settings.sampling(config),
+            groups_to_keep(config),
+        )
+
+
+def groups_to_keep(config: Config) -> Keep:
+    """Return which groups a step may learn from."""
+    filtering = config.algorithm.filtering
+    return Keep(
+        min_samples=2 if config.algorithm.estimator in ESTIMATORS_WITH_GROUP else 1,
+        low=filtering.low if filtering.enabled else None,
+        high=filtering.high if filtering.enabled else None,
+        max_failed_fraction=config.reward.max_failed_fraction,
+    )
+
+
+def repeated(shares: Sequence[T], num_model_parallel: int) -> list[T]:
+    """Return a share for each rank: model-parallel ranks, which are next to each other, get the same."""
+    return [share for share in shares for _ in range(num_model_parallel)]

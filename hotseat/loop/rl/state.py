@@ -1,0 +1,43 @@
+"""What the driver of a reinforcement run remembers from step to step, apart from the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hotseat.algorithms import AdaptiveKl, FixedKl
+from hotseat.config import Config, loads_saved
+from hotseat.data import PromptOrder, digest_of
+from hotseat.types import Prompt
+
+NONE_SERVED = -1  # `RlState.version` before the first push
+
+
+@dataclass
+class RlState:
+    """Order of the prompts, coefficient of the KL penalty, and version of the weights that engines serve."""
+
+    order: PromptOrder
+    kl: AdaptiveKl | FixedKl
+    version: int = NONE_SERVED
+
+    @classmethod
+    def initial(cls, config: Config, prompts: Sequence[Prompt]) -> RlState:
+        """Make the state that a run begins with."""
+        kl = config.algorithm.kl
+        return cls(
+            PromptOrder(len(prompts), config.seed, digest_of(prompts)),
+            FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target, kl.horizon),
+        )
+
+    def save(self) -> dict[str, Any]:
+        """Return this state as JSON for a checkpoint."""
+        return {"order": self.order.state(), "kl_coefficient": self.kl.coefficient, "version": self.version}
+
+    def restore(self, saved: Mapping[str, Any], config: Config) -> None:
+        """Continue from what `save` returned. A KL coefficient that was changed since begins anew."""
+        self.order = self.order.at(saved["order"])
+        if loads_saved(str(saved["config"])).algorithm.kl.coef == config.algorithm.kl.coef:
+            self.kl = replace(self.kl, coefficient=float(saved["kl_coefficient"]))
+        self.version = int(saved["version"]) - 1  # the first push sends that version again

@@ -1,0 +1,63 @@
+"""Puts the metrics of a step together."""
+
+from __future__ import annotations
+
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.collect import Collected, rollout_metrics
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.rl.metrics import critic_metrics, engine_gap_statistics, policy_metrics, push_metrics
+from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.rl.push import PushReport
+from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.update import Updates
+from hotseat.loop.setup import settings
+
+
+class StepMetrics:
+    """Asks every object that measured something of a step."""
+
+    def __init__(
+        self,
+        meter: PhaseMeter,
+        recovery: Recovery,
+        guard: CanaryGuard,
+        phase_settings: PhaseSettings,
+        state: RlState,
+        *,
+        has_reference: bool,
+    ):
+        self._meter = meter
+        self._recovery = recovery
+        self._guard = guard
+        self._settings = phase_settings
+        self._state = state
+        self._has_reference = has_reference
+
+    def of_step(self, batch: Collected, updates: Updates, pushed: PushReport) -> dict[str, float]:
+        """Return all metrics of the step that ends now."""
+        measured = self._meter.metrics()
+        metrics = rollout_metrics(batch)
+        metrics |= policy_metrics(updates.actor) | critic_metrics(updates.critic) | push_metrics(pushed)
+        metrics |= {
+            "engine_restarts": float(self._recovery.num_restarts),
+            "host_restarts": float(self._recovery.num_host_restarts),
+            "step_s": measured.pop("step_s"),
+            "time/driver_cpu": measured.pop("time/driver_cpu"),
+        }
+        metrics["tokens_per_s"] = metrics["sampled_tokens"] / metrics["step_s"]
+        # Of this step's push, or, where engines answer when their cache is back, of the one before.
+        metrics |= self._guard.metrics()
+        gaps = engine_gap_statistics(updates.actor)
+        use = None if gaps is None or not self._are_gaps_comparable() else self._guard.use(gaps)
+        if use is not None:
+            metrics["engine_gap_use"] = use
+        if self._has_reference:
+            metrics["kl_coefficient"] = self._state.kl.coefficient
+        return metrics | measured
+
+    def _are_gaps_comparable(self) -> bool:
+        """Tell whether gaps of a step compare with the canary's: of the whole distribution, and without dropout."""
+        config = self._settings.config
+        drops = config.train.lora.rank > 0 and config.train.lora.dropout > 0
+        return not settings.is_filtered(config) and (not drops or self._settings.policy.needs_old_log_probs)

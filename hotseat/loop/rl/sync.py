@@ -1,0 +1,104 @@
+"""sync: the actor's weights go to every engine, and both sides prove that they hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hotseat import faults
+from hotseat.cluster import Cluster
+from hotseat.loop.devices.scheduler import DeviceScheduler
+from hotseat.loop.rl.canary import CanaryGuard
+from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.rl.push import PushReport, push_weights
+from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.state import RlState
+from hotseat.placement import Plan
+from hotseat.weights import LOOPBACK, TIMEOUT_S, BroadcastGroup, TransportPlan
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How weights travel from the actor to engines, and to the ranks of the inference role if there are any."""
+
+    to_engines: TransportPlan
+    to_inference: TransportPlan | None
+    sender_host: str
+    timeout_s: float
+
+    def receivers(self, transport: TransportPlan, generation: int) -> BroadcastGroup | None:
+        """Return who receives a broadcast. `generation`: receivers that were replaced must be met anew."""
+        return transport.broadcast_group(generation, self.sender_host, min(TIMEOUT_S, self.timeout_s))
+
+
+class SyncPhase:
+    """Pushes weights to the engines under a new version, and has the canary judge what they compute from them."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        routes: Routes,
+        state: RlState,
+        guard: CanaryGuard,
+        meter: PhaseMeter,
+        scheduler: DeviceScheduler,
+        recovery: Recovery,
+        say: Callable[[str], object],
+    ):
+        self._groups = groups
+        self._routes = routes
+        self._state = state
+        self._guard = guard
+        self._meter = meter
+        self._scheduler = scheduler
+        self._recovery = recovery
+        self._say = say
+
+    def run(self) -> PushReport:
+        """Push the actor's weights as the next version, and serve it from now on."""
+        faults.reach("push.before")
+        version = self._state.version + 1
+        report = self._recovery.during(lambda: self._push(version), is_push=True)
+        self._state.version = version
+        if not self._guard.is_started:
+            self._recovery.during(lambda: self._guard.start(version))
+        faults.reach("push.after")
+        return report
+
+    def push_again(self) -> None:
+        """Push the version that is served, to engines that lost it."""
+        self._push(self._state.version)
+
+    def restore_dropped_weights(self) -> None:
+        """Push again if the engines' weights were dropped to make room since the last push."""
+        if not self._scheduler.has_weights("rollout"):
+            self.push_again()
+
+    def _push(self, version: int) -> PushReport:
+        groups, routes, canary = self._groups, self._routes, self._guard.canary
+        receivers = routes.receivers(routes.to_engines, self._recovery.num_restarts)
+        to_inference = None
+        with self._meter.lease("sync", "actor"):
+            pushed = push_weights(groups.actor, groups.engines, version, canary, routes.to_engines, receivers)
+            if groups.inference is not None and routes.to_inference is not None:
+                transport = routes.to_inference
+                receivers = routes.receivers(transport, 0)
+                to_inference = push_weights(
+                    groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
+                )
+        self._scheduler.given_weights("rollout")
+        self._guard.check(pushed, to_inference)
+        unseen = sorted(pushed.undigested)
+        if unseen and version == 0:
+            self._say(f"no digest reaches {len(unseen)} weights of the engines, as {unseen[0]}: the canary does")
+        return pushed
+
+
+def sender_host(plan: Plan, cluster: Cluster) -> str:
+    """Return the address at which receivers on other devices meet the actor's first rank."""
+    node = plan.role("actor").processes[0].node
+    receivers = [role for role in plan.roles if role.name in ("rollout", "inference")]
+    if all(process.node == node for role in receivers for process in role.processes):
+        return LOOPBACK
+    return cluster.nodes[node].address

@@ -1,0 +1,59 @@
+"""update: the critic learns from the returns, then the actor from the advantages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotseat import faults
+from hotseat.cluster import as_arguments
+from hotseat.loop.rl.launch import Groups
+from hotseat.loop.rl.meter import PhaseMeter
+from hotseat.loop.rl.metrics import mean
+from hotseat.loop.rl.phase_settings import PhaseSettings
+from hotseat.loop.rl.prepare import Prepared
+from hotseat.loop.rl.state import RlState
+from hotseat.loop.workers.models import ActorWorker
+from hotseat.loop.workers.value_models import CriticWorker
+from hotseat.train.backend import UpdateReport
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Reports of the optimizer steps of a rollout, equal on every rank; empty for a role that did not learn."""
+
+    actor: list[UpdateReport]
+    critic: list[UpdateReport]
+
+
+class UpdatePhase:
+    """Makes every optimizer step of a rollout."""
+
+    def __init__(self, groups: Groups, phase_settings: PhaseSettings, state: RlState, meter: PhaseMeter):
+        self._actor = groups.actor
+        self._critic = groups.critic
+        self._settings = phase_settings
+        self._state = state
+        self._meter = meter
+
+    def run(self, prepared: Prepared, step: int) -> Updates:
+        """Update the critic first, then the actor, unless the critic is still warming up; adapt the KL coefficient."""
+        faults.reach("update.before")
+        critic = self._update_critic(prepared) if self._critic is not None else []
+        is_warm = self._critic is None or step > self._settings.config.critic.warmup_steps
+        actor = self._update_actor() if is_warm else []
+        kl = mean(actor, "kl")
+        if kl is not None:
+            self._state.kl = self._state.kl.updated(kl, self._settings.algebra.samples_per_step)
+        return Updates(actor, critic)
+
+    def _update_critic(self, prepared: Prepared) -> list[UpdateReport]:
+        assert self._critic is not None
+        num_model_parallel = self._settings.config.train.num_model_parallel
+        returns = as_arguments(self._actor.call_and_keep(ActorWorker.returns)[::num_model_parallel])
+        with self._meter.lease("update", "critic"):
+            arguments = returns, prepared.num_optimizer_steps, self._settings.critic
+            return self._critic.call(CriticWorker.update, *arguments)[0]
+
+    def _update_actor(self) -> list[UpdateReport]:
+        with self._meter.lease("update", "actor"):
+            return self._actor.call(ActorWorker.update, self._settings.policy)[0]

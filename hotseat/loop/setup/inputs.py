@@ -1,0 +1,281 @@
+"""Tokenizer and data of a run, read and checked before any model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hotseat.config import Config
+from hotseat.config.maths import prompt_limit, prompt_max_length
+from hotseat.config.roles import has_critic, has_reference, has_reward_model
+from hotseat.config.schema import Data
+from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
+from hotseat.errors import UserError
+from hotseat.loop.setup.refusals import length_problem
+from hotseat.loop.setup.value_models import critic_model
+from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
+from hotseat.types import Prompt
+
+Made = TypeVar("Made")  # of rows, with a report
+
+
+def load_tokenizer(config: Config) -> Any:
+    from transformers import AutoTokenizer
+
+    assert config.actor.model is not None
+    try:
+        return AutoTokenizer.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"actor.model {config.actor.model!r}: no tokenizer there: {error}") from None
+
+
+def check_models(config: Config) -> None:
+    """Whether each model can do what is asked of it, as far as its config tells."""
+    assert config.actor.model is not None
+    is_value = config.task == "rm"
+    aux_loss = config.algorithm.aux_loss_coef
+    _check_model(config, "actor.model", config.actor.model, is_value=is_value, is_trained=True, aux_loss=aux_loss)
+    if has_critic(config):
+        _check_model(config, "critic.model", critic_model(config), is_value=True, is_trained=True)
+    if has_reference(config) and config.reference.model is not None:
+        _check_model(config, "reference.model", config.reference.model)
+    if has_reward_model(config) and config.reward.model is not None:
+        _check_model(config, "reward.model", config.reward.model, is_value=True)
+
+
+def _check_model(
+    config: Config, key: str, model: str, *, is_value: bool = False, is_trained: bool = False, aux_loss: float = 0.0
+) -> None:
+    from transformers import AutoConfig
+
+    from hotseat.train.liger import check_liger
+    from hotseat.train.lora import check_targets
+    from hotseat.train.models import check_fit, check_length, check_stored_head, check_value_head
+
+    try:
+        found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        check_fit(found, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
+        check_length(found, config.data.max_length)
+        if (problem := length_problem(config, key, model, found.to_dict())) is not None:
+            raise UserError(f"data.max_length: {problem}")
+        if key == "actor.model" and config.task == "rl":
+            _check_engine(config, found)
+        if config.train.liger_kernel:
+            check_liger(found)
+        if is_value:
+            check_value_head(found)
+        if is_value and not is_trained:
+            check_stored_head(Path(model), found, config.reward.value_head_prefix)
+        lora = config.train.lora
+        if lora.rank > 0 and is_trained:
+            check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{key} {model!r}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key} {model!r}: no model there: {error}") from None
+
+
+def _check_engine(config: Config, model_config: Any) -> None:
+    """Refuse a model of this config that the engine cannot run."""
+    if config.rollout.engine == "transformers":
+        from hotseat.rollout.transformers_engine import check_config
+
+        check_config(model_config, config.data.max_length)
+    else:
+        import torch
+
+        from hotseat.rollout import vllm_versions
+
+        vllm_versions.check_config(model_config, is_cpu=not torch.cuda.is_available())
+
+
+def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's, and what the model's generation config adds."""
+    from transformers import GenerationConfig
+
+    found = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    assert config.actor.model is not None
+    try:
+        more = GenerationConfig.from_pretrained(config.actor.model).eos_token_id
+    except OSError:  # a model need not have one
+        more = None
+    found |= set(more) if isinstance(more, list) else {more} if more is not None else set()
+    if not found:
+        raise UserError(
+            f"actor.model {config.actor.model!r}: its tokenizer has no end-of-sequence token; set eos_token"
+        )
+    return tuple(sorted(found))
+
+
+def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """(prompts to learn from, prompts to evaluate on, what to tell the user)."""
+    (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
+    notes = [_described("prompts", report), *_lost(config, report, evaluation)]
+    if evaluation is None:
+        return prompts, [], notes
+    return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
+
+
+@dataclass(frozen=True)
+class SupervisedData:
+    """What a supervised run teaches, and from what."""
+
+    objective: Objective[Any]
+    items: list[Any]
+    held_out: list[Any]
+    notes: list[str]  # to tell the user
+
+
+def supervised(config: Config, tokenizer: Any) -> SupervisedData:
+    """Objective and data of the task."""
+    return _preference(config, tokenizer) if config.task == "rm" else _imitation(config, tokenizer)
+
+
+def _imitation(config: Config, tokenizer: Any) -> SupervisedData:
+    (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
+    notes = [
+        f"{report.num_examples:,} examples, {report.num_learned_tokens:,} tokens to learn"
+        f" ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped without an answer)",
+        *_lost(config, report, evaluation),
+    ]
+    return SupervisedData(SftObjective(), examples, [] if evaluation is None else evaluation[0], notes)
+
+
+def _preference(config: Config, tokenizer: Any) -> SupervisedData:
+    (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
+    lost = _lost(config, report, evaluation)
+    section = config.algorithm.reward_modelling
+    if section.margin and not any(pair.margin for pair in pairs):
+        raise UserError(
+            "algorithm.reward_modelling.margin is true, but no row of data.path has a number other than 0 under"
+            " 'margin': add that column, or leave the option unset"
+        )
+    pad_token_id, notes = _filling(tokenizer)
+    objective = RewardModelObjective(section.loss, section.margin, pad_token_id)
+    if evaluation is None:
+        without = "no pairs are held out (eval.path): the model's mean and std are of pairs it learned from"
+        return SupervisedData(objective, pairs, [], [_told("pairs", report), *lost, without, *notes])
+    told = [_told("pairs", report), _told("held-out pairs", evaluation[1]), *lost]
+    return SupervisedData(objective, pairs, evaluation[0], told + notes)
+
+
+def _filling(tokenizer: Any) -> tuple[int, list[str]]:
+    """The token that stands for filling when transformers scores a batch, and what to tell about it.
+
+    transformers reads a reward at the last token that is not filling. That is the end of the sequence if filling is any
+    token but that. A tokenizer that has no such pad token gets one of its special tokens.
+    """
+    end = tokenizer.eos_token_id
+    if tokenizer.pad_token_id not in (None, end):
+        return tokenizer.pad_token_id, []
+    special = (index for index, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special)
+    candidates = (tokenizer.unk_token_id, tokenizer.bos_token_id, *special)
+    found = next((index for index in candidates if index not in (None, end)), None)
+    problem = "has no pad token, without which transformers scores no batches"
+    if tokenizer.pad_token_id is not None:
+        problem = "has its end token as pad token, so that transformers would read rewards a token early"
+    if found is None:
+        # An ordinary token would be cut differently out of texts if the tokenizer held it for a special one.
+        found = 0 if end != 0 else 1
+        how = f"fill batches with token id {found}, which the exported config.json names"
+    else:
+        tokenizer.pad_token_id = found
+        how = f"{tokenizer.pad_token!r} is exported as such"
+    return found, [f"the tokenizer {problem}: {how}"]
+
+
+def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made | None]:
+    """What is made of the rows to learn from, and of those to evaluate on."""
+    data, evaluation = config.data, config.eval
+    assert data.path is not None
+    learned = load_rows(data.path, split=data.split, probs=data.probs, seed=config.seed, max_samples=data.max_samples)
+    if evaluation.path is None:
+        return make(learned), None
+    probs = data.probs if evaluation.path == data.path else None
+    return make(learned), make(
+        load_rows(
+            evaluation.path, split=evaluation.split, probs=probs, seed=config.seed, max_samples=evaluation.max_samples
+        )
+    )
+
+
+def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
+    """Warn of rows that are too long, of the data to learn from and to evaluate on; too many are refused."""
+    limit = f"data.max_length {config.data.max_length}"
+    fix = "raise data.max_length"
+    if config.task == "rl":
+        limit, fix = prompt_limit(config)
+    notes = []
+    for source, each in (("data.path", report), ("eval.path", None if evaluation is None else evaluation[1])):
+        if each is not None:
+            notes += check_lost(
+                each.lost,
+                each.num_rows,
+                source=source,
+                limit=limit,
+                fix=fix,
+                max_fraction=config.data.max_lost_fraction,
+                warn_above=Data().max_lost_fraction,
+            )
+    return notes
+
+
+def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
+    data = config.data
+    return make_prompts(
+        rows,
+        tokenizer,
+        input_key=data.input_key,
+        label_key=data.label_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        chat_template=data.chat_template,
+        prompt_max_length=prompt_max_length(config),
+        limit=prompt_limit(config),
+    )
+
+
+def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
+    data = config.data
+    return make_examples(
+        rows,
+        tokenizer,
+        input_key=data.input_key,
+        output_key=data.output_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        chat_template=data.chat_template,
+        multiturn=data.multiturn,
+        pretrain_mode=data.pretrain_mode,
+        max_length=data.max_length,
+    )
+
+
+def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
+    data = config.data
+    return make_pairs(
+        rows,
+        tokenizer,
+        chosen_key=data.chosen_key,
+        rejected_key=data.rejected_key,
+        prompt_key=data.prompt_key,
+        input_template=data.input_template,
+        apply_chat_template=data.apply_chat_template,
+        chat_template=data.chat_template,
+        max_length=data.max_length,
+        keep_end=True,
+    )
+
+
+def _told(what: str, report: PairReport) -> str:
+    return (
+        f"{report.num_pairs:,} {what} ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped"
+        f" without an answer, {report.num_dropped_identical:,} dropped with the same answer twice)"
+    )
+
+
+def _described(what: str, report: Any) -> str:
+    dropped = f", {report.num_dropped_too_long:,} dropped as too long" if report.num_dropped_too_long else ""
+    return f"{report.num_prompts:,} {what}{dropped}"

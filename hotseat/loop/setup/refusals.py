@@ -1,0 +1,239 @@
+"""Refuses at once what cannot start: with the config and a look at files, without torch, transformers or Ray."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config
+from hotseat.config.built import not_built
+from hotseat.config.checks import missing
+from hotseat.config.roles import has_critic, has_reference, has_reward_model
+from hotseat.errors import NotBuiltError, UserError
+from hotseat.loop.setup.hub import hub_problem
+from hotseat.loop.setup.user_files import agent_problem, reward_problem
+from hotseat.loop.state.run_dir import check_name
+
+# Files that are rows by their name, whether they are there or not.
+_ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+# What `datasets` reads with code of its own, as in json@FOLDER.
+MODEL_FOLDER = "model"  # where a run leaves its model
+_BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
+
+
+def obstacles(config: Config) -> list[tuple[str, str]]:
+    """List (key, message) of what stands in the way of a run and can be seen in the config and in files."""
+    return [
+        *missing(config),
+        *_user_files(config),
+        *_missing_models(config),
+        *_missing_rows(config),
+        *_missing_columns(config),
+        *_too_many_tokens(config),
+    ]
+
+
+def refuse_at_once(config: Config) -> None:
+    """Raise one error with everything that stands in the way and can be seen in the config and in files."""
+    absent = obstacles(config)
+    text = ""
+    if absent:
+        text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)
+    unbuilt = not_built(config)
+    if unbuilt:
+        text += "not part of this version:\n" + "".join(f"  {key}: {what}\n" for key, what in unbuilt)
+    if text:
+        raise (UserError if absent else NotBuiltError)(text.rstrip())
+    check_name(config)
+    models = [(key, name) for key, name in _models(config) if not Path(name).is_dir()]
+    data_sets = list(_hub_data_sets(config))
+    problem = hub_problem([name for _, name in models], [name for _, name in data_sets])
+    if problem is not None:
+        key = next(key for key, name in [*models, *data_sets] if name == problem.name)
+        is_data = key.endswith(".path")
+        hint = "" if is_data and "/" in problem.name else near(Path(problem.name), None if is_data else "config.json")
+        raise UserError(f"{key} {problem.name!r}: {problem.text}{hint}")
+
+
+# --- the user's code --------------------------------------------------------------------------------------------------
+
+
+def _user_files(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, message) of Python files that are named and are not there, or cannot be what they are named for."""
+    if config.task != "rl":
+        return
+    for key, given, find_problem in (
+        ("reward.function", config.reward.function, reward_problem),
+        ("eval.reward", config.eval.reward, reward_problem),
+        ("agent.path", config.agent.path, agent_problem),
+    ):
+        found = re.fullmatch(r"(.+\.py)(?::(\w+))?", given or "")
+        if found is None:
+            continue
+        file = Path(found[1]).expanduser()
+        if not file.is_file():
+            yield key, f"there is no file {found[1]}{near(file)}"
+        elif (problem := find_problem(file, found[2])) is not None:
+            yield key, problem
+
+
+# --- models and data --------------------------------------------------------------------------------------------------
+
+
+def _models(config: Config) -> list[tuple[str, str]]:
+    """(key, folder or hub name) of every model that the run loads."""
+    named = [
+        ("actor.model", config.actor.model, True),
+        ("critic.model", config.critic.model, has_critic(config)),
+        ("reference.model", config.reference.model, has_reference(config)),
+        ("reward.model", config.reward.model, has_reward_model(config)),
+    ]
+    return [(key, name) for key, name, is_loaded in named if is_loaded and name is not None]
+
+
+def looks_like_path(name: str) -> bool:
+    """Tell whether a model that is no folder here was meant as one, and not as a name on the hub."""
+    is_below_folder = "/" in name and Path(name).parent.is_dir()
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or is_below_folder
+
+
+def _missing_models(config: Config) -> Iterator[tuple[str, str]]:
+    for key, name in _models(config):
+        path = Path(name)
+        if path.is_file():
+            yield key, f"{name} is a file: give the folder of a checkpoint, which holds config.json and weights"
+        elif path.is_dir() and not (path / "config.json").is_file():
+            inside = [entry for entry in sorted(path.glob("*/config.json")) if entry.parent.name == MODEL_FOLDER]
+            hint = f"; did you mean {inside[0].parent}?" if inside else ""
+            yield key, f"{name} is no checkpoint: there is no config.json in it{hint}"
+        elif not path.is_dir() and looks_like_path(name):
+            home = path.expanduser()
+            if home.is_dir():
+                yield key, f"{name}: ~ is not replaced here; write {home}"
+            else:
+                yield key, f"there is no folder {name}{near(home)}"
+
+
+def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
+    for key, given in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+        for part in (given or "").split(","):
+            part = part.strip()
+            path = Path(part).expanduser()
+            if not part or path.exists() or "@" in part:
+                continue
+            if part.startswith((".", "/", "~")) or path.suffix in _ROW_FILES or part.count("/") > 1:
+                yield key, f"no such file or folder: {part}{near(path)}"
+
+
+def _hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, name) of data sets that are neither files nor folders here, so that they would come from the hub."""
+    for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+        for part in (joined or "").split(","):
+            name = part.strip()
+            if not Path(name).expanduser().exists():
+                name, _, folder = name.rpartition("@")  # NAME@FOLDER is a folder in it
+                name = name.strip() or folder.strip()
+                if "/" not in name and name != folder and Path(folder.strip()).expanduser().is_dir():
+                    continue  # the name of what reads the folder, as in json@FOLDER
+            if name and name not in _BUILDERS and not Path(name).expanduser().exists():
+                yield key, name
+
+
+def _missing_columns(config: Config) -> Iterator[tuple[str, str]]:
+    """Columns that the config names and the first row does not have, of data in a single file of JSON lines."""
+    path = Path(config.data.path or "").expanduser()
+    row = first_row(path) if path.suffix == ".jsonl" and path.is_file() else None
+    if row is None:
+        return
+    data = config.data
+    named = {"rl": ("input_key", "label_key"), "sft": ("input_key", "output_key")}
+    for name in named.get(config.task, ("prompt_key", "chosen_key", "rejected_key")):
+        column = getattr(data, name)
+        if column is not None and column not in row:
+            close = difflib.get_close_matches(column, row, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            columns = ", ".join(row) or "nothing"
+            yield f"data.{name}", f"the first row of {path} has no {column!r}; {hint}it has: {columns}"
+
+
+def num_rows_of(config: Config) -> int | None:
+    """Count the rows of data in a single file of JSON lines; None for anything else."""
+    path = Path(config.data.path or "").expanduser()
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def first_row(path: Path) -> dict[str, Any] | None:
+    """Return the first row of a file of JSON lines; None if it is no such row, which is said when all are read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            row = json.loads(file.readline())
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def near(path: Path, holding: str | None = None) -> str:
+    """Word what is there instead of a path that is not: the entry with the most similar name, or the missing parent.
+
+    holding: a file that folders must have to be named.
+    """
+    parent = path.parent
+    if not parent.is_dir():
+        if holding is not None:
+            return ""
+        while not parent.parent.is_dir():
+            parent = parent.parent
+        return f": there is no {parent} either{near(parent)}"
+    entries = [entry.name for entry in parent.iterdir() if holding is None or (entry / holding).is_file()]
+    close = difflib.get_close_matches(path.name, entries, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {parent / close[0]}?"
+    return "" if path.is_absolute() or holding is not None else f" (paths start in {Path.cwd()})"
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
+    """Sequences longer than a model has positions, of models whose config.json is here."""
+    for key, name in _models(config):
+        if key == "reward.model" and config.reward.retokenize:
+            continue  # texts may be shorter in its own tokens
+        try:
+            shape = json.loads((Path(name) / "config.json").read_text())
+        except (OSError, ValueError):
+            continue  # which is said when the model is read
+        message = length_problem(config, key, name, shape if isinstance(shape, dict) else {})
+        if message is not None:
+            yield "data.max_length", message
+            return
+
+
+def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any]) -> str | None:
+    """Word what is wrong with data.max_length for a model with this config.json; None if it fits."""
+    positions = num_positions(shape)
+    length = config.data.max_length
+    if positions is None or length <= positions:
+        return None
+    default = "" if "max_length" in config.data.model_fields_set else " (its default)"
+    return f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
+
+
+def num_positions(shape: Mapping[str, Any]) -> int | None:
+    """Return the positions that a model with this config.json has; None if it does not say, or has no bound."""
+    text = shape.get("text_config")
+    values = text if isinstance(text, dict) else shape
+    positions = values.get("max_position_embeddings", values.get("n_positions"))
+    if not isinstance(positions, int) or positions < 1:
+        return None
+    # Scaled angles reach further than what some checkpoints write; engines, which know each kind, are stricter.
+    scaling = values.get("rope_parameters") or values.get("rope_scaling")
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    return int(positions * factor) if isinstance(factor, int | float) and factor > 1 else positions

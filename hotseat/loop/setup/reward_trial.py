@@ -1,0 +1,146 @@
+"""Calls the user's reward function once before a run starts, so that a broken one is refused before a model loads.
+
+The call is made as for the first row, with the label in the place of every answer. That need not be like anything that
+a model would write, and the prompt has no chat template around it: a function that raises, or that gives no reward,
+may be right to do so, and the run starts with a warning. What no answer can cause is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config
+from hotseat.errors import UserError
+from hotseat.loop.setup.refusals import first_row
+from hotseat.loop.setup.user_files import line_of_function
+from hotseat.rewards.trial import Trial, try_reward
+
+# Outcomes for which a run is refused, by whether the call was made for a row of the data. A made-up row may be unlike
+# all that the function can answer.
+_REFUSED = {True: ("broken", "not here", "unusable"), False: ("broken", "not here")}
+_MAX_SHOWN = 200  # characters of a prompt, or of what was returned
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a reward function is called with. source: the file whose first row it is; None if it is made up."""
+
+    prompt: str
+    label: str | None
+    answer: str
+    source: str | None
+
+
+def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
+    """Try the reward functions of a config, and return what to tell the user; raise `UserError` for a broken one.
+
+    show: is called with what is going on.
+    """
+    limit_s = config.reward.trial_timeout_s
+    if config.task != "rl" or limit_s == 0:
+        return []
+    notes: list[str] = []
+    problems: list[str] = []
+    max_gib = config.reward.max_memory_gib
+    for key, path, data, num_samples in _reward_files(config):
+        show(f"calling {path} once, to see that it works")
+        row = stand_in(config, data)
+        trial = try_reward(
+            path,
+            [row.prompt + row.answer] * num_samples,
+            [row.prompt] * num_samples,
+            [row.label] * num_samples,
+            timeout_s=limit_s,
+            max_memory_bytes=None if max_gib is None else int(max_gib * 2**30),
+            seed=config.seed,
+            # Ray's workers, in which the function will run, can import from the folder that the command is given in.
+            extra_path=[os.getcwd()] if config.cluster.runtime == "ray" else [],
+        )
+        is_elsewhere = trial.outcome == "not here" and bool(os.environ.get("RAY_ADDRESS"))
+        if trial.outcome == "late":
+            notes.append(f"{key}: {path} was not tried: no answer within {limit_s:g} s (reward.trial_timeout_s)")
+        elif trial.outcome in _REFUSED[row.source is not None] and not is_elsewhere:
+            problems.append(
+                f"  {key}: {_described(path, trial, row, num_samples)}\n    docs/rewards.md has what it gets and what"
+                " it may return; reward.trial_timeout_s=0 starts without this trial"
+            )
+        elif is_elsewhere or trial.outcome == "unusable" or (trial.outcome == "failed" and row.source is not None):
+            notes.append(
+                f"warning: {key}: {_described(path, trial, row, num_samples)}\n    The run stops if more than"
+                f" {config.reward.max_failed_fraction:.0%} of a step's samples have no reward"
+                " (reward.max_failed_fraction)"
+            )
+    if problems:
+        raise UserError("\n".join(["this run cannot start:", *problems]))
+    return notes
+
+
+def stand_in(config: Config, path: str | None) -> StandIn:
+    """Make what to call the reward function with: from the first row of a file of JSON lines, or made up."""
+    data = config.data
+    file = Path(path or "").expanduser()
+    row = first_row(file) if file.suffix == ".jsonl" and file.is_file() else None
+    prompt = None if row is None else _text(row.get(data.input_key))
+    is_unlabelled = row is not None and data.label_key is not None and row.get(data.label_key) is None
+    if row is None or prompt is None or is_unlabelled:
+        label = None if data.label_key is None else "2"
+        return StandIn("1 + 1 = ", label, "2", None)
+    if data.input_template is not None and not data.apply_chat_template:
+        prompt = data.input_template.replace("{}", prompt)
+    label = None
+    if data.label_key is not None:
+        value = row.get(data.label_key)
+        label = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return StandIn(prompt, label, "an answer" if label is None else label, path)
+
+
+def _reward_files(config: Config) -> Iterator[tuple[str, str, str | None, int]]:
+    """(key, file, data, samples per prompt) of every reward function that is a file of the user's."""
+    evaluation = config.eval
+    for key, path, data, num_samples in (
+        ("reward.function", config.reward.function, config.data.path, config.rollout.samples_per_prompt),
+        ("eval.reward", evaluation.reward, evaluation.path, evaluation.samples_per_prompt),
+    ):
+        if path is not None and re.fullmatch(r".+\.py(:\w+)?", path):
+            yield key, path, data, num_samples
+
+
+def _text(value: Any) -> str | None:
+    """The text of a prompt, which is a string or a list of messages; None if it is neither."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        content = value[-1].get("content")
+        return content if isinstance(content, str) else None
+    return None
+
+
+def _described(path: str, trial: Trial, row: StandIn, num_samples: int) -> str:
+    """Word where the function is, what it did, what it was called with and what it returned."""
+    file, _, name = path.partition(".py:")
+    file = f"{file}.py" if name else file
+    name = name or "reward_func"
+    line = line_of_function(Path(file).expanduser(), name)
+    where = file if line is None else f"{file}:{line}"
+    source = "a made-up row" if row.source is None else f"the first row of {row.source}"
+    answer = "the label" if row.label is not None else repr(row.answer)
+    times = f", {num_samples} times" if num_samples > 1 else ""
+    lines = [
+        f"{where}: {name} {trial.problem}",
+        f"    called as for {source}{times}: prompt {_shown(row.prompt)}, label {_shown(row.label)}, and {answer} as"
+        " the answer",
+    ]
+    if trial.returned is not None:
+        lines.append(f"    returned: {_shown(trial.returned)}")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

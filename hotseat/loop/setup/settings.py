@@ -1,0 +1,248 @@
+"""From the config to what each worker is told. Workers never see the config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hotseat.config import Config
+from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
+from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
+from hotseat.config.precision import dtype_of
+from hotseat.config.roles import has_inference
+from hotseat.config.schema import Optimizer, Rollout, Train
+from hotseat.loop.planning.plan import VLLM_SLOTS
+from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
+from hotseat.loop.workers.cutting import BatchSettings
+from hotseat.loop.workers.engines import EngineSettings, VllmSettings
+from hotseat.loop.workers.experience import AdvantageSettings
+from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
+from hotseat.loop.workers.models import PolicySettings
+from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
+from hotseat.placement import Plan
+from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, ZeroOptions
+from hotseat.train.schedule import Schedule
+from hotseat.types import Sampling
+from hotseat.weights import TransportPlan, choose_transports
+
+
+def sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        max_new_tokens=max_new_tokens(config),
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def eval_sampling(config: Config) -> Sampling:
+    return Sampling(max_new_tokens=max_new_tokens(config), temperature=config.eval.temperature)
+
+
+def train_options(config: Config, schedule_length: int, *, is_trained: bool = True) -> TrainOptions:
+    """For the actor; a model that is only scored has no optimizer."""
+    train = config.train
+    return TrainOptions(
+        precision=_precision(config, is_trained),
+        optimizer=_adamw(config.actor.optimizer) if is_trained else None,
+        schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
+        max_grad_norm=config.actor.optimizer.max_grad_norm or None,
+        aux_loss_coefficient=config.algorithm.aux_loss_coef if is_trained else 0.0,
+        lora=lora_options(config) if is_trained else None,
+        average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
+        gradient_checkpointing=train.gradient_checkpointing,
+        compile=train.compile,
+        liger_kernel=train.liger_kernel,
+        layout="auto" if train.packing else "padded",
+        sequence_parallel_size=train.sequence_parallel_size,
+        max_non_finite=train.max_skipped_steps,
+        timeout_s=config.cluster.call_timeout_s,
+        zero=_zero(config),
+    )
+
+
+def _zero(config: Config) -> ZeroOptions | None:
+    zero = config.train.deepspeed
+    if config.train.backend != "deepspeed":
+        return None
+    return ZeroOptions(
+        stage=zero.zero_stage,
+        adam_offload=zero.adam_offload,
+        zpg=zero.zpg,
+        overlap_comm=zero.overlap_comm,
+        grad_accum_dtype=zero.grad_accum_dtype,
+        deepcompile=zero.deepcompile,
+        tensor_parallel_size=zero.tensor_parallel_size,
+    )
+
+
+def lora_options(config: Config) -> LoraOptions | None:
+    lora = config.train.lora
+    if lora.rank == 0:
+        return None
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
+    return LoraOptions(lora.rank, lora.alpha, lora.dropout, targets, config.seed)
+
+
+def critic_options(config: Config, schedule_length: int) -> TrainOptions:
+    optimizer = config.critic.optimizer
+    return replace(
+        train_options(config, schedule_length),
+        head="value",
+        value_head_prefix=config.critic.value_head_prefix,
+        optimizer=_adamw(optimizer),
+        schedule=_schedule(optimizer, schedule_length),
+        max_grad_norm=optimizer.max_grad_norm or None,
+        aux_loss_coefficient=critic_aux_loss(config),
+        average_decay=None,
+    )
+
+
+def reward_options(config: Config) -> TrainOptions:
+    return replace(
+        train_options(config, 0, is_trained=False),
+        head="value",
+        value_head_prefix=config.reward.value_head_prefix,
+    )
+
+
+def _adamw(optimizer: Optimizer) -> AdamW:
+    return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
+
+
+def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
+    return Schedule(
+        kind=optimizer.schedule,
+        peak=optimizer.learning_rate,
+        num_warmup_steps=warmup_steps(num_steps, optimizer.warmup_ratio),
+        num_steps=num_steps,
+        min_ratio=optimizer.min_learning_rate_ratio,
+    )
+
+
+def _precision(config: Config, is_trained: bool) -> Precision:
+    dtype = dtype_of(config)
+    if dtype != "bf16":
+        return dtype
+    # Nothing is added to weights that are not trained: what they are computed with is all they need.
+    return "bf16_master" if config.train.fp32_master and is_trained else "bf16"
+
+
+def engine_dtype(config: Config) -> str:
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype_of(config)]
+
+
+def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) -> EngineSettings:
+    """`logs`: the folder for what engines write."""
+    assert config.actor.model is not None
+    rollout = config.rollout
+    vllm = VllmSettings(
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        memory_share=rollout.memory_share,
+        prefix_caching=rollout.prefix_caching,
+        enforce_eager=rollout.enforce_eager,
+        logs=str(logs),
+    )
+    return EngineSettings(
+        model=config.actor.model,
+        max_length=config.data.max_length,
+        num_slots=rollout.num_slots if rollout.engine == "transformers" else VLLM_SLOTS,
+        eos_token_ids=eos_token_ids,
+        dtype=engine_dtype(config),
+        num_threads=config.cluster.threads_per_process,
+        trust_remote_code=config.trust_remote_code,
+        fp32_head=rollout.fp32_head,
+        vllm=vllm if rollout.engine == "vllm" else None,
+    )
+
+
+def episodes_per_engine(config: Config) -> int:
+    """In flight, so that an engine is full: while one half is sampled, agents and rewards are busy with the other."""
+    return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
+
+
+def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
+    algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
+    kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
+    return PolicySettings(
+        objective=PolicyObjective(
+            ratio=algorithm.policy_loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            correction=None if correction.kind == "none" or correction.kind == "rollout-ratio" else correction.kind,
+            correction_low=correction.low,
+            correction_high=correction.high,
+            kl_estimator=kl_estimator(config),
+            kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
+            entropy_coefficient=algorithm.entropy_coef,
+            ratio_to="rollout" if correction.kind == "rollout-ratio" else "old",
+        ),
+        advantages=AdvantageSettings(
+            estimator=algorithm.estimator,
+            gamma=algorithm.gamma,
+            gae_lambda=algorithm.gae_lambda,
+            divide_by_std=algorithm.std_norm,
+            reward_clip=reward.clip,
+            kl_in_reward=kl_in_reward,
+            kl_estimator=kl_estimator(config),
+            overlong_buffer=reward.overlong.buffer_length,
+            overlong_factor=reward.overlong.penalty_factor,
+            truncation_penalty=reward.truncation_penalty,
+            max_sampled=max_sampled_tokens(config),
+        ),
+        aggregation=aggregation(config),
+        max_epochs=config.train.max_epochs,
+        # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
+        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered(config) or has_inference(config),
+        temperature=config.rollout.temperature,
+        score=score_batches(config),
+        train=train_batches(config),
+        # A sample whose advantage is zero still says something about the balance of experts.
+        learns_from_every_sample=algorithm.aux_loss_coef > 0,
+    )
+
+
+def is_filtered(config: Config) -> bool:
+    """Tell whether engines sample from a part of the distribution: their log-probs are then not the policy's."""
+    return config.rollout.top_p < 1 or config.rollout.top_k > 0
+
+
+def critic_settings(config: Config) -> CriticSettings:
+    return CriticSettings(
+        ValueObjective(config.critic.value_clip), config.train.max_epochs, score_batches(config), train_batches(config)
+    )
+
+
+def reward_settings(config: Config) -> RewardSettings:
+    return RewardSettings(score_batches(config), reward_scale(config))
+
+
+def score_batches(config: Config) -> BatchSettings:
+    return _batches(config, config.rollout)
+
+
+def train_batches(config: Config) -> BatchSettings:
+    return _batches(config, config.train)
+
+
+def _batches(config: Config, section: Train | Rollout) -> BatchSettings:
+    max_tokens = tokens_per_micro_batch(config, token_budget(section))
+    size = None if section.micro_batch_size == "auto" else section.micro_batch_size
+    return BatchSettings(
+        size,
+        max_tokens,
+        is_padded=not config.train.packing,
+        is_chosen=is_auto(section),
+        num_devices=config.train.sequence_parallel_size,
+    )
+
+
+def weight_transports(config: Config, plan: Plan, is_cuda: bool, role: str = "rollout") -> TransportPlan:
+    """How weights reach each engine, or each process of another role that gets them."""
+    actor = [process.devices for process in plan.role("actor").processes]
+    takers = [process.devices for process in plan.role(role).processes]
+    if config.cluster.runtime == "local" and is_cuda:
+        takers = [actor[0]] * len(takers)  # One process has one device, whatever the plan calls it.
+    return choose_transports(actor, takers, is_cuda, config.rollout.weight_transport)

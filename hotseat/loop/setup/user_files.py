@@ -1,0 +1,117 @@
+"""Looks into users' Python files without running them: syntax, and the names that a reward or an agent must have.
+
+A file may make a name in ways that its text does not show (`from x import *`, `exec`, `globals()`). Such a file is not
+refused here: the process that loads it tells.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
+_AGENT_FORMS = (
+    "a subclass of hotseat.agents.Environment or of hotseat.agents.Agent; for OpenRLHF, class AgentExecutor, class"
+    " AgentInstance, or step(state, action, label, **kwargs)"
+)
+
+
+@dataclass
+class Names:
+    """The names that a module binds at its top level.
+
+    functions: those defined there, with their lines. can_be_class: some name is bound to a class, or to what a call
+    returns. is_certain: the module's text shows all of its names.
+    """
+
+    bound: set[str] = field(default_factory=set)
+    functions: dict[str, int] = field(default_factory=dict)
+    can_be_class: bool = False
+    is_certain: bool = True
+
+
+def reward_problem(file: Path, function: str | None = None) -> str | None:
+    """Word why a file cannot be a reward function; None if it can, as far as its text shows."""
+    names = _names_in(file)
+    if isinstance(names, str):
+        return names
+    wanted = function or "reward_func"
+    if not names.is_certain or wanted in names.bound:
+        return None
+    there = ", ".join(f"{name} (line {line})" for name, line in names.functions.items() if not name.startswith("_"))
+    return (
+        f"{file} has no {wanted}(queries, prompts, labels); its functions are: {there or 'none'}. Rename one of"
+        f" them, or say which to use: {file}:NAME"
+    )
+
+
+def line_of_function(file: Path, function: str) -> int | None:
+    """Return the line on which a file defines a function; None if its text does not show it."""
+    names = _names_in(file)
+    return None if isinstance(names, str) else names.functions.get(function)
+
+
+def agent_problem(file: Path, name: str | None = None) -> str | None:
+    """Word why a file cannot be an agent; None if it can, as far as its text shows."""
+    names = _names_in(file)
+    if isinstance(names, str):
+        return names
+    if not names.is_certain:
+        return None
+    if name is not None:
+        return None if name in names.bound else f"{file} has no class {name}"
+    if names.can_be_class or "step" in names.bound:
+        return None
+    return f"{file} has no agent in it; what would fit: {_AGENT_FORMS}"
+
+
+def _names_in(file: Path) -> Names | str:
+    """The names of a file, or why it is not Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python says them when the file is loaded
+            tree = ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        return f"{file}:{error.lineno or 1}: not Python: {error.msg}"
+    except (OSError, ValueError) as error:
+        return f"{file} cannot be read as Python: {error}"
+    names = Names()
+    for node in tree.body:
+        _collect(node, names)
+    return names
+
+
+def _collect(node: ast.AST, names: Names) -> None:
+    """Add what a statement binds at the top level, also inside `if`, `try` and `with`; functions have their own."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        names.bound.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names.can_be_class = names.can_be_class or not node.name.startswith("_")
+        else:
+            names.functions[node.name] = node.lineno
+        names.is_certain = names.is_certain and node.name != "__getattr__"
+        for inner in ast.walk(node):
+            _note_dynamic(inner, names)
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        names.bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        names.is_certain = names.is_certain and all(alias.name != "*" for alias in node.names)
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        names.bound.add(node.id)
+    if isinstance(node, ast.Assign | ast.AnnAssign) and any(isinstance(part, ast.Call) for part in ast.walk(node)):
+        names.can_be_class = True
+    _note_dynamic(node, names)
+    for child in ast.iter_child_nodes(node):
+        _collect(child, names)
+
+
+def _note_dynamic(node: ast.AST, names: Names) -> None:
+    """Note what can bind a name of the module without writing it there."""
+    if isinstance(node, ast.Global):
+        names.bound |= set(node.names)
+    if isinstance(node, ast.Name) and node.id in _MAKES_NAMES:
+        names.is_certain = False
+    if isinstance(node, ast.Attribute) and node.attr in ("modules", "__dict__"):
+        names.is_certain = False

@@ -1,0 +1,69 @@
+"""Looks after the processes of a run: their calls go to the timeline, silence is noticed, a hang is explained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hotseat.cluster import Cluster, WorkerGroup, activity
+from hotseat.cluster.doctor import Diagnosis, Watch, examine, is_hang
+from hotseat.errors import DeadlineError, RunError
+from hotseat.loop.state.run_dir import HANGS
+from hotseat.loop.workers.models import BackendWorker
+from hotseat.observe import Journal
+
+
+@contextmanager
+def looked_after(
+    cluster: Cluster, journal: Journal, run_dir: Path, silence_s: float, pinged: Sequence[str] = ()
+) -> Iterator[None]:
+    """While the groups of a run work. `pinged`: those that answer while they are busy, and are asked to."""
+
+    def draw(group: str, rank: int, method: str, started_s: float, ended_s: float) -> None:
+        if method == BackendWorker.is_written.__name__:
+            return  # asked again and again beside the rank's work, over which it would be drawn
+        journal.timeline.span(group, f"{group} {rank}", method, started_s, ended_s)
+
+    def found_silent(group: WorkerGroup[Any], rank: int, why: str) -> None:
+        pid = group.known_pids()[rank]
+        waits = f"{group.name} rank {rank} (pid {pid}) is ended: {why}"
+        found = examine(cluster.groups.values(), waits=waits)
+        _keep(run_dir, found)
+        journal.say(f"{waits} (stacks: {run_dir / HANGS})", kind="fault")
+
+    cluster.on_call = draw
+    watch = None
+    if cluster.runtime == "ray":
+        watch = Watch(cluster.groups, pinged=pinged, limit_s=silence_s, on_silence=found_silent)
+    try:
+        yield
+    except RunError as error:
+        if cluster.runtime == "ray" and is_hang(error):
+            found = examine(cluster.groups.values(), error)
+            _keep(run_dir, found)
+            journal.say(found.summary(), kind="fault")
+            raise DeadlineError(f"culprit: {found.culprit}; {error}\n(stacks: {run_dir / HANGS})") from error
+        raise
+    finally:
+        if watch is not None:
+            watch.close()
+
+
+def doing_in(cluster: Cluster) -> list[str]:
+    """Describe what each process of this machine does that is still starting, a line each."""
+    directory = os.environ.get(activity.DIRECTORY, "")
+    lines = []
+    for group in list(cluster.groups.values()):
+        for rank, state in enumerate(group.states()):
+            if state == "starting":
+                doing = activity.read_activity(directory, f"{group.name}-{rank}")
+                lines.append(f"{group.name} {rank}: {doing[-1] if doing else 'its process starts'}")
+    return lines
+
+
+def _keep(run_dir: Path, found: Diagnosis) -> None:
+    with (run_dir / HANGS).open("a", encoding="utf-8") as file:
+        file.write(found.text() + "\n")

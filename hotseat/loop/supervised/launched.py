@@ -1,0 +1,153 @@
+"""A supervised run of ranks that a launcher started: no cluster, no driver; the first rank writes and prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hotseat.config import Config, loads_saved
+from hotseat.config.batches import token_budget
+from hotseat.config.precision import with_dtype
+from hotseat.loop.devices.memory import has_gpu
+from hotseat.loop.opening import OpenRun, are_budgets_tried, export_models, open_run, stoppable, with_known_dtype
+from hotseat.loop.planning.budgets import Use, smaller_budget_kept, uses, with_budget, with_budgets_of
+from hotseat.loop.planning.plan import with_budgets
+from hotseat.loop.preflight import supervised_inputs
+from hotseat.loop.state.run_dir import write_config
+from hotseat.loop.state.saving import BACKEND, Parts, Saver
+from hotseat.loop.supervised.ensemble import Ensemble, LedSaver
+from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
+from hotseat.loop.supervised.worker import SupervisedWorker
+from hotseat.observe import LiveView, Silence
+from hotseat.placement import GIB, DeviceKind, Inventory, Node
+from hotseat.train.backend import UpdateReport
+
+AGAIN = "start it again with checkpoint.resume=true"
+
+
+class LaunchedRanks:
+    """This rank and the others, each in a process of its own."""
+
+    def __init__(self, worker: SupervisedWorker, ensemble: Ensemble[SupervisedWorker], num_ranks: int):
+        self._worker = worker
+        self._ensemble = ensemble
+        self._num_ranks = num_ranks
+
+    def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
+        """Make an optimizer step."""
+        return self._worker.step_and_budget()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the held-out examples."""
+        return self._worker.evaluate()
+
+    def parts(self, evaluation: dict[str, float]) -> Parts:
+        """Return what a checkpoint is made of; the first rank calls the others."""
+        worker, ensemble = self._worker, self._ensemble
+        return Parts(
+            num_bytes=lambda: sum(ensemble.call(SupervisedWorker.saved_bytes)),
+            write=lambda path: ensemble.call(SupervisedWorker.save, str(path / BACKEND)),
+            export=lambda path: ensemble.call(SupervisedWorker.export, str(path)),
+            state=lambda: {**worker.state(), "evaluation": evaluation, "num_ranks": self._num_ranks},
+        )
+
+
+def run_launched(config: Config, view: LiveView) -> dict[str, float]:
+    """Run a supervised config to its end, as one rank of several."""
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    inputs = supervised_inputs(config, num_ranks)
+    config = with_dtype(config, has_gpu())  # which is refused, by its key, if a checkpoint was written in another
+    view.stage(f"loading {Path(config.actor.model or '').name} in {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}")
+    worker = SupervisedWorker(
+        *worker_arguments(config, inputs.algebra, inputs.data),
+        rank=rank // config.train.num_model_parallel,
+        num_ranks=inputs.algebra.num_ranks,
+    )
+    ensemble = Ensemble(worker, rank)
+    try:
+        with ExitStack() as stack:
+
+            def begin() -> OpenRun:
+                run = stack.enter_context(open_run(config, inputs, columns(inputs.data), view, AGAIN))
+                if run.checkpoint is not None and run.evaluation is None:
+                    ensemble.call(
+                        SupervisedWorker.resume, str(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
+                    )
+                return run
+
+            run = _open_together(config, ensemble, begin, stack)
+            if run.evaluation is not None:
+                return run.evaluation
+            led = LedSaver(run.saver, ensemble)
+            budget = _budget(run, num_ranks, worker, led)
+            # A rank that runs out of memory ends alone, so whichever it is writes the budget for all.
+            with smaller_budget_kept(lambda: budget.config, lambda smaller: write_config(run.run_dir, smaller)):
+                num_steps, eval_every = inputs.algebra.num_steps or 0, config.eval.every
+                ranks = LaunchedRanks(worker, ensemble, num_ranks)
+                supervised = SupervisedRun(num_steps, eval_every, inputs.data, ranks, budget)
+                evaluation = train_supervised(supervised, run.journal, led, run.checkpoint)
+            export_models(
+                run, lambda path, *how: worker.export(str(path), *how), inputs.tokenizer if rank == 0 else None
+            )
+        return evaluation
+    finally:
+        worker.close()
+
+
+def _open_together(
+    config: Config, ensemble: Ensemble[SupervisedWorker], begin: Callable[[], OpenRun], stack: ExitStack
+) -> OpenRun:
+    """Open the run in the first rank, and give the others what they may know of it."""
+    opened: list[OpenRun] = []
+    own_saver = Saver(config, Path(config.run_dir))
+
+    def first() -> tuple[Any, ...]:
+        opened.append(begin())
+        run = opened[0]
+        return run.config, run.run_dir, run.checkpoint, run.evaluation
+
+    if not ensemble.is_first:
+        stack.enter_context(stoppable()).append(own_saver)
+    facts = ensemble.led(first)
+    if opened:
+        return opened[0]
+    config, run_dir, checkpoint, evaluation = facts
+    return OpenRun(config, run_dir, own_saver, checkpoint, Silence(), evaluation)
+
+
+def _budget(run: OpenRun, num_ranks: int, worker: SupervisedWorker, saver: LedSaver) -> TokenBudget:
+    """Return the token budget of all ranks, in use; they agree on it if their config leaves it to them."""
+    import torch
+
+    config, journal = run.config, run.journal
+    if run.checkpoint is not None:
+        config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
+    has_gpus = torch.cuda.is_available()
+    config = with_known_dtype(config, run.checkpoint, has_gpus, journal)
+    inventory = None
+    if has_gpus:
+        memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+        inventory = Inventory((Node(0, num_devices=num_ranks, device_kind=DeviceKind("GPU", memory_gib)),))
+    alone: dict[str, Any] = {
+        "component_placement": {"actor": f"0-{num_ranks - 1}"},
+        "num_nodes": None,
+        "node_groups": [],
+    }
+    placed = config.model_copy(update={"cluster": config.cluster.model_copy(update=alone)})
+    chosen = with_budgets(placed, inventory, are_devices_logical=not has_gpus)
+    budget = TokenBudget(with_budgets_of(config, chosen.config), journal, saver.keep)
+    if not uses(config):
+        return budget
+    for note in chosen.notes:
+        journal.say(note)
+    # Devices of other ranks may differ.
+    tokens = min(worker.share(token_budget(budget.config.train), "agree on the size of micro-batches"))
+    budget.config = with_budget(budget.config, "train", tokens)
+    if chosen.config != placed and are_budgets_tried(has_gpus):
+        budget.try_out(worker.fits)
+    worker.use_budget(budget.max_tokens)
+    saver.keep(budget.config)
+    return budget

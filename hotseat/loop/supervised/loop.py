@@ -1,0 +1,231 @@
+"""The supervised loop: SFT, reward models, and whatever else learns from a fixed set of examples.
+
+`train_supervised` is the whole of it, for ranks on a cluster and for ranks that a launcher started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from hotseat.cluster import WorkerGroup
+from hotseat.config import Config
+from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
+from hotseat.loop.opening import OnCluster
+from hotseat.loop.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
+from hotseat.loop.preflight import SupervisedInputs
+from hotseat.loop.setup import settings
+from hotseat.loop.setup.inputs import SupervisedData
+from hotseat.loop.state.checkpoints import Checkpoint
+from hotseat.loop.state.readiness import Readiness
+from hotseat.loop.state.saving import BACKEND, Parts, Saver
+from hotseat.loop.supervised.ensemble import LedSaver
+from hotseat.loop.supervised.worker import SupervisedWorker
+from hotseat.observe import Journal
+from hotseat.train.backend import UpdateReport
+
+
+class Ranks(Protocol):
+    """The ranks that train, all of which do each of these together."""
+
+    def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
+        """Make an optimizer step; return its report and the budgets that ranks lowered."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the held-out examples."""
+
+    def parts(self, evaluation: dict[str, float]) -> Parts:
+        """Return what a checkpoint is made of."""
+
+
+@dataclass(frozen=True)
+class SupervisedRun:
+    """Everything that the loop drives."""
+
+    num_steps: int
+    eval_every: int | None
+    data: SupervisedData
+    ranks: Ranks
+    budget: TokenBudget
+
+    def is_evaluated(self, step: int) -> bool:
+        """Tell whether the model is evaluated after this step."""
+        is_due = step == self.num_steps or (self.eval_every is not None and step % self.eval_every == 0)
+        return is_due and bool(self.data.held_out)
+
+
+def train_supervised(
+    run: SupervisedRun, journal: Journal, saver: Saver | LedSaver, checkpoint: Checkpoint | None
+) -> dict[str, float]:
+    """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
+    first_step, evaluation = begin(run, journal) if checkpoint is None else resumed(checkpoint)
+    for step in range(first_step, run.num_steps + 1):
+        started_s = time.monotonic()
+        journal.phase("update")
+        report, lowered = run.ranks.step()
+        run.budget.keep_lowered(lowered)
+        metrics = step_metrics(run.data, report, time.monotonic() - started_s) | saver.metrics()
+        if run.is_evaluated(step):
+            journal.phase("evaluate")
+            evaluation = run.ranks.evaluate()
+            metrics |= evaluation
+        journal.step(step, metrics)
+        saver.after_step(step, run.ranks.parts(evaluation), evaluation if run.is_evaluated(step) else {}, journal)
+    return evaluation
+
+
+def begin(run: SupervisedRun, journal: Journal) -> tuple[int, dict[str, float]]:
+    """Evaluate the model that the run starts from; return the first step and that evaluation."""
+    if not run.data.held_out:
+        return 1, {}
+    journal.phase("evaluate")
+    evaluation = run.ranks.evaluate()
+    journal.step(0, evaluation)
+    return 1, evaluation
+
+
+def resumed(checkpoint: Checkpoint) -> tuple[int, dict[str, float]]:
+    """Return the step after a checkpoint, which the ranks have loaded, and the checkpoint's evaluation."""
+    return checkpoint.step + 1, dict(checkpoint.state["evaluation"])
+
+
+def step_metrics(data: SupervisedData, report: UpdateReport, seconds: float) -> dict[str, float]:
+    """Return the metrics of an optimizer step that took so many seconds."""
+    metrics = {
+        "loss": report.loss,
+        **data.objective.metrics(report),
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "skipped_updates": float(report.num_skipped),
+        "tokens_per_s": report.num_tokens / seconds,
+        "step_s": seconds,
+    }
+    if "aux_loss" in report.metrics:
+        metrics["aux_loss"] = report.metrics["aux_loss"]
+    return metrics
+
+
+def columns(data: SupervisedData) -> dict[str, str]:
+    """Return what the screen shows of a step."""
+    return {
+        "loss": "loss {:.4f}",
+        "eval/loss": "held out {:.4f}",
+        **data.objective.columns,
+        "grad_norm": "gradient {:.2f}",
+        "tokens_per_s": "{:,.0f} tokens/s",
+        "step_s": "{:.2f} s",
+    }
+
+
+def worker_arguments(config: Config, algebra: BatchAlgebra, data: SupervisedData) -> tuple[Any, ...]:
+    """Return what a `SupervisedWorker` is made of, but for its rank."""
+    assert algebra.schedule_length is not None
+    options = replace(
+        settings.train_options(config, algebra.schedule_length),
+        head=data.objective.head,
+        value_head_prefix=config.algorithm.reward_modelling.value_head_prefix,
+    )
+    return (
+        config.actor.model,
+        options,
+        data.objective,
+        data.items,
+        data.held_out,
+        config.train.batch_size,
+        settings.train_batches(config),
+        config.seed,
+        config.trust_remote_code,
+    )
+
+
+def launch_ranks(place: OnCluster, inputs: SupervisedInputs, journal: Journal) -> WorkerGroup[SupervisedWorker]:
+    """Start the ranks that train, on the devices of the plan."""
+    config, processes = place.config, place.plan.role("actor").processes
+    started_s = time.monotonic()
+    actor = place.cluster.launch(
+        "actor",
+        SupervisedWorker,
+        args=worker_arguments(config, inputs.algebra, inputs.data),
+        per_rank=[
+            {"rank": rank // config.train.num_model_parallel, "num_ranks": inputs.algebra.num_ranks}
+            for rank in range(len(processes))
+        ],
+        processes=processes,
+        num_threads=config.cluster.threads_per_process,
+        timeout_s=config.cluster.call_timeout_s,
+    )
+    Readiness(journal.progress).watch(actor, started_s)
+    return actor
+
+
+class RanksOnCluster:
+    """The ranks of a worker group, driven from this process."""
+
+    def __init__(self, actor: WorkerGroup[SupervisedWorker]):
+        self._actor = actor
+
+    def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
+        """Make an optimizer step."""
+        return self._actor.call(SupervisedWorker.step_and_budget)[0]
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the held-out examples."""
+        return self._actor.call(SupervisedWorker.evaluate)[0]
+
+    def parts(self, evaluation: dict[str, float]) -> Parts:
+        """Return what a checkpoint is made of."""
+        actor = self._actor
+
+        def snapshot(path: Path) -> Callable[[], bool]:
+            actor.call(SupervisedWorker.snapshot, str(path / BACKEND))
+            return lambda: all(actor.call(SupervisedWorker.is_written))
+
+        return Parts(
+            num_bytes=lambda: sum(actor.call(SupervisedWorker.saved_bytes)),
+            write=lambda path: actor.call(SupervisedWorker.save, str(path / BACKEND)),
+            snapshot=snapshot,
+            export=lambda path: actor.call(SupervisedWorker.export, str(path)),
+            state=lambda: {**actor.call(SupervisedWorker.state)[0], "evaluation": evaluation, "num_ranks": actor.size},
+        )
+
+
+class TokenBudget:
+    """The token budget of supervised training: tried out before the first step, and lowered where memory runs out."""
+
+    def __init__(self, config: Config, journal: Journal, keep: Callable[[Config], object]):
+        self.config = config
+        self._journal = journal
+        self._keep = keep
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the most tokens that a micro-batch may have."""
+        budget = tokens_per_micro_batch(self.config, token_budget(self.config.train))
+        assert budget is not None
+        return budget
+
+    def try_out(self, fits: Callable[[int, int, bool], bool]) -> None:
+        """Halve the budget until a micro-batch of that size fits; for `fits`, see `BackendWorker`."""
+        train, length = self.config.train, self.config.data.max_length
+
+        def fit(tokens: int) -> bool:
+            return fits(tokens * train.sequence_parallel_size, length, True)
+
+        least = least_tokens(self.config)
+        self._lower(lowered_until(fit, token_budget(train) or least, least), "tried out")
+
+    def keep_lowered(self, lowered: Mapping[Use, int]) -> None:
+        """Keep the budgets that ranks lowered in a step because memory ran out."""
+        for tokens in lowered.values():
+            self._lower(tokens, "the device ran out of memory, and the step was made again")
+
+    def _lower(self, tokens: int, why: str) -> None:
+        before = token_budget(self.config.train)
+        if before is None or tokens >= before:
+            return
+        self.config = with_budget(self.config, "train", tokens)
+        self._journal.say(lowered_note(why, "train", tokens, before), kind="warning")
+        self._keep(self.config)

@@ -1,0 +1,1 @@
+"""What runs in worker processes: models, engines, rollout hosts."""

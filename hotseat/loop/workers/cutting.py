@@ -1,0 +1,130 @@
+"""How a worker cuts its samples into micro-batches, and cuts them again, smaller, when its device runs out of memory.
+
+The cut changes nothing but speed and rounding, so a token budget that was chosen may become smaller at any time; what
+the user has set is left alone, and the error says what to change. A rank without others makes the whole call again from
+the beginning: an optimizer step from gradients of zero, with the random numbers that it began with. Among several ranks
+nothing can be made again, because the others wait in the middle of it: the run ends, and can be resumed with less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
+
+from hotseat.errors import BudgetError, DeviceMemoryError
+from hotseat.loop.planning.budgets import Use
+from hotseat.train.backend import Backend
+from hotseat.train.packing import split_by_count, split_by_tokens
+from hotseat.types import MicroBatch
+
+Result = TypeVar("Result")
+
+_DOING = {"train": "an update", "rollout": "scoring"}
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """How a rank cuts its samples into micro-batches: so many sequences, or so many tokens."""
+
+    micro_batch_size: int | None  # None: tokens count
+    max_tokens: int | None
+    is_padded: bool = False  # what fills sequences up counts as tokens
+    is_chosen: bool = False  # by the run, which may lower it; a sequence that is longer is a micro-batch by itself
+    num_devices: int = 1  # that share each micro-batch
+
+    def cut(self, batch: MicroBatch) -> list[MicroBatch]:
+        if batch.num_segments == 0:
+            return []
+        if self.max_tokens is not None:
+            return split_by_tokens(batch, self.max_tokens, padded=self.is_padded, allow_longer=self.is_chosen)
+        assert self.micro_batch_size is not None, "neither sequences nor tokens were chosen"
+        return split_by_count(batch, self.micro_batch_size)
+
+
+class Cutter:
+    """Cuts the work of one rank, and lowers its token budgets where memory runs out."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._lowered: dict[Use, int] = {}  # tokens of a micro-batch
+
+    def run(
+        self,
+        use: Use,
+        settings: BatchSettings,
+        cut: Callable[[BatchSettings], list[MicroBatch]],
+        work: Callable[[list[MicroBatch]], Result],
+    ) -> tuple[list[MicroBatch], Result]:
+        """The micro-batches that `cut` made, and what `work` made of them, as often as it takes to fit."""
+        while True:
+            current = self.current(use, settings)
+            pieces = cut(current)
+            try:
+                return pieces, work(pieces)
+            except DeviceMemoryError as error:
+                shortage = error
+            self._lowered[use] = _smaller(use, current, pieces, shortage)
+
+    def current(self, use: Use, settings: BatchSettings) -> BatchSettings:
+        """The settings with what is known of this rank: its layout, and a budget that was lowered."""
+        settings = replace(settings, is_padded=settings.is_padded or self._backend.is_padded)
+        if settings.max_tokens is None or not settings.is_chosen or use not in self._lowered:
+            return settings
+        return replace(settings, max_tokens=min(settings.max_tokens, self._lowered[use]))
+
+    def lowered(self, num_devices: int = 1) -> dict[Use, int]:
+        """Budgets of one device that are lower than they were, of micro-batches that lie on so many devices."""
+        return {use: max(1, tokens // num_devices) for use, tokens in self._lowered.items()}
+
+
+def num_tokens(batch: MicroBatch, is_padded: bool) -> int:
+    """Tokens that are computed of a micro-batch."""
+    lengths = batch.offsets[1:] - batch.offsets[:-1]
+    return len(lengths) * int(lengths.max()) if is_padded else batch.num_tokens
+
+
+def _smaller(use: Use, settings: BatchSettings, pieces: list[MicroBatch], error: DeviceMemoryError) -> int:
+    """The token budget to go on with after one of the pieces did not fit, or the error that ends the run."""
+    what = f"out of device memory in {_DOING[use]}"
+    # A rank that only kept the others company had no piece at work.
+    piece = pieces[error.index] if error.index < len(pieces) else None
+    if piece is not None and len(set(piece.sample_ids)) == 1:
+        raise DeviceMemoryError(
+            f"{what}: sample {piece.sample_ids[0]} with {piece.num_tokens:,} tokens does not fit by itself"
+            f" ({error}): lower data.max_length, set train.gradient_checkpointing to true, let more parts leave the"
+            " device (enable_offload), or use more devices"
+        )
+    if not settings.is_chosen:
+        _refuse(use, settings, what, error)
+    assert settings.max_tokens is not None
+    size = settings.max_tokens if piece is None else num_tokens(piece, settings.is_padded)
+    smaller = max(1, size // 2)
+    if error.is_undone:
+        return smaller
+    raise too_large(use, what, size, settings.num_devices, error)
+
+
+def too_large(use: Use, what: str, size: int, num_devices: int, error: DeviceMemoryError) -> BudgetError:
+    """Ends a run in which a micro-batch of so many tokens cannot be made again, smaller."""
+    tokens = max(1, size // 2 // num_devices)
+    return BudgetError(
+        f"{what} with a micro-batch of {size:,} tokens ({error}), which cannot be made again here: set"
+        f" {use}.chosen_tokens_per_device to {tokens}, or, if there is a checkpoint, use `hotseat resume`, which does",
+        use,
+        tokens,
+    )
+
+
+def _refuse(use: Use, settings: BatchSettings, what: str, error: DeviceMemoryError) -> NoReturn:
+    """The user has set the size of micro-batches: only the user changes it."""
+    if settings.max_tokens is not None:
+        tokens = settings.max_tokens // settings.num_devices
+        raise DeviceMemoryError(
+            f"{what} with {use}.max_tokens_per_device {tokens} ({error}): set it to {max(1, tokens // 2)}, or remove it"
+            f" and leave {use}.micro_batch_size at auto"
+        )
+    size = settings.micro_batch_size or 1
+    raise DeviceMemoryError(
+        f"{what} with {use}.micro_batch_size {size} ({error}): set it to {max(1, size // 2)}, or to auto"
+    )

@@ -1,0 +1,119 @@
+"""Rollout engines as the run's settings describe them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hotseat.cluster import in_worker_process
+from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE
+from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
+
+
+def device_of_process() -> torch.device:
+    """The device this process was given, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is told."""
+
+    model: str
+    max_length: int
+    num_slots: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    num_threads: int
+    trust_remote_code: bool = False
+    fp32_head: bool = True
+    vllm: VllmSettings | None = None  # None: the transformers engine
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What only vLLM is told."""
+
+    tensor_parallel_size: int
+    memory_share: float | None  # None: the default; on a CPU the cache is as large as the slots need, whatever it says
+    prefix_caching: bool
+    enforce_eager: bool
+    logs: str  # the folder for its log
+
+
+def make_engine(settings: EngineSettings, rank: int) -> Engine:
+    return _transformers_engine(settings) if settings.vllm is None else _vllm_engine(settings, settings.vllm, rank)
+
+
+def _transformers_engine(settings: EngineSettings) -> Engine:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        trust_remote_code=settings.trust_remote_code,
+        use_safetensors=True,
+    )
+    return TransformersEngine(
+        model,
+        max_length=settings.max_length,
+        num_slots=settings.num_slots,
+        eos_token_ids=settings.eos_token_ids,
+        num_threads=settings.num_threads,
+        options=SlotOptions(device=device_of_process(), fp32_head=settings.fp32_head),
+    )
+
+
+def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Engine:
+    log = Path(vllm.logs) / f"rollout-{rank}.log"
+    os.environ.update(vllm_engine.log_to(log))
+    on_cpu = device_of_process().type == "cpu"
+    share = None if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
+    options = vllm_engine.CoreOptions(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_length=settings.max_length,
+        num_slots=settings.num_slots,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        memory_share=share,
+        kv_cache_bytes=None
+        if share is not None
+        else vllm_engine.cache_bytes(
+            settings.model,
+            settings.dtype,
+            (settings.max_length, settings.num_slots),
+            vllm.tensor_parallel_size,
+            settings.trust_remote_code,
+        ),
+        prefix_caching=vllm.prefix_caching,
+        enforce_eager=vllm.enforce_eager,
+        trust_remote_code=settings.trust_remote_code,
+        fp32_head=settings.fp32_head,
+    )
+    names = vllm_engine.weight_names(settings.model, settings.trust_remote_code)
+    try:
+        core = vllm_engine.Core(options, when_lost=_end_process if in_worker_process() else None)
+    except Exception as error:
+        raise vllm_engine.start_error(error, settings.model, log) from None
+    try:
+        return vllm_engine.VllmEngine(
+            core,
+            names,
+            max_length=settings.max_length,
+            num_slots=settings.num_slots,
+            eos_token_ids=settings.eos_token_ids,
+            num_threads=settings.num_threads if on_cpu else None,
+        )
+    except BaseException:
+        core.close()
+        raise
+
+
+def _end_process() -> None:
+    """An engine that has lost one of its processes is of no use; one that is gone as a whole is replaced."""
+    print("a tensor-parallel rank of this engine died, and the engine ends with it", file=sys.stderr, flush=True)
+    os._exit(1)

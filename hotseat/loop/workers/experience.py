@@ -1,0 +1,258 @@
+"""From scored episodes to what an update learns from: `Group` to `Experience`, one function per stage.
+
+Which optimizer step a sample belongs to depends on its place in the rollout alone, never on the number of ranks. A rank
+takes whole groups, because a baseline compares siblings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms import (
+    Aggregation,
+    KlEstimator,
+    Moments,
+    StepTotals,
+    compute_advantages,
+    estimate_kl,
+    loss_weights,
+    overlong_penalty,
+    penalise_truncation,
+    step_totals,
+)
+from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
+from hotseat.train.packing import spread, take
+from hotseat.types import Group, MicroBatch, ScoredEpisode, Segment
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """How rewards become advantages."""
+
+    estimator: str
+    gamma: float
+    gae_lambda: float
+    divide_by_std: bool
+    reward_clip: tuple[float, float] | None
+    kl_in_reward: float  # coefficient; 0: not in the reward
+    kl_estimator: KlEstimator
+    overlong_buffer: int  # 0: no penalty
+    overlong_factor: float
+    truncation_penalty: float | None  # None: no penalty
+    max_sampled: int  # tokens that an episode may sample, over all of its turns
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets of a rollout: whole groups, and the optimizer step of each of their samples."""
+
+    groups: tuple[Group, ...]
+    steps: tuple[tuple[int, ...], ...]  # per group, per sample
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels flat: four arrays instead of four small tensors for every segment, which take ten times as long."""
+        episodes = [sample.episode for group in self.groups for sample in group.samples]
+        segments = [segment for episode in episodes for segment in episode.segments]
+        flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
+        lengths = [[len(segment.token_ids) for segment in episode.segments] for episode in episodes]
+        return _share, (self.steps, [_with_episodes(group, iter(())) for group in self.groups], lengths, flat)
+
+
+def _share(
+    steps: tuple[tuple[int, ...], ...],
+    groups: Sequence[Group],
+    lengths: Sequence[Sequence[int]],
+    flat: Sequence[Any],
+) -> Share:
+    """What `Share.__reduce__` took apart."""
+    sizes = [length for episode in lengths for length in episode]
+    parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
+    segments = iter([tuple(Segment(*next(parts)) for _ in episode) for episode in lengths])
+    return Share(tuple(_with_episodes(group, segments) for group in groups), steps)
+
+
+def _tensors(segment: Segment) -> tuple[Tensor, ...]:
+    return segment.token_ids, segment.mask, segment.log_probs, segment.versions
+
+
+def _with_episodes(group: Group, segments: Iterator[tuple[Segment, ...]]) -> Group:
+    """The group with these segments, an entry per sample; with none when they run out."""
+    samples = [
+        replace(sample, episode=replace(sample.episode, segments=next(segments, ()))) for sample in group.samples
+    ]
+    return replace(group, samples=tuple(samples))
+
+
+def assign(
+    sizes: Sequence[int], samples_per_step: int, num_ranks: int, tokens: Sequence[int] | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(groups of each rank, optimizer step of each sample of each group), from the groups' sizes.
+
+    Samples fill optimizer steps in order. The groups that begin in one step are cut into contiguous runs, one for each
+    rank, as even in samples as whole groups allow. With `tokens`, those of each group, they are spread so that ranks
+    have about as many tokens in each step: no two of them differ by more than the largest group of the step has.
+    """
+    steps: list[list[int]] = []
+    position = 0
+    for size in sizes:
+        steps.append([(position + sample) // samples_per_step for sample in range(size)])
+        position += size
+    last = max(0, position // samples_per_step - 1)
+    steps = [[min(step, last) for step in group] for group in steps]
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for step in range(last + 1):
+        members = [index for index, group in enumerate(steps) if group and group[0] == step]
+        if tokens is not None:
+            for rank, part in enumerate(spread([tokens[index] for index in members], num_ranks)):
+                ranks[rank] += sorted(members[place] for place in part)
+            continue
+        total = sum(sizes[index] for index in members)
+        seen = 0
+        for index in members:
+            middle = seen + sizes[index] / 2
+            ranks[min(num_ranks - 1, int(middle * num_ranks / total))].append(index)
+            seen += sizes[index]
+    return ranks, steps
+
+
+def flatten(groups: Sequence[Group]) -> MicroBatch:
+    """All segments of all samples, flat, with the engine's log-probs. Weights are set later, for the whole step."""
+    samples = [sample for group in groups for sample in group.samples]
+    segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
+    return MicroBatch.from_segments(
+        [segment.token_ids for segment, _ in segments],
+        [segment.mask for segment, _ in segments],
+        [sample_id(sample) for _, sample in segments],
+        {ROLLOUT_LOG_PROBS: [segment.log_probs for segment, _ in segments]},
+    )
+
+
+def sample_id(sample: ScoredEpisode) -> str:
+    key = sample.episode.key
+    return f"{key.epoch}/{key.prompt}/{key.sample}"
+
+
+def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
+    """[num_episodes]: rewards after the penalties on length and truncation."""
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+    if settings.overlong_buffer:
+        lengths = batch.layout.sampled_per_episode
+        rewards = rewards + overlong_penalty(
+            lengths, settings.max_sampled, settings.overlong_buffer, settings.overlong_factor
+        )
+    if settings.truncation_penalty is not None:
+        truncated = torch.tensor([sample.episode.is_truncated for sample in samples])
+        rewards = penalise_truncation(rewards, truncated, settings.truncation_penalty)
+    return rewards
+
+
+def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+    """(reward of each turn, flat position of its last sampled token); (None, None) without any.
+
+    A group has them if each of its samples has one per turn: siblings are compared turn by turn. The others learn from
+    the rewards of whole episodes. A group is on one rank, so the number of ranks changes nothing.
+    """
+    rewards: list[float] = []
+    ends: list[int] = []  # how many tokens were sampled before the turn's end, over the whole batch
+    num_sampled = batch.layout.sampled_per_episode.tolist()
+    position = episode = 0
+    for group in groups:
+        is_used = all(
+            sample.turn_rewards and len(sample.turn_rewards) == len(sample.episode.turn_lengths)
+            for sample in group.samples
+        )
+        for sample in group.samples:
+            if is_used:
+                rewards += sample.turn_rewards
+                ends += [position + end for end in itertools.accumulate(sample.episode.turn_lengths)]
+            position += num_sampled[episode]
+            episode += 1
+    if not rewards:
+        return None, None
+    sampled = batch.mask.nonzero()[:, 0]
+    return torch.tensor(rewards, dtype=torch.float32), sampled[torch.tensor(ends) - 1]
+
+
+def with_advantages(
+    groups: Sequence[Group],
+    batch: MicroBatch,
+    settings: AdvantageSettings,
+    add_up: Callable[[Moments], Moments],
+    values: Tensor | None = None,
+) -> MicroBatch:
+    """The batch with an advantage for each token. Log-probs of actor and reference are there if the KL needs them.
+
+    With `values` of a critic, [num_tokens], it has the returns too.
+    """
+    kl = None
+    if settings.kl_in_reward:
+        kl = estimate_kl(
+            batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask, settings.kl_estimator
+        )
+    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples], dtype=torch.int64)
+    rewards = shaped_rewards(groups, batch, settings)
+    turn_rewards, turns = rewards_of_turns(groups, batch)
+    if turn_rewards is not None and turns is not None:
+        # What the turns got is placed there; the rest of the episode's reward stays on its last token.
+        rewards = rewards.index_add(0, batch.layout.token_episode[turns], -turn_rewards)
+    advantages = compute_advantages(
+        settings.estimator,
+        batch.layout,
+        rewards,
+        groups=group_ids,
+        values=values,
+        turn_rewards=turn_rewards,
+        turns=turns,
+        kl=kl,
+        kl_coefficient=settings.kl_in_reward,
+        reward_clip=settings.reward_clip,
+        gamma=settings.gamma,
+        lam=settings.gae_lambda,
+        divide_by_std=settings.divide_by_std,
+        add_up=add_up,
+    )
+    learned = {} if values is None else {RETURNS: advantages.returns}
+    return with_fields(batch, {ADVANTAGES: advantages.advantages, **learned})
+
+
+def with_fields(batch: MicroBatch, fields: Mapping[str, Tensor]) -> MicroBatch:
+    return replace(batch, fields={**batch.fields, **fields})
+
+
+def steps_of(shares: Sequence[Share]) -> dict[str, int]:
+    """The optimizer step of each sample."""
+    return {
+        sample_id(sample): step
+        for share in shares
+        for group, steps in zip(share.groups, share.steps, strict=True)
+        for sample, step in zip(group.samples, steps, strict=True)
+    }
+
+
+def groups_of(shares: Sequence[Share]) -> list[Group]:
+    return [group for share in shares for group in share.groups]
+
+
+def cut_into_steps(batch: MicroBatch, sample_steps: Mapping[str, int], num_steps: int) -> list[MicroBatch | None]:
+    """One batch per optimizer step, `None` where this rank has nothing in it."""
+    segments: list[list[int]] = [[] for _ in range(num_steps)]
+    for segment, name in enumerate(batch.sample_ids):
+        segments[sample_steps[name]].append(segment)
+    return [take(batch, members) if members else None for members in segments]
+
+
+def totals_of(steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
+    """This rank's part of each optimizer step's totals."""
+    return [StepTotals(0, 0) if batch is None else step_totals(batch.layout) for batch in steps]
+
+
+def weighted(batch: MicroBatch, how: Aggregation, totals: StepTotals, max_length: int | None = None) -> MicroBatch:
+    """The batch with the weight of each token in the step's loss."""
+    return replace(batch, weights=loss_weights(batch.layout, how, totals=totals, max_length=max_length))

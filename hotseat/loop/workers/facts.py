@@ -1,0 +1,44 @@
+"""What driver and rollout hosts tell each other of groups: small facts, never tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotseat.types import Prompt
+
+GroupKey = tuple[int, int]  # pass over the data, prompt
+EVALUATION = -1  # the pass over the data that evaluation samples belong to
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt to be answered `num_samples` times."""
+
+    prompt: Prompt
+    epoch: int
+    num_samples: int
+
+    @property
+    def key(self) -> GroupKey:
+        return self.epoch, self.prompt.index
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What the driver knows of a group, one entry per sample that has a reward, in sample order."""
+
+    epoch: int
+    prompt: int
+    source: str
+    samples: tuple[int, ...]  # their positions in the group
+    rewards: tuple[float, ...]
+    scores: tuple[float, ...]
+    num_sampled: tuple[int, ...]  # tokens
+    num_tokens: tuple[int, ...]  # with context and environment
+    truncated: tuple[bool, ...]
+    failures: tuple[tuple[int, str], ...]  # the other samples, and why they have no reward
+    extra: tuple[dict[str, float], ...] = ()
+
+    @property
+    def key(self) -> GroupKey:
+        return self.epoch, self.prompt

@@ -1,0 +1,492 @@
+"""The processes of a run: one plain class per role. `cluster` makes a group of each, or calls it in process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.cluster.activity import activity
+from hotseat.errors import DeviceMemoryError, RunError
+from hotseat.loop.devices.memory import Held
+from hotseat.loop.planning.budgets import Use
+from hotseat.loop.workers.cutting import BatchSettings, Cutter, too_large
+from hotseat.loop.workers.engines import EngineSettings, device_of_process, make_engine
+from hotseat.loop.workers.experience import (
+    AdvantageSettings,
+    Share,
+    cut_into_steps,
+    flatten,
+    groups_of,
+    steps_of,
+    totals_of,
+    weighted,
+    with_advantages,
+    with_fields,
+)
+from hotseat.loop.workers.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
+from hotseat.loop.workers.proof import Canary, Proof
+from hotseat.loop.workers.records import Recorder, TokenRecord
+from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
+from hotseat.train.exact import ExactScores, exact_log_probs, missing_bytes
+from hotseat.train.make import make_backend
+from hotseat.train.packing import split_by_tokens, take
+from hotseat.types import Completion, MicroBatch, Moved, Request
+from hotseat.weights import BUCKET_BYTES, BroadcastGroup, Bucket, Receiver, Sender, Transport
+
+BySample = Mapping[str, list[Tensor]]  # a number for each token: a tensor per segment, by sample id
+
+_CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
+
+
+def _held() -> Held:
+    if not torch.cuda.is_available():
+        return Held(0, 0)
+    peak = torch.cuda.max_memory_allocated()
+    unused = torch.cuda.max_memory_reserved() - peak
+    torch.cuda.reset_peak_memory_stats()
+    return Held(peak, unused)
+
+
+def _release_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What the actor does with a rollout."""
+
+    objective: PolicyObjective
+    advantages: AdvantageSettings
+    aggregation: Aggregation
+    max_epochs: int
+    needs_old_log_probs: bool
+    temperature: float
+    score: BatchSettings
+    train: BatchSettings
+    learns_from_every_sample: bool = False  # also from those of which the objective has no gradient
+
+
+class BackendWorker:
+    """One rank of a model behind a training backend: it can be stored."""
+
+    def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
+        with activity.doing("loads the model"):
+            self._backend = make_backend(
+                model, options, device=device_of_process(), trust_remote_code=trust_remote_code
+            )
+        self._cutter = Cutter(self._backend)
+        self._num_sharing_sequences = options.sequence_parallel_size
+
+    def device_type(self) -> str:
+        return device_of_process().type
+
+    def fits(self, num_tokens: int, max_length: int, is_update: bool, with_entropy: bool = False) -> bool:
+        """Together. Whether the devices have memory for micro-batches of so many tokens; see `Backend.fits`."""
+        try:
+            return self._backend.fits(num_tokens, max_length, is_update=is_update, with_entropy=with_entropy)
+        except DeviceMemoryError as error:
+            use: Use = "train" if is_update else "rollout"
+            what = "out of device memory in a trial"
+            raise too_large(use, what, num_tokens, self._num_sharing_sequences, error) from error
+
+    def lowered(self) -> dict[Use, int]:
+        """Token budgets of one device that are smaller than what they were given, because memory ran out."""
+        return self._cutter.lowered(self._num_sharing_sequences)
+
+    def save(self, directory: str) -> None:
+        """Together."""
+        self._backend.save(directory)
+
+    def snapshot(self, directory: str) -> None:
+        """Together. Copy what `save` would write; it is written while other calls are answered."""
+        self._backend.snapshot(directory)
+
+    def is_written(self) -> bool:
+        """Whether this rank's share of the last snapshot is."""
+        return self._backend.is_written()
+
+    def saved_bytes(self) -> int:
+        return self._backend.saved_bytes()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class ModelWorker(BackendWorker):
+    """One rank that scores, and can be offloaded."""
+
+    def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
+        """Log-probs of each segment of each sample, by sample id."""
+        return self._score(flatten(groups_of(shares)), cut, temperature)
+
+    def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
+        pieces, scores = self._cutter.run(
+            "rollout",
+            cut,
+            lambda settings: settings.cut(batch),
+            lambda pieces: self._backend.log_probs(pieces, temperature),
+        )
+        return by_sample(pieces, scores)
+
+    def _learn(
+        self, whole: MicroBatch | None, cut: BatchSettings, loss: Loss, temperature: float
+    ) -> tuple[list[MicroBatch], UpdateReport]:
+        """Together. One optimizer step from this rank's part of it, and the micro-batches that it was cut into."""
+        return self._cutter.run(
+            "train",
+            cut,
+            lambda settings: [] if whole is None else settings.cut(whole),
+            lambda pieces: self._backend.update(pieces, loss, temperature),
+        )
+
+    def _add_totals(self, steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
+        """Together. Of each optimizer step, over all ranks."""
+        everyone = self._backend.gather_facts(totals_of(steps), "count the tokens of each optimizer step")
+        return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
+
+    def score_canary(self, canary: Canary) -> list[float]:
+        """Together. Log-probs of the canary's sampled tokens. Every rank scores all, so that none waits for another."""
+        starts = zip(canary.sequences, canary.num_prompt, strict=True)
+        batch = MicroBatch.from_segments(
+            [torch.tensor(sequence) for sequence in canary.sequences],
+            [torch.arange(len(sequence)) >= start for sequence, start in starts],
+            [f"canary {index}" for index in range(len(canary.sequences))],
+        )
+        most = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
+        pieces = split_by_tokens(batch, max([most, *map(len, canary.sequences)]))
+        scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
+        return canary.sampled([scored[name][0].tolist() for name in batch.sample_ids])
+
+    def load(self, directory: str) -> None:
+        """Together."""
+        self._backend.load(directory)
+
+    def export(self, directory: str, is_averaged: bool = False) -> None:
+        """Together."""
+        with self._backend.averaged() if is_averaged else nullcontext():
+            self._backend.export(Path(directory))
+
+    def held(self) -> Held:
+        return _held()
+
+    def release_cache(self) -> None:
+        """Give memory that nothing uses back to the device."""
+        _release_cache()
+
+    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+        return self._backend.offload(parts)
+
+    def onload(self, parts: Sequence[Any]) -> Moved:
+        return self._backend.onload(parts)
+
+
+class InferenceWorker(ModelWorker):
+    """One rank of a copy of the policy, for old log-probs on devices of its own. It gets weights as engines do."""
+
+    def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
+        super().__init__(model, options, trust_remote_code)
+        self._dtype = getattr(torch, engine_dtype)
+        self._receiver = Receiver(_Copy(self._backend, self._dtype))
+
+    def begin_load(self, version: int) -> None:
+        self._receiver.begin(version)
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        self._receiver.take(bucket)
+
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+        """Together."""
+        digests = self._receiver.finish(version)
+        return Proof(digests, None if canary is None else self.score_canary(canary))
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A model behind a training backend, as one that takes weights."""
+
+    backend: Backend
+    dtype: torch.dtype
+
+    def begin_load(self, version: int) -> None:
+        """Nothing is served while weights come."""
+
+    def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.backend.take_weights(named_tensors)
+
+    def finish_load(self) -> None:
+        """They are live as they come."""
+
+    def digest(self) -> dict[str, int]:
+        return self.backend.digest(dtype=self.dtype)
+
+
+class ActorWorker(ModelWorker):
+    """One rank of the policy: it prepares experience, learns from it, and sends its weights.
+
+    engine_dtype: the type in which engines hold weights; they are sent, and their digests taken, in that type.
+    """
+
+    def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
+        super().__init__(model, options, trust_remote_code)
+        self._steps: list[MicroBatch | None] = []
+        self._totals: list[StepTotals] = []
+        self._returns: dict[str, list[Tensor]] = {}
+        self._recorder: Recorder | None = None
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._model, self._trust_remote_code = model, trust_remote_code
+        self._dtype = getattr(torch, engine_dtype)
+        self._sender = Sender(
+            lambda: self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES), device_of_process()
+        )
+
+    # --- learning from a rollout ------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        shares: Sequence[Share],
+        num_steps: int,
+        settings: PolicySettings,
+        reference: Sequence[BySample],
+        record: Sequence[str] = (),
+        critic: Sequence[BySample] = (),
+        inference: Sequence[BySample] = (),
+    ) -> None:
+        """Together. Turn this rank's groups into the batches of the optimizer steps to come.
+
+        `reference`, `critic`, `inference`: log-probs and values that the ranks of these roles gave all samples; none
+        where there is no such role. `record`: samples, of any rank, whose tokens `recorded` will tell of.
+        """
+        groups = groups_of(shares)
+        batch = flatten(groups)
+        if reference:
+            batch = with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
+        if settings.needs_old_log_probs:
+            old = inference or [self.score(shares, settings.score, settings.temperature)]
+            batch = with_fields(batch, {OLD_LOG_PROBS: in_order(batch, old)})
+        values = in_order(batch, critic) if critic else None
+        batch = with_advantages(groups, batch, settings.advantages, self._add_moments, values)
+        if RETURNS in batch.fields:
+            self._returns = by_sample([batch], [batch.fields[RETURNS]])
+            batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
+        self._recorder = self._start_recording(batch, settings, record) if record else None
+        self._steps = cut_into_steps(batch, steps_of(shares), num_steps)
+        self._totals = self._add_totals(self._steps)
+
+    def returns(self) -> dict[str, list[Tensor]]:
+        """What the critic is to learn of the prepared samples of this rank, by sample id. Handed over once."""
+        found, self._returns = self._returns, {}
+        return found
+
+    def update(self, settings: PolicySettings) -> list[UpdateReport]:
+        """Together. Every optimizer step of the prepared rollout."""
+        reports = []
+        loss = settings.objective if self._recorder is None else self._recorder.watched(settings.objective)
+        for _ in range(settings.max_epochs):
+            for batch, totals in zip(self._steps, self._totals, strict=True):
+                whole = None
+                if batch is not None:
+                    whole = weighted(batch, settings.aggregation, totals, settings.advantages.max_sampled)
+                    if not settings.learns_from_every_sample:
+                        whole = _with_gradient(whole, settings.objective)
+                pieces, report = self._learn(whole, settings.train, loss, settings.temperature)
+                reports.append(report)
+                if self._recorder is not None and reports[-1].is_skipped:
+                    self._recorder.take_back(pieces)
+        self._steps, self._totals = [], []
+        return reports
+
+    def recorded(self) -> dict[str, list[TokenRecord]]:
+        """What this rank made of the samples that were to be recorded, a record per segment of each."""
+        return {} if self._recorder is None else self._recorder.tokens
+
+    def _start_recording(self, batch: MicroBatch, settings: PolicySettings, record: Sequence[str]) -> Recorder:
+        """Log-probs before the update: the same weights sampled, so they are what the engine's should be."""
+        segments = [index for index, name in enumerate(batch.sample_ids) if name in record]
+        chosen = take(batch, segments)
+        if OLD_LOG_PROBS in batch.fields:
+            scored = by_sample([chosen], [chosen.fields[OLD_LOG_PROBS]])
+        else:
+            scored = self._score(chosen, settings.score, settings.temperature)
+        return Recorder(chosen, scored)
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    def begin_push(self, version: int, receivers: BroadcastGroup | None = None) -> int | None:
+        """Together. Gather the first bucket: its bytes, or None if there is none."""
+        self._sender.begin(version, receivers)
+        return self._sender.pack_next()
+
+    def pack_next(self) -> int | None:
+        """Together. Gather the next bucket: its bytes, or None if there is none."""
+        return self._sender.pack_next()
+
+    def packed(self, lane: Transport) -> Bucket:
+        """The gathered bucket, for engines on this lane."""
+        return self._sender.packed(lane)
+
+    def broadcast(self) -> None:
+        """The first rank alone: send the gathered bucket to all engines on that lane."""
+        self._sender.broadcast()
+
+    def finish_push(self, canary: Canary | None) -> Proof:
+        """Together."""
+        self._sender.finish()
+        log_probs = None if canary is None else self.score_canary(canary)
+        return Proof(self._backend.digest(dtype=self._dtype), log_probs)
+
+    def lacks_bytes_for_exact(self, longest: int) -> int:
+        """Device memory that is lacking on this rank for `score_exactly`; 0: there is enough.
+
+        longest: tokens of the longest sequence.
+        """
+        return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
+
+    def score_exactly(self, canary: Canary) -> ExactScores | str | None:
+        """Score with a float32 forward of the weights that engines got. All ranks call it; the first returns it.
+
+        Where it cannot be made the first rank returns why: it is a yardstick, without which the run can go on.
+        """
+        weights = self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES)
+        scores: ExactScores | str | None = None
+        if self._rank == 0:
+            try:
+                scores = exact_log_probs(
+                    self._model,
+                    weights,
+                    canary.sequences,
+                    canary.num_prompt,
+                    canary.temperature,
+                    dtype=self._dtype,
+                    device=device_of_process(),
+                    trust_remote_code=self._trust_remote_code,
+                )
+            except (torch.OutOfMemoryError, RunError) as error:
+                scores = str(error).partition("\n")[0]
+        for _ in weights:  # Gathering them takes all ranks, to the end.
+            pass
+        _release_cache()
+        return scores
+
+    def close(self) -> None:
+        self._sender.close()
+        super().close()
+
+    def _add_moments(self, local: Moments) -> Moments:
+        everyone = self._backend.gather_facts(local, "add up the moments of the advantages")
+        return sum(everyone[1:], start=everyone[0])
+
+
+def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """From [num_tokens] of each piece to the part of each segment, in order, by sample id."""
+    found: dict[str, list[Tensor]] = {}
+    for piece, values in zip(pieces, scores, strict=True):
+        segments = values.split((piece.offsets[1:] - piece.offsets[:-1]).tolist())
+        for name, segment in zip(piece.sample_ids, segments, strict=True):
+            found.setdefault(name, []).append(segment)
+    return found
+
+
+def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
+    """Without the samples that change nothing. One sample stays in any case: the optimizer steps, whatever it got."""
+    chosen = objective.samples_with_gradient(batch)
+    if chosen is None:
+        return batch
+    if not chosen:
+        chosen = [index for index, name in enumerate(batch.sample_ids) if name == batch.sample_ids[0]]
+    return take(batch, chosen)
+
+
+def in_order(batch: MicroBatch, found: Iterable[BySample]) -> Tensor:
+    """[num_tokens]: what `by_sample` took apart, from however many ranks, in the batch's order."""
+    segments = {name: iter(each) for scores in found for name, each in scores.items()}
+    pieces = [next(segments[name]) for name in batch.sample_ids]
+    return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+class EngineWorker:
+    """One rollout engine in its process. Hosts submit requests, and fetch what has finished."""
+
+    max_concurrency = 16  # a fetch waits; requests, health and weights must get through meanwhile
+
+    def __init__(self, settings: EngineSettings):
+        what = "loads the model" if settings.vllm is None else "vLLM loads the model and compiles"
+        with activity.doing(what):
+            self._engine = make_engine(settings, int(os.environ.get("RANK", "0")))
+        self._receiver = Receiver(self._engine)
+        self._changed = threading.Condition()
+        self._finished: dict[str, list[Completion | BaseException]] = {}
+
+    def submit(self, client: str, requests: Sequence[Request]) -> None:
+        """Take requests of a client."""
+        for future in self._engine.submit_many(requests):
+            future.add_done_callback(lambda done: self._finish(client, done))
+
+    def fetch(self, client: str, wait_s: float) -> list[Completion]:
+        """What has finished for a client, waiting for the first at most `wait_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished.get(client), timeout=wait_s)
+            found = self._finished.pop(client, [])
+        for completion in found:
+            if isinstance(completion, BaseException):
+                raise completion
+        return [completion for completion in found if isinstance(completion, Completion)]
+
+    def drop_requests(self) -> None:
+        """Abort what everybody has asked for: whoever waited is gone, or asks again."""
+        self._engine.abort()
+        with self._changed:
+            self._finished.clear()
+
+    def _finish(self, client: str, done: Any) -> None:
+        error = done.exception()
+        with self._changed:
+            self._finished.setdefault(client, []).append(error if error is not None else done.result())
+            self._changed.notify_all()
+
+    def begin_load(self, version: int) -> None:
+        self._receiver.begin(version)
+
+    def take_bucket(self, bucket: Bucket) -> None:
+        self._receiver.take(bucket)
+
+    def finish_load(self, version: int, canary: Canary | None) -> Proof:
+        digests = self._receiver.finish(version)
+        is_away = bool(self._engine.health().offloaded & self._engine.scores_with)
+        log_probs = None if canary is None or is_away else self.score_canary(canary)
+        return Proof(digests, log_probs, self._engine.undigested)
+
+    def score_canary(self, canary: Canary) -> list[float]:
+        """Log-probs of the canary's sampled tokens."""
+        return canary.sampled(self._engine.score(canary.sequences, canary.temperature))
+
+    def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+        """The tokens sampled for each request, when all are done."""
+        return [completion.token_ids for completion in self._engine.generate(requests)]
+
+    def held(self) -> Held:
+        return _held()
+
+    def release_cache(self) -> None:
+        _release_cache()
+
+    def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
+        return self._engine.offload(parts, keep_weights=keep_weights)
+
+    def onload(self, parts: Sequence[Any]) -> Moved:
+        return self._engine.onload(parts)
+
+    def health(self) -> Any:
+        return self._engine.health()
+
+    def close(self) -> None:
+        self._engine.close()

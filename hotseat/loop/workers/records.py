@@ -1,0 +1,152 @@
+"""Recorded samples: a few of each step, with facts for every token, for people to read (`samples.jsonl`).
+
+What an episode is, the host knows (`record_of`); what the trainer made of it, the ranks of the actor know (`Recorder`).
+`written` puts the line together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
+from hotseat.train.backend import Outputs
+from hotseat.types import MicroBatch, Prompt, SampleKey, ScoredEpisode
+
+if TYPE_CHECKING:
+    pass
+
+NO_GRADIENT, SKIPPED = "no gradient", "skipped"
+
+
+@dataclass(frozen=True)
+class SegmentRecord:
+    """What the host knows of one token sequence, an entry per token."""
+
+    text: list[str]
+    sampled: list[bool]
+    engine_log_probs: list[float]
+    versions: list[int]
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """What the host knows of one sample."""
+
+    key: SampleKey
+    source: str
+    prompt_text: str
+    label: str | None
+    reward: float
+    score: float
+    is_truncated: bool
+    extra: Mapping[str, float]
+    segments: tuple[SegmentRecord, ...]
+
+
+@dataclass
+class TokenRecord:
+    """What the trainer knows of one token sequence, an entry per token. `fates` is made when it is learned from."""
+
+    trainer_log_probs: list[float]
+    advantages: list[float]
+    fates: list[str] = field(default_factory=list)
+
+
+def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRecord:
+    return SampleRecord(
+        key=sample.episode.key,
+        source=prompt.source,
+        prompt_text=prompt.text,
+        label=prompt.label,
+        reward=sample.reward,
+        score=sample.score,
+        is_truncated=sample.episode.is_truncated,
+        extra=dict(sample.extra),
+        segments=tuple(
+            SegmentRecord(
+                text=token_texts(segment.token_ids.tolist(), tokenizer),
+                sampled=segment.mask.tolist(),
+                engine_log_probs=segment.log_probs.tolist(),
+                versions=segment.versions.tolist(),
+            )
+            for segment in sample.episode.segments
+        ),
+    )
+
+
+def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """The text that each token adds. Of a character that several tokens make up, the last one has it."""
+    texts, start, shown = [], 0, ""
+    for end in range(1, len(token_ids) + 1):
+        whole = tokenizer.decode(token_ids[start:end])
+        if whole.endswith("\N{REPLACEMENT CHARACTER}") and end - start < 8 and end < len(token_ids):
+            texts.append("")  # not a character yet
+            continue
+        texts.append(whole[len(shown) :] if whole.startswith(shown) else whole)
+        # One token of context is enough for a decoder that treats the first one of a text differently.
+        start, shown = end - 1, tokenizer.decode(token_ids[end - 1 : end])
+    return texts
+
+
+class Recorder:
+    """A rank's part: notes what becomes of the tokens of chosen samples while they are learned from."""
+
+    def __init__(self, batch: MicroBatch, log_probs: Mapping[str, list[Tensor]]):
+        """`log_probs`: the trainer's, before the update, of the segments of each chosen sample that this rank has."""
+        self.tokens: dict[str, list[TokenRecord]] = {}
+        for name, values in _segments(batch, batch.fields[ADVANTAGES]):
+            if name in log_probs:
+                mine = self.tokens.setdefault(name, [])
+                mine.append(TokenRecord(log_probs[name][len(mine)].tolist(), values.tolist()))
+
+    def watched(self, objective: PolicyObjective) -> Watched:
+        return Watched(objective, self)
+
+    def take_back(self, batches: Sequence[MicroBatch]) -> None:
+        """The update that these were in was not finite, and not made."""
+        for name in {name for batch in batches for name in batch.sample_ids} & self.tokens.keys():
+            for segment in self.tokens[name]:
+                segment.fates = [SKIPPED] * len(segment.fates)
+
+    def note(self, batch: MicroBatch, clipped: Tensor, corrected: Tensor) -> None:
+        if not self.tokens.keys() & set(batch.sample_ids):
+            return
+        fates = (clipped.to(torch.int64) + 2 * corrected.to(torch.int64)).cpu()
+        seen: dict[str, int] = {}
+        for name, values in _segments(batch, fates):
+            if name in self.tokens:
+                self.tokens[name][seen.get(name, 0)].fates = [_FATES[value] for value in values.tolist()]
+                seen[name] = seen.get(name, 0) + 1
+
+
+_FATES = ("learned", "clipped", "corrected", "clipped, corrected")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An objective that tells a recorder what it did."""
+
+    objective: PolicyObjective
+    recorder: Recorder
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.objective.needs_entropy
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
+        terms = self.objective.terms(outputs, batch)
+        self.recorder.note(batch, terms.clipped, terms.corrected)
+        return terms.loss, terms.metrics
+
+
+def _segments(batch: MicroBatch, values: Tensor) -> list[tuple[str, Tensor]]:
+    lengths = (batch.offsets[1:] - batch.offsets[:-1]).tolist()
+    return list(zip(batch.sample_ids, values.split(lengths), strict=True))
+
+
+# --- what is written --------------------------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""The processes of models that give a number instead of log-probs: the critic, and a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from hotseat.algorithms import normalise_rewards
+from hotseat.loop.workers.cutting import BatchSettings
+from hotseat.loop.workers.experience import Share, cut_into_steps, flatten, groups_of, steps_of, weighted, with_fields
+from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
+from hotseat.loop.workers.models import BySample, ModelWorker, by_sample, in_order
+from hotseat.train.backend import TrainOptions, UpdateReport
+from hotseat.train.packing import with_ends
+from hotseat.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    """What the critic does with a rollout."""
+
+    objective: ValueObjective
+    max_epochs: int
+    score: BatchSettings
+    train: BatchSettings
+
+
+class CriticWorker(ModelWorker):
+    """One rank of the critic: it values a rollout, and learns from the returns that the actor's ranks made of it."""
+
+    def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
+        super().__init__(model, options, trust_remote_code)
+        self._batch: MicroBatch | None = None  # what was valued last
+        self._sample_steps: dict[str, int] = {}
+
+    def values(self, shares: Sequence[Share], settings: CriticSettings) -> dict[str, list[Tensor]]:
+        """Together. A value for each token of each segment of each sample, by sample id."""
+        batch = flatten(groups_of(shares))
+        pieces, values = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
+        found = by_sample(pieces, values)
+        self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [found])})
+        self._sample_steps = steps_of(shares)
+        return found
+
+    def update(self, returns: Sequence[BySample], num_steps: int, settings: CriticSettings) -> list[UpdateReport]:
+        """Together. Every optimizer step of the rollout that was valued last. `returns`: of all ranks of the actor."""
+        assert self._batch is not None, "nothing was valued"
+        batch, self._batch = self._batch, None
+        steps = cut_into_steps(with_fields(batch, {RETURNS: in_order(batch, returns)}), self._sample_steps, num_steps)
+        step_totals = self._add_totals(steps)
+        reports = []
+        for _ in range(settings.max_epochs):
+            for part, totals in zip(steps, step_totals, strict=True):
+                whole = None if part is None else weighted(part, "token_mean", totals)
+                reports.append(self._learn(whole, settings.train, settings.objective, 1.0)[1])
+        return reports
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """How a reward model scores."""
+
+    score: BatchSettings
+    scale: tuple[float, float] | None  # mean and deviation that were stored with the model; None: as it is
+
+
+class RewardWorker(ModelWorker):
+    """One rank of a reward model."""
+
+    def rewards(self, batches: Sequence[MicroBatch], settings: RewardSettings) -> dict[str, float]:
+        """Together. What each segment is worth at its last token, by sample id. One segment per sample."""
+
+        def cut(score: BatchSettings) -> list[MicroBatch]:
+            return [with_ends(piece) for batch in batches for piece in _cut(batch, score)]
+
+        found: dict[str, float] = {}
+        for piece, values in zip(*self._cutter.run("rollout", settings.score, cut, self._backend.values), strict=True):
+            rewards = values[piece.offsets[1:] - 1]
+            if settings.scale is not None:
+                rewards = normalise_rewards(rewards, *settings.scale)
+            found |= zip(piece.sample_ids, rewards.tolist(), strict=True)
+        return found
+
+
+def _cut(batch: MicroBatch, settings: BatchSettings) -> list[MicroBatch]:
+    """Text that was tokenised again may be longer than the budget for the actor's tokens: then it stands alone."""
+    if settings.max_tokens is not None and not settings.is_chosen and batch.num_segments:
+        longest = int((batch.offsets[1:] - batch.offsets[:-1]).max())
+        settings = replace(settings, max_tokens=max(longest, settings.max_tokens))
+    return settings.cut(batch)

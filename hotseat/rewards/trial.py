@@ -1,0 +1,91 @@
+"""Tries a reward function on one group before a run starts. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hotseat.failed import Failed
+from hotseat.rewards._process import Died, Garbled, Late, LoadedTooLate, NotLoaded, Task, WorkerProcess
+from hotseat.rewards.answers import BadAnswer, read_answer
+from hotseat.rewards.function import locate
+
+_MISTAKE = "NameError: name "  # of a name that is nowhere defined, whatever the function was called with
+_ABSENT_PACKAGES = ("ImportError", "ModuleNotFoundError")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial call came to.
+
+    outcome: `scored`; `broken`, no call could succeed; `not here`, as `broken`, but another machine may have the
+    package that is missing; `unusable`, what it returned is no answer to this call; `failed`, a call for other samples
+    may succeed; `late`, no answer within the time.
+    problem: what went wrong, with the line where one is known. returned: what the function returned, in JSON's terms.
+    """
+
+    outcome: Literal["scored", "broken", "not here", "unusable", "failed", "late"]
+    problem: str = ""
+    returned: Any = None
+
+
+def try_reward(
+    path: str,
+    queries: Sequence[str],
+    prompts: Sequence[str],
+    labels: Sequence[str | None],
+    *,
+    timeout_s: float,
+    max_memory_bytes: int | None = None,
+    seed: int = 0,
+    extra_path: Sequence[str] = (),
+) -> Trial:
+    """Load a reward function in a process of its own, call it once, and end the process.
+
+    timeout_s: for loading and calling together. What the function prints is dropped. extra_path: folders that the file
+    may import from, besides those of this process.
+    """
+    file, function = locate(path)
+    message = {"queries": list(queries), "prompts": list(prompts), "labels": list(labels), "seed": seed}
+    deadline_s = time.monotonic() + timeout_s
+    process = None
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(str(file), function, max_memory_bytes, Path(folder) / "output", tuple(extra_path))
+        try:
+            try:
+                process = WorkerProcess(task, timeout_s, lambda: False)
+            except (Died, Garbled) as error:
+                return Trial("broken", f"cannot be loaded: {error}")
+            answer = process.call(message, deadline_s - time.monotonic())
+        except (Late, LoadedTooLate):
+            return Trial("late")
+        except NotLoaded as error:
+            is_absent = str(error).startswith(_ABSENT_PACKAGES)
+            return Trial("not here" if is_absent else "broken", f"cannot be loaded: {error}")
+        except (Died, Garbled) as error:
+            return Trial("failed", str(error))
+        finally:
+            if process is not None:
+                process.end()
+    return _judged(answer, len(queries))
+
+
+def _judged(answer: dict[str, Any], num_samples: int) -> Trial:
+    if "error" in answer:
+        problem = f"raised {answer['error']}"
+        if answer["error"].startswith(_MISTAKE):
+            return Trial("broken", problem)
+        return Trial("not here" if answer["error"].startswith(_ABSENT_PACKAGES) else "failed", problem)
+    returned = answer["result"]
+    try:
+        samples = read_answer(returned, num_samples)
+    except BadAnswer as error:
+        return Trial("unusable", str(error), returned)
+    failed = [sample for sample in samples if isinstance(sample, Failed)]
+    if len(failed) == num_samples:
+        return Trial("failed", f"scored no sample: {failed[0].reason}", returned)
+    return Trial("scored", returned=returned)

@@ -1,0 +1,162 @@
+"""The cache of keys and values by slots, and the interface of models that use it (`SlotModel`).
+
+A row's result must not depend on the rows it shares a batch with. Matrix products of one row take another kernel than
+those of several, and (oneDNN on ARM, 640 inputs or more) those of up to 8 another than those of more; vectorised
+functions treat the last few numbers of a tensor in another way than the rest. So rows and keys come in multiples of
+`ROWS`. Masked keys add exact zeros, so the number of keys that others need does not matter. All this is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ROWS = 16
+
+
+def padded(count: int) -> int:
+    """Round up to a multiple of `ROWS`."""
+    return -(-count // ROWS) * ROWS
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values of a token sequence, to be copied into slots."""
+
+    keys: Tensor  # [layers, kv_heads, num_tokens, key_dim]
+    values: Tensor  # [layers, kv_heads, num_tokens, value_dim]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.keys.shape[2])
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.keys.nbytes + self.values.nbytes)
+
+
+class SlotCache:
+    """Keys and values of every slot. Zeros where nothing was written, since a masked NaN would still be one."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_heads: int,
+        max_keys: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._shapes = [(num_layers, num_slots, num_heads, max_keys, dim) for dim in dims]
+        self._dtype, self._device = dtype, device
+        self.num_slots, self.max_keys = num_slots, max_keys
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.keys, self.values = (torch.zeros(s, dtype=self._dtype, device=self._device) for s in self._shapes)
+        # Views, made once: per layer [slots, heads, max_keys, dim] and [slots * heads * max_keys, dim].
+        self.layers = list(zip(self.keys.unbind(), self.values.unbind(), strict=True))
+        self._flat = [(k.view(-1, k.shape[-1]), v.view(-1, v.shape[-1])) for k, v in self.layers]
+        # [slots, heads]: the row of each slot's and head's first key in the flattened cache of one layer.
+        slots, heads, max_keys = self._shapes[0][1:4]
+        self._first_row = (torch.arange(slots * heads, device=self._device) * max_keys).view(slots, heads)
+
+    def free(self) -> None:
+        self.keys = self.values = torch.empty(0, dtype=self._dtype, device=self._device)
+        self.layers, self._flat = [], []
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def rows_at(self, positions: Tensor) -> Tensor:
+        """Find where keys of slots 0, 1, ... at these positions go in a flattened layer: [rows] -> [rows * heads]."""
+        return (self._first_row[: positions.shape[0]] + positions[:, None]).flatten()
+
+    def append(self, layer: int, at: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write one key and one value per slot, [rows, heads, dim] each, to the rows `at` of a flattened layer."""
+        keys, values = self._flat[layer]
+        keys.index_copy_(0, at, key.reshape(-1, keys.shape[1]))
+        values.index_copy_(0, at, value.reshape(-1, values.shape[1]))
+
+    def write(self, slots: Sequence[int], prefix: Prefix) -> None:
+        """Write the same prefix into each of these slots."""
+        first, last = min(slots), max(slots)
+        # Slots next to each other, as samples of a prompt mostly get them, are one copy.
+        runs = [slice(first, last + 1)] if last - first + 1 == len(slots) else [slice(s, s + 1) for s in slots]
+        for run in runs:
+            self.keys[:, run, :, : prefix.num_tokens] = prefix.keys[:, None]
+            self.values[:, run, :, : prefix.num_tokens] = prefix.values[:, None]
+
+    def move(self, source: int, target: int, num_keys: int) -> None:
+        for cache in (self.keys, self.values):
+            cache[:, target, :, :num_keys] = cache[:, source, :, :num_keys]
+
+    def erase(self, slot: int) -> None:
+        self.keys[:, slot] = 0
+        self.values[:, slot] = 0
+
+    def read(self, num_slots: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Copy the keys and values of the first slots to another device."""
+        keys, values = (cache[:, :num_slots, :, :num_keys] for cache in (self.keys, self.values))
+        return keys.to(device, copy=True), values.to(device, copy=True)
+
+    def put(self, keys: Tensor, values: Tensor) -> None:
+        """Write what `read` returned back into the first slots."""
+        self.keys[:, : keys.shape[1], :, : keys.shape[3]] = keys.to(self._device)
+        self.values[:, : values.shape[1], :, : values.shape[3]] = values.to(self._device)
+
+
+class SlotModel(Protocol):
+    """The interface of a model over slots. Tokens and positions are int64 on the model's device."""
+
+    cache: SlotCache
+    vocab_size: int
+    max_forward_tokens: int  # of one prefill or scoring forward, unless a single sequence is longer
+
+    def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
+        """Return the numbers of rows and keys to call `decode` with, at least these."""
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> list[Prefix]:
+        """Compute the prefix of each row of [batch, padded length] tokens, cut to its length."""
+
+    def decode(self, tokens: Tensor, positions: Tensor, num_keys: int) -> Tensor:
+        """Append one token to each of the first slots. [rows], [rows] -> [rows, vocab] float32 logits.
+
+        num_keys: how many keys of each slot to look at; past its position a row's keys are masked.
+        """
+
+    def release(self) -> None:
+        """Forget what refers to the memory of weights and cache: it is about to move."""
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Compute what `logits` takes, for scoring: [batch, padded length] -> [batch, padded length, ...]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits from rows of `hidden`: [rows, ...] -> [rows, vocab] float32."""
+
+
+def causal_bias(positions: Tensor, num_keys: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """Make an attention bias, [rows] -> [rows, 1, 1, num_keys]: 0 for keys that the row sees, else -inf.
+
+    A row sees keys up to its position, with a `window` only the last of them.
+    """
+    keys = torch.arange(num_keys, device=positions.device)
+    is_seen = keys <= positions[:, None]
+    if window is not None:
+        is_seen &= keys > positions[:, None] - window
+    bias = torch.zeros(is_seen.shape, dtype=dtype, device=positions.device)
+    return bias.masked_fill_(~is_seen, -torch.inf)[:, None, None, :]
+
+
+def cut_prefixes(keys: Sequence[Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> list[Prefix]:
+    """Cut keys and values, per layer [batch, kv_heads, length, dim], into one prefix per row with its own memory."""
+    return [
+        Prefix(torch.stack([k[b, :, :n] for k in keys]), torch.stack([v[b, :, :n] for v in values]))
+        for b, n in enumerate(lengths)
+    ]

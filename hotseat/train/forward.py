@@ -1,0 +1,59 @@
+"""A forward from a flat micro-batch to flat outputs, whatever layout the model runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hotseat.train.backend import Outputs
+from hotseat.train.experts import balancing_loss
+from hotseat.train.packing import LayoutKind, model_input
+from hotseat.train.sequence import SequenceGroup
+from hotseat.types import MicroBatch
+
+
+@dataclass
+class ForwardPass:
+    """Lays micro-batches out for the model, runs it, and lays its outputs flat again."""
+
+    layout: LayoutKind
+    has_flash: bool
+    device: torch.device
+    sequence: SequenceGroup
+    dropouts: Sequence[nn.Module] = ()  # in front of adapters; all others are off for good
+
+    def set_dropout(self, is_on: bool) -> None:
+        for dropout in self.dropouts:
+            dropout.train(is_on)
+
+    def run(
+        self,
+        module: nn.Module,
+        model_batch: MicroBatch,
+        num_tokens: int,
+        temperature: float,
+        *,
+        with_entropy: bool = False,
+        with_routing: bool = False,
+    ) -> Outputs:
+        """Run `module` on `model_batch` and return the outputs of its first `num_tokens` tokens."""
+        inputs = model_input(
+            model_batch,
+            self.layout,
+            device=self.device,
+            has_flash=self.has_flash,
+            group=self.sequence,
+            with_counts=with_routing,
+        )
+        outputs: dict[str, Tensor] = module(inputs, temperature, with_entropy)
+        routing = outputs.pop("routing", None)
+        aux_loss = None if routing is None else balancing_loss(self.sequence.add_up(routing))
+
+        def flat(values: Tensor) -> Tensor:
+            mine = values.new_zeros(model_batch.num_tokens).index_copy(0, inputs.tokens, values)
+            return self.sequence.add_up(mine)[:num_tokens]
+
+        return Outputs(**{name: flat(values) for name, values in outputs.items()}, aux_loss=aux_loss)

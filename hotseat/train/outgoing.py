@@ -1,0 +1,58 @@
+"""Weights on their way out of the trainer: their types, and adapters merged into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hotseat.train.backend import Precision
+from hotseat.train.lora import Adapter
+
+# Rows of a weight as they leave, from its name, the live rows and the index of the first of them.
+Merge = Callable[[str, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class OutgoingWeights:
+    """Types and adapters: the differences between a weight in the trainer and the same weight in an engine."""
+
+    model: PreTrainedModel
+    adapters: Mapping[str, Adapter]  # by the name of their weight; empty: all weights are trained
+    precision: Precision
+
+    def dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Return the type in which weights leave; None: each in its own.
+
+        A frozen base may have fewer bits than the adapters, and than the two merged: then the type is that of
+        the training's precision.
+        """
+        if dtype is not None or not self.adapters:
+            return dtype
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def buffer_dtype(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Return the type in which a buffer leaves: `dtype`, unless transformers always keeps it in 32 bits."""
+        kept = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
+        return None if set(name.split(".")) & set(kept) else dtype
+
+    def factor_names(self) -> list[str]:
+        """List the names of the adapters' factors."""
+        return [name for each in self.adapters.values() for name in (each.a, each.b)]
+
+    def merging(self, factors: Mapping[str, Tensor]) -> Merge:
+        """Return the function that merges adapters into weights, from all their factors, whole."""
+
+        def merged(name: str, rows: Tensor, first_row: int) -> Tensor:
+            adapter = self.adapters.get(name)
+            return rows if adapter is None else adapter.merge(rows, first_row, factors[adapter.a], factors[adapter.b])
+
+        return merged
+
+
+def convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Convert a tensor of floating-point numbers; None, and other tensors: leave it as it is."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

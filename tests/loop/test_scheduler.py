@@ -1,0 +1,256 @@
+"""Leases on devices: which parts are offloaded and onloaded, and who holds the lease."""
+
+import time
+
+import pytest
+
+from hotseat.cluster.lease import DeviceMemory, Holder
+from hotseat.config import loads
+from hotseat.errors import DeadlineError, PlacementError, RunError
+from hotseat.loop.devices.memory import DeviceWatch
+from hotseat.loop.devices.scheduler import DeviceScheduler
+from hotseat.loop.planning.plan import make_plan
+from hotseat.types import Moved
+
+
+class FakeProcess:
+    """One rank of a `FakeGroup`, of which methods are called by their names."""
+
+    def __init__(self, group: "FakeGroup", rank: int):
+        self.group, self.rank = group, rank
+
+    def within(self, timeout_s):
+        return self
+
+    def call(self, method, *args):
+        return [self.group.answer(self.rank, method.__name__, *args)]
+
+
+class FakeGroup:
+    """Records what it is asked; every part has 100 bytes."""
+
+    def __init__(self, name: str, size: int):
+        self.name, self.size = name, size
+        self.calls: list[tuple] = []
+
+    def holders(self):
+        return tuple(Holder(self.name, rank, pid=100 + rank) for rank in range(self.size))
+
+    def on(self, rank):
+        return FakeProcess(self, rank)
+
+    def answer(self, rank, method, *args):
+        self.calls.append((method, *args, (rank,)))
+        return Moved(100 * len(args[0]), 100, 1.0)
+
+    def taken(self):
+        calls, self.calls = self.calls, []
+        return calls
+
+
+COLOCATED = """
+cluster: {component_placement: {actor: 0, rollout: "@actor"}}
+actor: {enable_offload: true}
+rollout: {enable_offload: true}
+"""
+
+
+def make_scheduler(text: str, inventory: str, **options):
+    plan = make_plan(loads(text), inventory)
+    groups = {role.name: FakeGroup(role.name, len(role.processes)) for role in plan.roles}
+    return DeviceScheduler(plan, groups, timeout_s=5.0, **options), groups
+
+
+def test_roles_that_always_leave_take_turns():
+    scheduler, groups = make_scheduler(COLOCATED, "1x1")
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    # Everything starts on the device; the actor makes room for the rollout.
+    assert groups["actor"].taken() == [("offload", ["weights", "gradients", "optimizer"], True, (0,))]
+    assert groups["rollout"].taken() == []
+    with scheduler.lease("update", "actor"):
+        pass
+    # The engine's weights come back by the next push: no copy is kept.
+    assert groups["rollout"].taken() == [("offload", ["weights", "kv_cache"], False, (0,))]
+    [(method, parts, ranks)] = groups["actor"].taken()
+    assert (method, sorted(parts), ranks) == ("onload", ["gradients", "optimizer", "weights"], (0,))
+    with scheduler.lease("sync", "actor"):
+        pass
+    assert groups["rollout"].taken() == [("onload", ["weights"], (0,))]
+    assert sorted(groups["actor"].taken()[0][1]) == ["gradients", "optimizer"]
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    assert groups["actor"].taken() == [("offload", ["weights"], True, (0,))]
+    assert groups["rollout"].taken() == [("onload", ["kv_cache"], (0,))]
+    scheduler.close()
+
+
+def test_where_all_fits_nothing_moves():
+    scheduler, groups = make_scheduler("cluster: {component_placement: {actor: 0, rollout: '@actor'}}", "1x1")
+    for phase, role in [("rollout", "rollout"), ("prepare", "actor"), ("update", "actor"), ("sync", "actor")] * 2:
+        with scheduler.lease(phase, role):
+            pass
+    assert groups["actor"].calls == groups["rollout"].calls == []
+    assert not scheduler.moves
+
+
+def test_hand_overs_say_who_gave_up_how_much():
+    scheduler, _ = make_scheduler(COLOCATED, "1x1")
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    with scheduler.lease("update", "actor"):
+        pass
+    first, second = scheduler.log()
+    assert (first.from_phase, first.to_phase) == (None, "rollout")
+    assert (second.from_phase, second.to_phase, second.bytes_given_up) == ("rollout", "update", 200)
+    assert [(move.role, move.is_leaving) for move in scheduler.moves][:1] == [("actor", True)]
+
+
+def test_only_the_ranks_that_share_a_device_move():
+    text = """
+cluster: {component_placement: {actor: 0-1, rollout: 1}}
+rollout: {enable_offload: true}
+actor: {enable_offload: true}
+"""
+    scheduler, groups = make_scheduler(text, "1x2")
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    assert [call[-1] for call in groups["actor"].taken()] == [(0,), (1,)]
+    with scheduler.lease("update", "actor"):
+        pass
+    assert [call[-1] for call in groups["rollout"].taken()] == [(0,)]
+
+
+def test_a_phase_that_the_flow_does_not_have_is_named():
+    scheduler, _ = make_scheduler(COLOCATED, "1x1")
+    found = "no phase 'prepare' in which reference works; it has rollout: rollout"
+    with pytest.raises(PlacementError, match=found), scheduler.lease("prepare", "reference"):
+        pass
+
+
+def test_a_device_that_is_not_given_back_is_waited_for_and_the_holder_named():
+    scheduler, _ = make_scheduler(COLOCATED, "1x1")
+    scheduler._timeout_s = 0.2
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    scheduler._lease = None  # the holder never reports
+    found = r"phase 'update' waited .* rollout\[0\]"
+    with pytest.raises(DeadlineError, match=found), scheduler.lease("update", "actor"):
+        pass
+
+
+def test_a_device_watch_keeps_the_most_that_was_in_use() -> None:
+    used = iter([5 << 30, 9 << 30, 7 << 30])
+    last = [0]
+
+    def measure(device: int) -> DeviceMemory | None:
+        if device == 1:
+            return None
+        last[0] = next(used, last[0])
+        return DeviceMemory(last[0])
+
+    watch = DeviceWatch([0, 1], measure)  # the first look says which devices can be measured
+    while last[0] != 7 << 30:
+        time.sleep(0.005)
+    assert watch.peaks_gib() == {0: 9.0}
+    assert watch.peaks_gib() == {0: 7.0}
+    watch.close()
+
+
+def test_memory_that_did_not_leave_names_its_holder() -> None:
+    """The actor says that it gave up 3 x 100 bytes; an allowance of half a GiB covers that, but not 3 GiB."""
+
+    class Liar(FakeGroup):
+        def answer(self, rank, method, *args):
+            return Moved(3 << 30, 0, 1.0)
+
+    scheduler, groups = make_scheduler(COLOCATED, "1x1", measure=lambda device: DeviceMemory(10 << 30))
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    groups["rollout"] = scheduler._groups["rollout"] = Liar("rollout", 1)
+    with (
+        pytest.raises(
+            RunError,
+            match=r"rollout rank 0 offloaded its weights and kv_cache on device 0, by its own account 3.00 GiB,"
+            r" but the memory in use there fell by 0.00 GiB",
+        ),
+        scheduler.lease("update", "actor"),
+    ):
+        pass
+
+
+def test_seconds_and_bytes_of_hand_overs_are_counted_since_last_asked() -> None:
+    scheduler, _ = make_scheduler(COLOCATED, "1x1")
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    with scheduler.lease("update", "actor"):
+        pass
+    spent = scheduler.spent()
+    assert spent["gib"] == pytest.approx(
+        (300 + 200 + 300) / 2**30
+    )  # the actor leaves, the engine leaves, the actor comes
+    assert spent["offload_s"] >= 0
+    assert scheduler.spent() == {}
+
+
+def test_idle_roles_give_back_what_they_cached_where_memory_is_short() -> None:
+    class Caching(FakeGroup):
+        def answer(self, rank, method, *args):
+            if method == "release_cache":
+                self.calls.append((method, (rank,)))
+                return None
+            return super().answer(rank, method, *args)
+
+    text = """
+cluster: {component_placement: {actor: 0, rollout: "@actor"}}
+actor: {shape: {hidden_size: 1536, num_hidden_layers: 28, num_attention_heads: 12, num_key_value_heads: 2,
+  intermediate_size: 8960, vocab_size: 151936, tie_word_embeddings: true, model_type: qwen2}}
+rollout: {engine: vllm, memory_share: 0.4}
+"""
+    for used_gib, calls in ((60, []), (138, [("release_cache", (0,))])):
+        memory = DeviceMemory(used_gib << 30, 139 << 30)
+        scheduler, groups = make_scheduler(text, "1x1xH200", measure=lambda device, memory=memory: memory)
+        groups["actor"] = scheduler._groups["actor"] = Caching("actor", 1)
+        with scheduler.lease("rollout", "rollout"):
+            pass
+        assert groups["actor"].calls == calls
+
+
+def test_a_process_that_replaces_a_dead_one_may_hold_more_than_there_was() -> None:
+    """Its lease was granted when its weights were away; the new process has them."""
+    used = [10 << 30]
+    gone: set[int] = set()
+    scheduler, _ = make_scheduler(
+        COLOCATED,
+        "1x1",
+        measure=lambda device: DeviceMemory(used[0]),
+        is_gone=lambda holder: holder.pid in gone,
+    )
+    with scheduler.lease("rollout", "rollout"):
+        pass
+    gone.add(100)
+    used[0] = 13 << 30
+    scheduler.replaced("rollout", 0)
+    with scheduler.lease("update", "actor"):
+        pass
+    assert scheduler.log()[-1].died == ("rollout[0] (pid 100)",)
+
+
+def test_a_process_without_devices_can_be_replaced_too() -> None:
+    scheduler, groups = make_scheduler("cluster: {component_placement: {actor: 0, rollout: cpu*1}}", "1x1")
+    scheduler.make_way("rollout", 0)
+    scheduler.replaced("rollout", 0)
+    assert groups["actor"].calls == []
+
+
+def test_others_make_way_for_an_engine_that_starts_anew() -> None:
+    scheduler, groups = make_scheduler(COLOCATED, "1x1")
+    with scheduler.lease("sync", "actor"):
+        pass
+    groups["actor"].taken()
+    scheduler.make_way("rollout", 0)
+    assert groups["actor"].taken() == [("offload", ["weights"], True, (0,))]  # the rest had left before
+    scheduler.replaced("rollout", 0)
+    with scheduler.lease("sync", "actor"):
+        pass
+    assert ("onload", ["weights"], (0,)) in groups["actor"].taken()

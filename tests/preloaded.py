@@ -1,0 +1,349 @@
+"""Python processes that start with torch and transformers loaded: a process that has imported them forks them off.
+
+    with popen([sys.executable, "-m", "hotseat.cli.main", "run", path], env=env, stdout=PIPE) as process: ...
+    done = run([sys.executable, "-c", code], capture_output=True, timeout=300)
+
+Importing them takes longer than most tests of a process. Nothing of this project is imported before the fork: each
+process reads the environment and the arguments that it was started with. What starts, and what is loaded first, is not
+tested with processes like these; drivers of Ray are not either. On machines with CUDA devices they are ordinary
+processes: CUDA does not survive a fork, and libraries look for devices while they are imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
+LOADED = (
+    "numpy",
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.attention.varlen",
+    "torch.utils.flop_counter",
+    "torch.utils.tensorboard",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "pydantic.main",
+    "rich.live",
+    "rich.table",
+    "safetensors.torch",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+_LENGTH = struct.Struct("!q")
+
+
+# --- the side of the tests --------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A process that was forked off. As much of `subprocess.Popen` as the tests use."""
+
+    def __init__(self, argv: Sequence[str], connection: socket.socket, streams: list[IO[Any] | None]):
+        self.args = list(argv)
+        self.stdin, self.stdout, self.stderr = streams
+        self.returncode: int | None = None
+        self._connection = connection
+        answer, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
+        if len(answer) < _LENGTH.size:
+            raise RuntimeError("the process that forks others is gone")
+        (self.pid,) = _LENGTH.unpack(answer)
+        (self._pidfd,) = fds
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            answer = self._connection.recv(_LENGTH.size)
+            if len(answer) < _LENGTH.size:
+                raise RuntimeError("the process that forks others is gone")
+            (self.returncode,) = _LENGTH.unpack(answer)
+            self._connection.close()
+            os.close(self._pidfd)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
+        """Read both streams to their ends, and wait for that of the process."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        texts: dict[int, Any] = {}
+
+        def read(number: int, stream: IO[Any]) -> None:
+            texts[number] = stream.read()
+
+        readers = [
+            threading.Thread(target=read, args=(number, stream), daemon=True)
+            for number, stream in enumerate((self.stdout, self.stderr))
+            if stream is not None
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return texts.get(0), texts.get(1)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+
+def popen(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    text: bool = False,
+    process_group: int | None = None,
+) -> Process:
+    """Start `python -m MODULE`, `python -c CODE` or `python FILE`, as `subprocess.Popen` does."""
+    assert argv[0] == sys.executable, argv
+    if Path("/dev/nvidiactl").exists():
+        options = {"env": env, "cwd": cwd, "stdout": stdout, "stderr": stderr, "process_group": process_group}
+        return subprocess.Popen(argv, stdin=DEVNULL, text=text, **options)  # type: ignore[return-value]
+    ends: list[IO[Any] | None] = [None, None, None]
+    ours: list[int] = []
+
+    def stream(number: int, wanted: int | IO[Any] | None) -> int:
+        if wanted is None:
+            return number
+        if wanted == DEVNULL:
+            ours.append(os.open(os.devnull, os.O_RDWR))
+            return ours[-1]
+        if wanted == STDOUT:
+            return fds[1]
+        if wanted == PIPE:
+            read, write = os.pipe()
+            ours.append(write)
+            ends[number] = os.fdopen(read, "r" if text else "rb")
+            return write
+        assert not isinstance(wanted, int)
+        return wanted.fileno()
+
+    fds = [stream(0, DEVNULL)]
+    fds.append(stream(1, stdout))
+    fds.append(stream(2, stderr))
+    request = pickle.dumps(
+        {
+            "argv": [str(each) for each in argv[1:]],
+            "env": dict(os.environ if env is None else env),
+            "cwd": str(cwd or os.getcwd()),
+            "process_group": process_group,
+        }
+    )
+    connection = _Loaded.connect()
+    try:
+        socket.send_fds(connection, [_LENGTH.pack(len(request))], fds)
+        connection.sendall(request)
+        return Process(argv, connection, ends)
+    finally:
+        for fd in ours:
+            os.close(fd)
+
+
+def run(
+    argv: Sequence[str], *, capture_output: bool = False, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """Start a process and wait for its end, as `subprocess.run` does."""
+    if capture_output:
+        options |= {"stdout": PIPE, "stderr": PIPE}
+    with popen(argv, **options) as process:
+        try:
+            out, error = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, process.wait(), out, error)
+
+
+class _Loaded:
+    """The process that has everything loaded: one per process of tests, started when the first asks for it."""
+
+    address: str | None = None
+    owner = 0
+
+    @classmethod
+    def connect(cls) -> socket.socket:
+        if cls.address is None or cls.owner != os.getpid():
+            cls._start()
+        connection = socket.socket(socket.AF_UNIX)
+        assert cls.address is not None
+        connection.connect(cls.address)
+        return connection
+
+    @classmethod
+    def _start(cls) -> None:
+        directory = tempfile.mkdtemp(prefix="preloaded-")
+        address = f"{directory}/socket"
+        # Its libraries must not start threads: they would not survive a fork. Forked processes start theirs.
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+        env |= {"OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        process = subprocess.Popen(
+            [sys.executable, __file__, address], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the process that forks others did not start: exit code {process.wait()}")
+        cls.address, cls.owner = address, os.getpid()
+
+        def end() -> None:
+            if cls.owner == os.getpid():
+                process.kill()
+                process.wait()
+                os.unlink(address)
+                os.rmdir(directory)
+
+        atexit.register(end)
+
+
+# --- the process that forks -------------------------------------------------------------------------------------------
+
+
+def _serve(address: str) -> dict[str, Any]:
+    """Fork a process per request, and tell who asked how it ended. Returns in the forked process, with the request.
+
+    Ends when its standard input is closed, which happens at the latest with the end of the tests.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
+    print("ready", flush=True)
+    while True:
+        ready, _, _ = select.select([0, listener, *running], [], [])
+        if 0 in ready and not os.read(0, 1):
+            sys.exit()
+        for pidfd in [fd for fd in ready if fd in running]:
+            pid, connection = running.pop(pidfd)
+            _, status = os.waitpid(pid, 0)
+            with contextlib.suppress(OSError):  # who asked is gone
+                connection.sendall(_LENGTH.pack(os.waitstatus_to_exitcode(status)))
+            connection.close()
+            os.close(pidfd)
+        if listener in ready:
+            connection, _ = listener.accept()
+            request, fds = _read(connection)
+            pid = os.fork()
+            if request["process_group"] is not None:
+                # Here for who asked, there for what it does first: either may come first.
+                with contextlib.suppress(OSError):
+                    os.setpgid(pid, request["process_group"])
+            if pid == 0:
+                listener.close()
+                for pidfd, (_, other) in running.items():
+                    other.close()
+                    os.close(pidfd)
+                connection.close()
+                for number, fd in enumerate(fds):
+                    os.dup2(fd, number)
+                for fd in set(fds) - {0, 1, 2}:
+                    os.close(fd)
+                return request
+            for fd in fds:
+                os.close(fd)
+            pidfd = os.pidfd_open(pid)
+            running[pidfd] = (pid, connection)
+            with contextlib.suppress(OSError):
+                socket.send_fds(connection, [_LENGTH.pack(pid)], [pidfd])
+
+
+def _read(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+    (length,) = _LENGTH.unpack(head)
+    parts = []
+    while length > 0:
+        parts.append(connection.recv(length))
+        length -= len(parts[-1])
+    return pickle.loads(b"".join(parts)), fds
+
+
+def _become(request: dict[str, Any], path: list[str]) -> None:
+    """Make this process one that was started with these arguments, in this environment."""
+    import numpy
+    import torch
+
+    atexit.register(gc.unfreeze)
+    env, argv = request["env"], request["argv"]
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(request["cwd"])
+    numpy.random.seed()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in its background ignores it
+    if "OMP_NUM_THREADS" in env:  # libraries have read it when they were loaded
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    sys.path[:] = ["", *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *path]
+    if argv[0] == "-m":
+        sys.argv[:] = argv[1:]
+        sys.path[0] = request["cwd"]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    elif argv[0] == "-c":
+        sys.argv[:] = ["-c", *argv[2:]]
+        exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.argv[:] = argv
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def _main() -> None:
+    path = sys.path[1:]
+    for name in LOADED:
+        if importlib.util.find_spec(name.partition(".")[0]):  # some are optional
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # forked processes do not look through what they share with this one, until they end
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads, of which a fork would keep one"
+    _become(_serve(sys.argv[1]), path)
+
+
+if __name__ == "__main__":
+    _main()

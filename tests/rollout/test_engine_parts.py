@@ -1,0 +1,142 @@
+"""The pieces of a threaded engine, each alone: its requests, its thread, and the state in which it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from hotseat.errors import RunError, UserError, WeightError, WorkerError
+from hotseat.rollout._engine_thread import EngineThread, Work
+from hotseat.rollout._requests import EngineSequence, RequestTable
+from hotseat.rollout._serving import ServingState
+from hotseat.types import Request, Sampling
+
+WAIT_S = 60.0
+
+
+def sequence(name: str) -> EngineSequence:
+    return EngineSequence(Request(name, (1, 2), Sampling(max_new_tokens=2), seed=0), frozenset({9}), 2)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_run_in_order_and_those_cancelled_while_they_wait_are_skipped() -> None:
+    table = RequestTable(threading.Condition())
+    first, second, third = sequence("a"), sequence("b"), sequence("c")
+    table.add([first, second, third])
+    second.future.cancel()
+    assert [s.request.id for s in table.upcoming(1)] == ["a"]
+    assert table.take_waiting(2) == [first, third]
+    assert (len(table), table.num_waiting) == (2, 0)
+
+
+def test_an_id_is_unique_among_unfinished_requests() -> None:
+    table = RequestTable(threading.Condition())
+    table.add([sequence("a")])
+    with pytest.raises(UserError, match="'a' is already in flight"):
+        table.add([sequence("b"), sequence("a")])
+    assert len(table) == 1
+    [taken] = table.take_waiting(1)
+    assert taken.append(5, -1.0, 3) is None
+    assert taken.append(9, -2.0, 4) == "stop"
+    table.complete([(taken, taken.completion("stop"))])
+    assert taken.future.result(0).versions == (3, 4)
+    table.add([sequence("a")])
+
+
+def test_requests_that_stop_waiting_are_named_unless_they_were_cancelled() -> None:
+    table = RequestTable(threading.Condition())
+    running, waiting, cancelled = sequence("a"), sequence("b"), sequence("c")
+    table.add([running, waiting, cancelled])
+    table.take_waiting(1)
+    cancelled.future.cancel()
+    chosen, ids = table.stop_waiting(None)
+    assert (chosen, ids) == ([running, waiting, cancelled], ["a", "b"])
+    assert table.num_waiting == 0
+
+
+# --- the thread -------------------------------------------------------------------------------------------------------
+
+
+def started(step: Any, pending: Future[Any]) -> tuple[EngineThread, list[str], threading.Event]:
+    """A thread that steps once `go` is set; what it did last is in the list."""
+    wake, go, done = threading.Condition(), threading.Event(), []
+    work = Work(go.is_set, step, lambda: done.append("end"), lambda: [pending])
+    thread = EngineThread(wake, torch.device("cpu"), None, WAIT_S)
+    thread.start(work)
+    return thread, done, go
+
+
+def test_commands_run_on_the_thread_and_give_back_results_and_errors() -> None:
+    thread, _, _ = started(lambda: None, Future())
+    assert thread.call("name", threading.current_thread) is thread.thread
+    with pytest.raises(ZeroDivisionError):
+        thread.call("divide", lambda: 1 // 0)
+    with pytest.raises(RunError, match="nested was called from a callback"):
+        thread.call("outer", lambda: thread.call("nested", lambda: None))
+    thread.close(WAIT_S)
+
+
+def test_close_ends_the_work_and_tells_whoever_waits() -> None:
+    pending: Future[Any] = Future()
+    thread, done, _ = started(lambda: None, pending)
+    thread.close(WAIT_S)
+    assert done == ["end"]
+    with pytest.raises(RunError, match="the engine was closed"):
+        pending.result(WAIT_S)
+    with pytest.raises(RunError, match="the engine was closed"):
+        thread.call("late", lambda: None)
+
+
+def test_a_step_that_fails_ends_the_thread_and_tells_why() -> None:
+    def fail() -> None:
+        raise ValueError("no memory")
+
+    pending: Future[Any] = Future()
+    thread, done, go = started(fail, pending)
+    go.set()
+    with contextlib.suppress(WorkerError):  # it may have died before the call
+        thread.call("wake up", lambda: None)
+    with pytest.raises(WorkerError, match="the engine's thread died: ValueError: no memory"):
+        pending.result(WAIT_S)
+    assert done == ["end"]
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_breaks_the_weights_until_the_next_one_succeeds() -> None:
+    state = ServingState(threading.Condition(), version=1)
+    state.begin_load(2)
+    assert state.is_held()
+    with pytest.raises(WeightError, match="version 2 were loaded in part .missing a, b"):
+        state.finish_load(["a", "b"])
+    with pytest.raises(WeightError, match="load them all again"):
+        state.raise_unless_ready()
+    assert (state.version, state.is_held()) == (1, True)
+    state.begin_load(3)
+    state.finish_load([])
+    state.raise_unless_ready()
+    assert (state.version, state.is_held()) == (3, False)
+
+
+def test_parts_leave_only_when_nothing_runs_or_loads() -> None:
+    state = ServingState(threading.Condition(), version=0)
+    both = frozenset({"weights", "kv_cache"})
+    with pytest.raises(RunError, match="2 requests in flight"):
+        state.begin_offload(both, num_in_flight=2)
+    state.is_paused = True
+    assert state.begin_offload(frozenset({"kv_cache"}), num_in_flight=2) == {"kv_cache"}
+    assert state.begin_offload(both, num_in_flight=2) == {"weights"}
+    with pytest.raises(RunError, match="weights offloaded: onload before loading"):
+        state.begin_load(1)
+    state.end_onload(both)
+    state.begin_load(1)
+    with pytest.raises(RunError, match="version 1 are being loaded"):
+        state.begin_offload(both, num_in_flight=0)

@@ -1,0 +1,59 @@
+"""`preloaded`: processes that are forked off are as those that `subprocess` starts, but have torch loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import preloaded
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SEEN = """
+import json, os, sys
+ours = sorted(name for name in sys.modules if name.partition(".")[0] in ("hotseat", "ray"))
+print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("GREETING"), os.environ.get("LEFT"), ours]))
+print("a complaint", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_it_sees_arguments_folder_and_environment_as_any_other_process_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEFT", "not for it")
+    (tmp_path / "seen.py").write_text(SEEN)
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path), "GREETING": "hello"}
+    for program in (["-c", SEEN], [str(tmp_path / "seen.py")], ["-m", "seen"]):
+        options = {"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
+        ours, plain = (run([sys.executable, *program, "a", "b"], **options) for run in (preloaded.run, subprocess.run))
+        assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+        assert ours.stdout == f'[["a", "b"], "{tmp_path}", "hello", null, []]\n'
+
+
+def test_signals_reach_it_and_its_end_is_reported():
+    code = "import time; print('up', flush=True); time.sleep(1000)"
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with preloaded.popen([sys.executable, "-c", code], stdout=preloaded.PIPE, text=True) as process:
+            assert process.stdout.readline() == "up\n"
+            assert process.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.1)
+            process.send_signal(number)
+            assert process.wait(240) == -number
+        process.kill()  # of one that is gone: nothing happens
+
+
+def test_it_may_lead_a_group_of_its_own():
+    code = "import os; print(os.getpid() == os.getpgid(0))"
+    for process_group, is_leader in ((None, False), (0, True)):
+        done = preloaded.run(
+            [sys.executable, "-c", code], process_group=process_group, capture_output=True, text=True, timeout=860
+        )
+        assert done.stdout == f"{is_leader}\n"
+
+
+def test_what_takes_too_long_is_ended():
+    with pytest.raises(subprocess.TimeoutExpired):
+        preloaded.run([sys.executable, "-c", "import time; time.sleep(1000)"], capture_output=True, timeout=0.5)
