@@ -37,7 +37,6 @@ class Unbuilt:
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("task", "preference optimisation", ("dpo",), options=("algorithm.dpo",)),
     Unbuilt("flow", "flows other than the task's own"),
-    Unbuilt("overlap", "rollout beside training"),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt("reward.url", "reward servers"),
     Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),

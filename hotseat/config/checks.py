@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hotseat.config.maths import max_sampled_tokens, shortest_kl_horizon, uses_k1_loss
+from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model, placed_roles
 from hotseat.config.schema import Config, Optimizer
 
@@ -153,12 +153,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("algorithm.correction.low", "algorithm.correction.high"),
-        _rl_but(lambda c: c.algorithm.correction.kind != "none"),
+        _rl_but(lambda c: correction_kind(c) != "none"),
         _says("algorithm.correction.kind is none"),
     ),
     Rule(
         ("algorithm.correction.low", "algorithm.correction.high"),
-        _rl_but(lambda c: c.algorithm.correction.kind != "rollout-ratio"),
+        _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
         _says("algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound"),
     ),
     Rule(
@@ -235,9 +235,9 @@ RULES: tuple[Rule, ...] = (
         _says("agent.path is not set, so an episode has one turn"),
     ),
     Rule(
-        ("overlap.partial_rollout",),
-        _rl_but(lambda c: c.overlap.queue > 0 or c.overlap.staleness > 0),
-        _says("overlap.queue and overlap.staleness are 0, so no push meets a running rollout"),
+        ("overlap.queue", "overlap.order", "overlap.in_flight"),
+        _rl_but(lambda c: c.overlap.staleness > 0),
+        _says("overlap.staleness is 0, so a rollout ends before the training on it begins"),
     ),
     Rule(
         ("data.input_template",),
@@ -333,6 +333,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
             ("train.fp32_master", "false: weights in fp16 alone would not move by a small step; set it to true")
         )
     found += _maths_conflicts(config)
+    found += _overlap_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         found.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
@@ -406,6 +407,29 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     return found
 
 
+def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Find settings of overlap that exclude each other."""
+    overlap, found = config.overlap, []
+    if config.task != "rl" or overlap.staleness == 0:
+        return []
+    if overlap_queue(config) > overlap.staleness:
+        found.append(
+            (
+                "overlap.queue",
+                f"{overlap.queue} batches ahead would be older than overlap.staleness {overlap.staleness} allows: set"
+                f" at most {overlap.staleness}, or staleness {overlap.queue}",
+            )
+        )
+    if overlap.in_flight == "keep" and config.rollout.engine == "vllm":
+        found.append(
+            (
+                "overlap.in_flight",
+                "keep: the vLLM engine recomputes keys and values of open requests when weights change; set recompute",
+            )
+        )
+    return found
+
+
 def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
     """Values of an RL run's maths that would fail, or do nothing, after the first rollout."""
     if config.task != "rl":
@@ -421,7 +445,7 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
                 " usually 0.5 and 5",
             )
         )
-    if algorithm.policy_loss == "gspo" and correction.kind not in ("none", "rollout-ratio"):
+    if algorithm.policy_loss == "gspo" and correction.kind not in (None, "none", "rollout-ratio"):
         found.append(
             (
                 "algorithm.correction.kind",

@@ -11,6 +11,7 @@ from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
+CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"]
 
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
 
@@ -31,6 +32,21 @@ def kl_estimator(config: Config) -> KlEstimator:
     """Return the KL estimator of a run: the one that is set, or k1 in the reward and k2 as a loss."""
     kl = config.algorithm.kl
     return kl.estimator or ("k2" if kl.as_loss else "k1")
+
+
+def overlap_queue(config: Config) -> int:
+    """Return how many batches rollout may be ahead, besides the one in progress."""
+    overlap = config.overlap
+    return overlap.staleness if overlap.queue is None else overlap.queue
+
+
+def correction_kind(config: Config) -> CorrectionKind:
+    """Return the off-policy correction of a run: the one that is set, or one that fits the age of its samples."""
+    if config.algorithm.correction.kind is not None:
+        return config.algorithm.correction.kind
+    if config.overlap.staleness == 0:
+        return "none"
+    return "rollout-ratio" if config.algorithm.policy_loss == "gspo" else "tis"
 
 
 def uses_k1_loss(config: Config) -> bool:
@@ -105,6 +121,11 @@ def maths_notes(config: Config) -> list[str]:
         notes.append(
             "warning: algorithm.kl.estimator is k1 as a loss, whose gradient is zero on average whatever the reference:"
             " it adds noise and keeps the policy near nothing; set k2 or k3 (--kl_estimator), or put it into the reward"
+        )
+    if config.overlap.staleness > 0 and correction_kind(config) == "none":
+        notes.append(
+            f"warning: overlap.staleness is {config.overlap.staleness} and algorithm.correction.kind is none: samples"
+            " of older weights are learned from as if they were of the current policy; leave it unset to correct that"
         )
     is_limit_used = config.reward.overlong.buffer_length > 0 or used == "constant"
     if config.agent.path is not None and is_limit_used:

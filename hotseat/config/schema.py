@@ -95,12 +95,14 @@ class PhaseSpec(Section):
 
 
 class Overlap(Section):
-    queue: NotNegative = 0
-    """Rollout batches that may wait for training while the next one is generated."""
     staleness: NotNegative = 0
-    """Weight versions by which a sample may lag behind the policy that learns from it."""
-    partial_rollout: bool = False
-    """Let a weight push interrupt generation and finish the samples with the new weights."""
+    """Weight versions by which a sample may lag behind the policy that learns from it; 0: rollout, then training."""
+    queue: NotNegative | None = None
+    """Batches that rollout may be ahead, besides the one in progress; unset is as many as `staleness`."""
+    order: Literal["prompt", "arrival"] = "prompt"
+    """A batch is made of the next prompts, whoever is slow, or of the groups that are finished first."""
+    in_flight: Literal["wait", "keep", "recompute", "restart"] = "wait"
+    """Open requests at a push: finish first, go on with old or recomputed keys and values, or start over."""
 
 
 # --- models and roles -------------------------------------------------------------------------------------------------
@@ -358,8 +360,8 @@ class Kl(Section):
 
 
 class Correction(Section):
-    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] = "none"
-    """What to do about the gap between engine and trainer log-probs; gspo has `rollout-ratio`, ppo the others."""
+    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] | None = None
+    """Correction of the gap between engine and trainer; unset is none, with staleness tis (gspo: rollout-ratio)."""
     low: Amount = 0.5
     """Lower bound of the ratio."""
     high: Amount = 5.0

@@ -13,7 +13,6 @@ from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, o
 from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view
-from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.state.saving import BACKEND, critic_folder
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
@@ -45,7 +44,6 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
     inputs.notes.extend(notes)
     from hotseat.loop.rl.assemble import COLUMNS, assemble
     from hotseat.loop.rl.launch import launch_groups
-    from hotseat.loop.rl.ledger import Ledger
     from hotseat.loop.rl.loop import train_rl
     from hotseat.loop.setup.inputs import eos_token_ids
     from hotseat.loop.state.watchdog import doing_in
@@ -58,8 +56,8 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
             say_plan(journal, place, maths_notes(place.config))
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
-            groups = launch_groups(place, inputs.algebra, eos, run.run_dir / LOGS, journal)
-            with assemble(place, inputs, groups, Ledger(run.run_dir), journal) as rl:
+            groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal)
+            with assemble(place, inputs, groups, run.run_dir, journal) as rl:
                 with saver.settled(journal), smaller_budget_kept(lambda: rl.micro_batches.config, saver.keep):
                     if place.has_new_budgets and are_budgets_tried(groups.have_gpus):
                         journal.phase("update")

@@ -10,6 +10,7 @@ from typing import Any
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.maths import overlap_queue
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.schema import Rollout, Train
 from hotseat.errors import PlacementError, TooFewDevicesError
@@ -260,7 +261,7 @@ def num_data_parallel(config: Config, made: Plan) -> int:
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
-    overlap = Overlap(config.overlap.queue, config.overlap.staleness)
+    overlap = Overlap(overlap_queue(config), config.overlap.staleness)
     if config.flow is not None:
         return parse_flow([phase.model_dump(exclude_defaults=True) for phase in config.flow], roles, overlap)
     task = "embodied" if config.task == "rl" and "env" in roles else config.task

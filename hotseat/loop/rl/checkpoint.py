@@ -12,6 +12,7 @@ from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.saving import BACKENDS, Parts, critic_folder
 from hotseat.loop.workers.models import ModelWorker
@@ -27,6 +28,7 @@ class RlCheckpoints:
         state: RlState,
         guard: CanaryGuard,
         ledger: Ledger,
+        stream: Stream,
         phase_settings: PhaseSettings,
     ):
         self._groups = groups
@@ -34,6 +36,7 @@ class RlCheckpoints:
         self._state = state
         self._guard = guard
         self._ledger = ledger
+        self._stream = stream
         self._settings = phase_settings
 
     @property
@@ -48,6 +51,7 @@ class RlCheckpoints:
         def write(path: Path, method: Callable[[ModelWorker, str], None] = ModelWorker.save) -> None:
             # The ledger before the ranks, which may go on writing when this returns.
             self._ledger.copy_to(path)
+            self._stream.save(path)
             for role, group in self._trained.items():
                 with self._scheduler.lease("update", role):
                     group.call(method, str(path / BACKENDS[role]))
@@ -68,6 +72,7 @@ class RlCheckpoints:
             export=export,
             state=lambda: {
                 **self._state.save(),
+                "stream": self._stream.state(),
                 "evaluation": evaluation,
                 "canary": self._guard.state(),
                 "num_ranks": self._groups.actor.size,
@@ -79,6 +84,7 @@ class RlCheckpoints:
         self._state.restore(checkpoint.state, self._settings.config)
         self._guard.restore(checkpoint.state.get("canary"))
         self._ledger.go_back(checkpoint.path)
+        self._stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
         for role, group in self._trained.items():
             with self._scheduler.lease("update", role):
                 group.call(ModelWorker.load, str(checkpoint.path / BACKENDS[role]))

@@ -86,13 +86,7 @@ class Collector:
             if len(kept) == num_groups:
                 collected, self.unfinished = self.unfinished, NOTHING
                 return collected
-        counts = Counter(reason for _, reason in dropped)
-        why = ", ".join(f"{count} dropped: {reason}" for reason, count in counts.most_common())
-        raise RunError(
-            f"{num_generated} prompts gave only {len(kept)} of the {num_groups} groups of a step ({why}): the rewards"
-            " leave nothing to learn from; widen algorithm.filtering.low and high, or switch"
-            " algorithm.filtering.enabled off"
-        )
+        raise too_few_kept(num_generated, len(kept), num_groups, [reason for _, reason in dropped])
 
     def evaluate(self, num_samples: int, sampling: Sampling, max_failed_fraction: float) -> list[GroupFacts]:
         """Every prompt, with the same seeds each time. Raises if too many samples failed."""
@@ -107,6 +101,16 @@ class Collector:
 
     def forget(self, facts: Sequence[GroupFacts]) -> None:
         self._hosts.call(RolloutHost.forget, [found.key for found in facts])
+
+
+def too_few_kept(num_generated: int, num_kept: int, num_groups: int, reasons: Sequence[str]) -> RunError:
+    """Make the error of a step for which too many groups were dropped."""
+    why = ", ".join(f"{count} dropped: {reason}" for reason, count in Counter(reasons).most_common())
+    return RunError(
+        f"{num_generated} prompts gave only {num_kept} of the {num_groups} groups of a step ({why}): the rewards"
+        " leave nothing to learn from; widen algorithm.filtering.low and high, or switch"
+        " algorithm.filtering.enabled off"
+    )
 
 
 def evaluation_metrics(

@@ -21,6 +21,7 @@ from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
+from hotseat.loop.state.run_dir import LOGS, SPOOL
 from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
@@ -59,17 +60,23 @@ class Groups:
 
 
 def launch_groups(
-    place: OnCluster, algebra: BatchAlgebra, eos_token_ids: tuple[int, ...], logs: Path, journal: Journal
+    place: OnCluster, algebra: BatchAlgebra, eos_token_ids: tuple[int, ...], run_dir: Path, journal: Journal
 ) -> Groups:
     """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
     assert algebra.schedule_length is not None
-    engine = settings.engine_settings(place.config, eos_token_ids, logs)
+    engine = settings.engine_settings(place.config, eos_token_ids, run_dir / LOGS)
+    host = _host_settings(place.config, run_dir / SPOOL)
     with closing(Readiness(journal.progress)) as readiness:
-        return _launch(place, algebra.schedule_length, engine, journal, readiness)
+        return _launch(place, algebra.schedule_length, engine, host, journal, readiness)
 
 
 def _launch(
-    place: OnCluster, schedule_length: int, engine: EngineSettings, journal: Journal, readiness: Readiness
+    place: OnCluster,
+    schedule_length: int,
+    engine: EngineSettings,
+    host: HostSettings,
+    journal: Journal,
+    readiness: Readiness,
 ) -> Groups:
     config, plan, cluster = place.config, place.plan, place.cluster
     seated: dict[str, WorkerGroup[Movable]] = {}
@@ -119,7 +126,7 @@ def _launch(
     hosts = cluster.launch(
         "agents",
         RolloutHost,
-        args=(_host_settings(config),),
+        args=(host,),
         timeout_s=config.cluster.call_timeout_s,
         wait=False,
     )
@@ -134,7 +141,7 @@ def _launch(
     return Groups(engines, actor, hosts, critic, reference, reward, inference, seated, have_gpus, measures_its_device)
 
 
-def _host_settings(config: Config) -> HostSettings:
+def _host_settings(config: Config, spool: Path) -> HostSettings:
     assert config.actor.model is not None
     return HostSettings(
         tokenizer=config.actor.model,
@@ -152,4 +159,5 @@ def _host_settings(config: Config) -> HostSettings:
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
+        spool=str(spool.absolute()) if config.overlap.staleness > 0 else None,
     )

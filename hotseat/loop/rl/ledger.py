@@ -32,7 +32,7 @@ class Entry:
     samples: tuple[int, ...]
     state: str  # trained, dropped or failed
     step: int  # the step they were made for
-    version: int  # of the weights that sampled them
+    version: int  # of the weights that sampled them: the oldest, if there were several
     reason: str = ""
 
     @property
@@ -54,10 +54,11 @@ class Ledger:
         fates += [(facts, "dropped", reason) for facts, reason in collected.dropped]
         lines = []
         for facts, state, reason in fates:
+            oldest = min((each for each, _ in facts.versions), default=version)
             if facts.samples:
-                lines.append(Entry(facts.epoch, facts.prompt, facts.samples, state, step, version, reason))
+                lines.append(Entry(facts.epoch, facts.prompt, facts.samples, state, step, oldest, reason))
             lines += [
-                Entry(facts.epoch, facts.prompt, (sample,), "failed", step, version, why)
+                Entry(facts.epoch, facts.prompt, (sample,), "failed", step, oldest, why)
                 for sample, why in facts.failures
             ]
         data = "".join(json.dumps(vars(line)) + "\n" for line in lines).encode()

@@ -61,7 +61,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         journal.phase("sync")
         with run.stream.crossing():
             pushed = run.sync.run()
-        metrics = run.metrics.of_step(prepared.batch, updates, pushed) | saver.metrics()
+        metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
             evaluation = run.stream.evaluate()

@@ -48,6 +48,11 @@ class Answering:
             [facts] = self._hosts.call(RolloutHost.collect, jobs, sampling)
         if self._reward is None or facts:  # `eval.reward` has scored them
             return facts
+        return self.score()
+
+    def score(self) -> list[GroupFacts]:
+        """Have the reward model score what hosts hold for it; return the groups that are complete then."""
+        assert self._reward is not None
         num_model_parallel = self._settings.config.train.num_model_parallel
         with self._meter.lease("prepare", "reward"):
             num_ranks = self._reward.size // num_model_parallel

@@ -57,7 +57,12 @@ class StepMetrics:
         return metrics | measured
 
     def _are_gaps_comparable(self) -> bool:
-        """Tell whether gaps of a step compare with the canary's: of the whole distribution, and without dropout."""
+        """Tell whether gaps of a step compare with the canary's.
+
+        They have to be of the weights that are trained, of the whole distribution, and without dropout.
+        """
         config = self._settings.config
+        if config.overlap.staleness > 0 or settings.is_filtered(config):
+            return False
         drops = config.train.lora.rank > 0 and config.train.lora.dropout > 0
-        return not settings.is_filtered(config) and (not drops or self._settings.policy.needs_old_log_probs)
+        return not drops or self._settings.policy.needs_old_log_probs

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
+from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.rollout import RolloutPhase
 
@@ -34,6 +36,18 @@ class Stream(Protocol):
     def evaluate(self) -> dict[str, float]:
         """Evaluate the weights that engines serve."""
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the stream measured of the batch that was taken last."""
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a checkpoint needs besides the order of prompts, as JSON; None: nothing."""
+
+    def save(self, folder: Path) -> None:
+        """Put groups that wait for training into a checkpoint."""
+
+    def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
+        """Continue from a checkpoint that was made after `step`."""
+
 
 class SynchronousStream:
     """Samples the groups of a step when they are asked for: nothing is in flight during an update or a push."""
@@ -60,3 +74,21 @@ class SynchronousStream:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the weights that engines serve."""
         return self._rollout.evaluate()
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing: what there is to measure of a rollout, the phases do."""
+        return {}
+
+    def state(self) -> None:
+        """Return None: between two steps nothing waits."""
+
+    def save(self, folder: Path) -> None:
+        """Save nothing: between two steps nothing waits."""
+
+    def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
+        """Refuse groups that were sampled ahead: they would be lost."""
+        if state is not None and state["keys"]:
+            raise RunError(
+                f"{folder} holds {len(state['keys'])} groups that were sampled ahead of training, and overlap.staleness"
+                " is 0 now: resume with the overlap that it was saved with"
+            )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
+from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import has_inference
 from hotseat.config.schema import Optimizer, Rollout, Train
@@ -164,6 +164,7 @@ def episodes_per_engine(config: Config) -> int:
 
 def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
     algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
+    kind = correction_kind(config)
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
     return PolicySettings(
         objective=PolicyObjective(
@@ -171,13 +172,13 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
-            correction=None if correction.kind == "none" or correction.kind == "rollout-ratio" else correction.kind,
+            correction=None if kind == "none" or kind == "rollout-ratio" else kind,
             correction_low=correction.low,
             correction_high=correction.high,
             kl_estimator=kl_estimator(config),
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
-            ratio_to="rollout" if correction.kind == "rollout-ratio" else "old",
+            ratio_to="rollout" if kind == "rollout-ratio" else "old",
         ),
         advantages=AdvantageSettings(
             estimator=algorithm.estimator,

@@ -21,6 +21,7 @@ CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
 LOGS = "logs"  # of vLLM, a file per engine
 CHANGES = "changes.jsonl"  # settings that were others before the run was resumed
+SPOOL = "spool"  # finished groups that wait for training, where rollout runs ahead; the same in checkpoints
 LOCK = ".lock"  # held by the process whose run it is
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 

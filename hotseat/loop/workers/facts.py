@@ -38,6 +38,7 @@ class GroupFacts:
     truncated: tuple[bool, ...]
     failures: tuple[tuple[int, str], ...]  # the other samples, and why they have no reward
     extra: tuple[dict[str, float], ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()  # oldest and newest of the weights that sampled each
 
     @property
     def key(self) -> GroupKey:
