@@ -184,7 +184,7 @@ class RolloutHost:
         for key in keys:
             self._groups.pop(key, None)
 
-    def tell(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
+    def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
         """What the host knows of some samples that it holds, for people to read."""
         found = []
         for key in samples:
