@@ -1,8 +1,7 @@
 """The process between driver and engines: it runs agents, scores groups as they complete, and keeps their tensors.
 
-The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, they
-wait: its ranks fetch what they read (`to_score`), and the groups are complete when the rewards are here
-(`take_rewards`).
+The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, groups
+wait: its ranks fetch the tokens to score (`to_score`), and their rewards complete the groups (`take_rewards`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from hotseat.types import Episode, Failed, Group, MicroBatch, SampleKey, Samplin
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What a host is told."""
+    """Settings of a rollout host."""
 
     tokenizer: str
     run_seed: int
@@ -45,9 +44,9 @@ class HostSettings:
     reward_timeout_s: float
     reward_retries: int
     reward_max_bytes: int | None
-    eval_reward: str | None = None  # scores evaluations in place of all others
+    eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
-    reward_tokenizer: str | None = None  # of a reward model that is given text in tokens of its own
+    reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
     trust_remote_code: bool = False
 
 
@@ -59,7 +58,7 @@ class _Pending:
 
 
 class RolloutHost:
-    """Agents and rewards of a run, in a process of their own: user code may block, crash or keep globals."""
+    """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
     max_concurrency = 2
 
@@ -80,11 +79,11 @@ class RolloutHost:
                 settings.reward_tokenizer, trust_remote_code=settings.trust_remote_code
             )
         self._tokenizer = tokenizer
-        self._unscored: list[_Pending] = []  # all of the last `collect`, if they wait for a reward model
+        self._unscored: list[_Pending] = []  # groups of the last `collect`, if they wait for a reward model
         self._groups: dict[GroupKey, Group] = {}
 
     def connect(self, engines: WorkerGroup[TakesRequests]) -> None:
-        """To the engines, which started at the same time as this. Again, when one of them was replaced."""
+        """Connect to the engines: at the start of a run, and retokenized when an engine was replaced."""
         settings = self._settings
         if self._agents is not None:
             self._agents.close()
@@ -99,11 +98,11 @@ class RolloutHost:
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
 
-        Where a reward model scores, there are no facts yet: `take_rewards` has them.
+        Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts.
         """
         assert self._agents is not None, "not connected to the engines"
         self._seed_agents(jobs)
-        # Episodes and scores as they are done. Every one ends: agents and rewards have deadlines of their own.
+        # Finished episodes and scores. Each arrives some time: agents and rewards have deadlines of their own.
         done: SimpleQueue[tuple[_Pending, int | None, Future[Any]]] = SimpleQueue()
 
         def report(pending: _Pending, sample: int | None, future: Future[Any]) -> None:
@@ -111,11 +110,11 @@ class RolloutHost:
 
         pendings = [_Pending(job, [None] * job.num_samples, job.num_samples) for job in jobs]
         samples = [(pending, sample) for pending in pendings for sample in range(pending.job.num_samples)]
-        wanted = [
+        requests = [
             (pending.job.prompt, SampleKey(pending.job.epoch, pending.job.prompt.index, sample))
             for pending, sample in samples
         ]
-        for (pending, sample), episode in zip(samples, self._agents.submit_many(wanted, sampling), strict=True):
+        for (pending, sample), episode in zip(samples, self._agents.submit_many(requests, sampling), strict=True):
             report(pending, sample, episode)
         is_judged = jobs[0].epoch == EVALUATION and self._eval_reward is not None
         waits_for_model = self._settings.has_reward_model and not is_judged
@@ -145,14 +144,14 @@ class RolloutHost:
         return [facts[job.key] for job in jobs]
 
     def to_score(self, rank: int, num_ranks: int) -> MicroBatch:
-        """For one rank of the reward model: what it reads of its part of the episodes that wait for a reward."""
+        """Return the tokens that one rank of the reward model scores: every `num_ranks`-th of the waiting episodes."""
         episodes = [outcome for each in self._unscored for outcome in each.outcomes if isinstance(outcome, Episode)]
         mine = episodes[rank::num_ranks]
         sequences = [self._for_reward_model(episode) for episode in mine]
         return MicroBatch.from_segments(sequences, None, [str(episode.key) for episode in mine])
 
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
-        """Complete the groups of the last `collect`, given what the reward model made of their samples."""
+        """Complete the groups of the last `collect` with the reward model's rewards, by sample id."""
         pendings, self._unscored = self._unscored, []
 
         def score(outcome: Episode) -> Score | Failed:
@@ -165,19 +164,22 @@ class RolloutHost:
         ]
 
     def _for_reward_model(self, episode: Episode) -> Tensor:
-        """[num_tokens]: the last segment, which ends as the episode does. An agent may have rewritten the others."""
+        """Return the tokens of the last segment, which ends the episode: [num_tokens].
+
+        Text is tokenised retokenized for a reward model with a tokenizer of its own.
+        """
         token_ids = episode.segments[-1].token_ids
         if self._reward_tokenizer is None:
             return token_ids
         text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        again = list(self._reward_tokenizer(text)["input_ids"])
+        retokenized = list(self._reward_tokenizer(text)["input_ids"])
         end = self._reward_tokenizer.eos_token_id
-        if end is not None and not episode.is_truncated and again[-1:] != [end]:
-            again.append(end)  # reward models read at the end of an answer
-        return torch.tensor(again)
+        if end is not None and not episode.is_truncated and retokenized[-1:] != [end]:
+            retokenized.append(end)  # reward models put the reward of an answer at its end token
+        return torch.tensor(retokenized)
 
     def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> Share:
-        """Groups for one rank of the actor, with the optimizer step of each sample."""
+        """Return groups for one rank, with the optimizer step of each sample."""
         return Share(tuple(self._groups[key] for key in keys), tuple(tuple(group) for group in steps))
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
@@ -185,13 +187,13 @@ class RolloutHost:
             self._groups.pop(key, None)
 
     def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
-        """What the host knows of some samples that it holds, for people to read."""
-        found = []
+        """Return records of some samples that this host holds, for people to read."""
+        records = []
         for key in samples:
             group = self._groups[key.epoch, key.prompt]
             [sample] = [sample for sample in group.samples if sample.episode.key == key]
-            found.append(record_of(sample, group.prompt, self._tokenizer))
-        return found
+            records.append(record_of(sample, group.prompt, self._tokenizer))
+        return records
 
     def close(self) -> None:
         if self._agents is not None:
@@ -201,10 +203,10 @@ class RolloutHost:
                 function.close()
 
     def _seed_agents(self, jobs: Sequence[Job]) -> None:
-        """Agents that draw from the usual generators draw the same in a run that goes on, as far as their order is."""
+        """Seed the global generators, so that agents that use them in the same order draw the same after a resume."""
         seed = SampleKey(*jobs[0].key, 0).seed(self._settings.run_seed, -1)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # not torch's: in one process with the trainer it is the trainer's
+        np.random.seed(seed % 2**32)  # not torch's: in process mode the trainer uses it too
 
     def _finish(self, pending: _Pending, scores: Sequence[Score | Failed]) -> GroupFacts:
         answers = iter(scores)
@@ -249,7 +251,7 @@ def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
 
 
 def _score(pending: _Pending, function: RewardFunction | None) -> Future[Any]:
-    """One call of a reward function for the episodes that have no reward of their agent's own."""
+    """Score the episodes of a group without a reward from their agent, in one call of the reward function."""
     episodes = [outcome for outcome in pending.outcomes if isinstance(outcome, Episode)]
     if not episodes:
         nothing: Future[Any] = Future()
