@@ -16,7 +16,7 @@ from rich.text import Text
 
 from hotseat.config import Config
 from hotseat.loop.planning.advice import MAX_SEARCHED, Advice
-from hotseat.loop.planning.budgets import Chosen, describe
+from hotseat.loop.planning.budgets import ChosenBudgets, describe
 from hotseat.placement import (
     DeviceGroup,
     GroupStep,
@@ -96,7 +96,7 @@ def render(
         _explain(plan, console)
 
 
-def notes(config: Config, placed: Config, chosen: Chosen, plan: Plan) -> list[str]:
+def notes(config: Config, placed: Config, chosen: ChosenBudgets, plan: Plan) -> list[str]:
     """List what `hotseat plan` assumed or chose: the placement where none is set, and the size of micro-batches."""
     found = []
     if placed != config:

@@ -109,7 +109,7 @@ class DeviceScheduler:
         """Whether none of its weights were dropped since it was last given some."""
         return role not in self._without_weights
 
-    def given_weights(self, role: str) -> None:
+    def mark_weights_loaded(self, role: str) -> None:
         self._without_weights.discard(role)
 
     def replaced(self, role: str, rank: int) -> None:

@@ -32,7 +32,7 @@ _NAMES: Mapping[Use, str] = {"train": "micro-batches of updates", "rollout": "mi
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenBudgets:
     """A config with its token budgets, and what there is to say about them, a line each.
 
     is_priced: the memory of models and devices is known; otherwise the budgets are a constant.
@@ -90,7 +90,7 @@ def least_tokens(config: Config) -> int:
     return -(-config.data.max_length * pair // config.train.sequence_parallel_size)
 
 
-def choose_on_cpu(config: Config, token_bytes: float | None) -> Chosen:
+def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
     """Choose budgets without accelerators.
 
     token_bytes: of the activations of one token in an update; None: not known.
@@ -101,10 +101,10 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> Chosen:
         if getattr(config, use).chosen_tokens_per_device is None:
             tokens = most if use == "train" else CPU_TOKENS
             made = with_budget(made, use, max(least_tokens(config), tokens // _UNIT * _UNIT))
-    return Chosen(made, _notes(config, made, "which on CPUs depends on the model alone"))
+    return ChosenBudgets(made, _notes(config, made, "which on CPUs depends on the model alone"))
 
 
-def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> Chosen:
+def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> ChosenBudgets:
     """Choose budgets for the devices of `plan_with`, which plans a config in which nothing is left to choose.
 
     `num_ranks` counts those that see different samples.
@@ -119,7 +119,7 @@ def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) 
         for use in open_uses:
             made = with_budget(made, use, max(least, UNPRICED_TOKENS))
         why = "a constant: the plan does not know the memory of every model or of the device"
-        return Chosen(made, _notes(config, made, why), is_priced=False)
+        return ChosenBudgets(made, _notes(config, made, why), is_priced=False)
     for use in open_uses:
 
         def fits(tokens: int, before: Config = made, use: Use = use) -> bool:
@@ -132,7 +132,7 @@ def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) 
     why = "the largest that fits and is of use"
     if lowest.verdict == "does_not_fit":
         why = "the largest that makes the plan, which does not fit, no worse"
-    return Chosen(made, _notes(config, made, why))
+    return ChosenBudgets(made, _notes(config, made, why))
 
 
 def _most(config: Config, use: Use, num_ranks: int, least: int) -> int:

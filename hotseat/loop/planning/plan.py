@@ -15,7 +15,7 @@ from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.schema import Rollout, Train
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.planning.budgets import Chosen, choose, choose_on_cpu, is_chosen
+from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
@@ -65,13 +65,13 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
 
 def with_budgets(
     config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False
-) -> Chosen:
+) -> ChosenBudgets:
     """The config with a token budget for micro-batches wherever it leaves their size to the run.
 
     One that it has chosen before, or that a run before has, stays.
     """
     if is_chosen(config):
-        return Chosen(config)
+        return ChosenBudgets(config)
     if are_devices_logical:
         return choose_on_cpu(config, _activation_bytes(with_dtype(config, has_gpus=False)))
     num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
@@ -150,7 +150,7 @@ def plan_on(config: Config, cluster: Any) -> Plan:
     return make_plan(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 
 
-def budgets_on(config: Config, cluster: Any) -> Chosen:
+def budgets_on(config: Config, cluster: Any) -> ChosenBudgets:
     """Choose budgets as `with_budgets` does, on a running cluster."""
     return with_budgets(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 

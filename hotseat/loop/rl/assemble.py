@@ -59,7 +59,7 @@ def assemble(place: OnCluster, inputs: RlInputs, groups: Groups, run_dir: Path, 
     with ExitStack() as stack:
         scheduler = DeviceScheduler(
             plan,
-            groups.seated,
+            groups.by_role,
             timeout_s=config.cluster.call_timeout_s,
             is_gone=cluster.is_gone,
             measure=cluster.device_memory,
@@ -69,7 +69,7 @@ def assemble(place: OnCluster, inputs: RlInputs, groups: Groups, run_dir: Path, 
         devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
         watch = DeviceWatch(devices, cluster.device_memory)
         stack.callback(watch.close)
-        meter = PhaseMeter(scheduler, groups.seated, plan, watch)
+        meter = PhaseMeter(scheduler, groups.by_role, plan, watch)
         yield _connect(place, inputs, groups, run_dir, journal, scheduler, meter)
 
 
@@ -99,7 +99,7 @@ def _connect(
     )
 
     def reconnect() -> None:
-        """Connect hosts to the engines that there are now; what these still do for earlier connections is of no use."""
+        """Connect hosts to the current engines, and drop requests of earlier connections."""
         groups.engines.call(EngineWorker.drop_requests)
         groups.hosts.call(RolloutHost.connect, groups.engines)
 

@@ -41,15 +41,15 @@ class RlCheckpoints:
 
     @property
     def _trained(self) -> dict[str, WorkerGroup[ModelWorker]]:
-        """Return the roles that learn, in the order in which they do."""
+        """Return the roles that learn, in the order of their updates."""
         models = self._groups.models
         return {role: models[role] for role in ("critic", "actor") if role in models}
 
     def parts(self, evaluation: dict[str, float]) -> Parts:
-        """Return what a checkpoint is made of."""
+        """Return the calls that write a checkpoint and an export."""
 
         def write(path: Path, method: Callable[[ModelWorker, str], None] = ModelWorker.save) -> None:
-            # The ledger before the ranks, which may go on writing when this returns.
+            # The ledger first: the ranks may still be writing when this returns.
             self._ledger.copy_to(path)
             self._stream.save(path)
             for role, group in self._trained.items():
@@ -83,7 +83,7 @@ class RlCheckpoints:
         """Return to where a checkpoint was made."""
         self._state.restore(checkpoint.state, self._settings.config)
         self._guard.restore(checkpoint.state.get("canary"))
-        self._ledger.go_back(checkpoint.path)
+        self._ledger.restore(checkpoint.path)
         self._stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
         for role, group in self._trained.items():
             with self._scheduler.lease("update", role):

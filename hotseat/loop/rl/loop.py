@@ -27,7 +27,7 @@ from hotseat.observe import Journal
 
 @dataclass(frozen=True)
 class RlRun:
-    """Everything that the loop drives: where batches come from, the phases, and what is measured and recorded."""
+    """Objects that the loop drives: the source of batches, the phases, and what measures and records them."""
 
     num_steps: int
     eval_every: int | None

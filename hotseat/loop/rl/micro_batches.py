@@ -1,4 +1,4 @@
-"""Token budgets of micro-batches: tried out before the first step, lowered where memory runs out."""
+"""Token budgets of micro-batches: tried out before the first step, lowered when memory runs out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MicroBatches:
             return lowered_until(fits, token_budget(getattr(config, use)) or least, least)
 
     def keep_lowered(self, keep: Callable[[Config], object]) -> None:
-        """Use budgets that ranks lowered because memory ran out for all steps to come, and have them kept."""
+        """Adopt for all later steps the budgets that ranks lowered because memory ran out; `keep` gets the config."""
         before = self._settings.config
         if not uses(before):
             return

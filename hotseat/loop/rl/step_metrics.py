@@ -15,7 +15,7 @@ from hotseat.loop.setup import settings
 
 
 class StepMetrics:
-    """Asks every object that measured something of a step."""
+    """Collects the metrics of a step from the objects that measured them."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class StepMetrics:
             "time/driver_cpu": measured.pop("time/driver_cpu"),
         }
         metrics["tokens_per_s"] = metrics["sampled_tokens"] / metrics["step_s"]
-        # Of this step's push, or, where engines answer when their cache is back, of the one before.
+        # They are of this step's push, or of the one before where engines score only once their cache is onloaded.
         metrics |= self._guard.metrics()
         gaps = engine_gap_statistics(updates.actor)
         use = None if gaps is None or not self._are_gaps_comparable() else self._guard.use(gaps)

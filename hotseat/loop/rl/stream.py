@@ -1,4 +1,4 @@
-"""Where the loop gets the groups of each step from."""
+"""Sources of the groups that the loop learns from, step by step."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ T = TypeVar("T")
 
 
 class Stream(Protocol):
-    """Supplies scored groups, and is told when weights change."""
+    """Supplies scored groups, and knows when weights change."""
 
     def take(self, step: int) -> Collected:
-        """Wait for the groups of the next step. Raises why there can be none."""
+        """Wait for the groups of the next step. Raises `RunError` if there can be none."""
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
         """Run `use` on a batch whose groups hosts hold; return the batch and the result.
 
-        Groups that were lost with their host are made again first, so the batch returned may be another than the one
-        passed in, with the same samples.
+        Groups that were lost with their host are sampled again first: the batch returned may then be another object
+        than the one passed in, with the same samples.
         """
 
     def release(self, batch: Collected) -> None:
-        """Drop the groups of a batch: their experience was made."""
+        """Drop the groups of a batch whose experience was made."""
 
     def crossing(self) -> AbstractContextManager[None]:
-        """Enter around a push: no request may be answered by two versions of the weights unless the config says so."""
+        """Guard a push: no request may be answered by two versions of the weights unless the config allows it."""
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the weights that engines serve."""
@@ -50,7 +50,7 @@ class Stream(Protocol):
 
 
 class SynchronousStream:
-    """Samples the groups of a step when they are asked for: nothing is in flight during an update or a push."""
+    """Samples the groups of a step on demand: no request is open during an update or a push."""
 
     def __init__(self, rollout: RolloutPhase):
         self._rollout = rollout

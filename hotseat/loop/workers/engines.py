@@ -1,4 +1,4 @@
-"""Rollout engines as the run's settings describe them."""
+"""Makes rollout engines from a run's settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 
 
 def device_of_process() -> torch.device:
-    """The device this process was given, or the CPU."""
+    """Return the device of this process: a GPU if it sees one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is told."""
+    """Settings of a rollout engine."""
 
     model: str
     max_length: int
@@ -36,10 +36,10 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What only vLLM is told."""
+    """Settings that only vLLM has."""
 
     tensor_parallel_size: int
-    memory_share: float | None  # None: the default; on a CPU the cache is as large as the slots need, whatever it says
+    memory_share: float | None  # None: the default; ignored on a CPU, where the cache is as large as the slots need
     prefix_caching: bool
     enforce_eager: bool
     logs: str  # the folder for its log
@@ -114,6 +114,6 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
 
 
 def _end_process() -> None:
-    """An engine that has lost one of its processes is of no use; one that is gone as a whole is replaced."""
+    """End this process, so that the engine is replaced: it has lost one of its tensor-parallel processes."""
     print("a tensor-parallel rank of this engine died, and the engine ends with it", file=sys.stderr, flush=True)
     os._exit(1)

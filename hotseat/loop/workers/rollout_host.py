@@ -1,8 +1,7 @@
 """The process between driver and engines: it runs agents, scores groups as they complete, and keeps their tensors.
 
-The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, they
-wait: its ranks fetch what they read (`to_score`), and the groups are complete when the rewards are here
-(`take_rewards`).
+The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, groups
+wait: its ranks fetch the tokens to score (`to_score`), and their rewards complete the groups (`take_rewards`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hotseat.types import Episode, Failed, Group, MicroBatch, SampleKey, Samplin
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What a host is told."""
+    """Settings of a rollout host."""
 
     tokenizer: str
     run_seed: int
@@ -46,15 +45,15 @@ class HostSettings:
     reward_timeout_s: float
     reward_retries: int
     reward_max_bytes: int | None
-    eval_reward: str | None = None  # scores evaluations in place of all others
+    eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
-    reward_tokenizer: str | None = None  # of a reward model that is given text in tokens of its own
+    reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
     trust_remote_code: bool = False
     spool: str | None = None  # folder for finished groups; None: they stay in memory
 
 
 class RolloutHost:
-    """Agents and rewards of a run, in a process of their own: user code may block, crash or keep globals."""
+    """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
     max_concurrency = 4  # a fetch waits; groups are shared and forgotten meanwhile
 
@@ -84,7 +83,7 @@ class RolloutHost:
         self._current: _Serving | None = None
 
     def connect(self, engines: WorkerGroup[TakesRequests]) -> None:
-        """To the engines, which started at the same time as this. Again, when one of them was replaced."""
+        """Connect to the engines: at the start of a run, and again when an engine was replaced."""
         settings = self._settings
         with self._changed:
             self._current = None  # what was in progress ends with the agents
@@ -101,7 +100,7 @@ class RolloutHost:
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
 
-        Where a reward model scores, there are no facts yet: `take_rewards` has them.
+        Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts.
         """
         assert self._agents is not None, "not connected to the engines"
         self._seed_agents(jobs)
@@ -214,14 +213,14 @@ class RolloutHost:
     # --- reward models, and what becomes of groups --------------------------------------------------------------------
 
     def to_score(self, rank: int, num_ranks: int) -> MicroBatch:
-        """For one rank of the reward model: what it reads of its part of the episodes that wait for a reward."""
+        """Return the tokens that one rank of the reward model scores: every `num_ranks`-th of the waiting episodes."""
         episodes = [outcome for each in self._unscored for outcome in each.outcomes if isinstance(outcome, Episode)]
         mine = episodes[rank::num_ranks]
         sequences = [self._for_reward_model(episode) for episode in mine]
         return MicroBatch.from_segments(sequences, None, [str(episode.key) for episode in mine])
 
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
-        """Complete the groups of the last `collect`, given what the reward model made of their samples."""
+        """Complete the groups of the last `collect` with the reward model's rewards, by sample id."""
         groups, self._unscored = self._unscored, []
 
         def score(outcome: Episode) -> Score | Failed:
@@ -234,19 +233,22 @@ class RolloutHost:
         ]
 
     def _for_reward_model(self, episode: Episode) -> Tensor:
-        """[num_tokens]: the last segment, which ends as the episode does. An agent may have rewritten the others."""
+        """Return the tokens of the last segment, which ends the episode: [num_tokens].
+
+        Text is tokenised retokenized for a reward model with a tokenizer of its own.
+        """
         token_ids = episode.segments[-1].token_ids
         if self._reward_tokenizer is None:
             return token_ids
         text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        again = list(self._reward_tokenizer(text)["input_ids"])
+        retokenized = list(self._reward_tokenizer(text)["input_ids"])
         end = self._reward_tokenizer.eos_token_id
-        if end is not None and not episode.is_truncated and again[-1:] != [end]:
-            again.append(end)  # reward models read at the end of an answer
-        return torch.tensor(again)
+        if end is not None and not episode.is_truncated and retokenized[-1:] != [end]:
+            retokenized.append(end)  # reward models put the reward of an answer at its end token
+        return torch.tensor(retokenized)
 
     def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> Share:
-        """Groups for one rank of the actor, with the optimizer step of each sample."""
+        """Return groups for one rank, with the optimizer step of each sample."""
         return Share(tuple(self._group(key) for key in keys), tuple(tuple(group) for group in steps))
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
@@ -255,14 +257,14 @@ class RolloutHost:
         if self._spool is not None:
             self._spool.forget(keys)
 
-    def tell(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
-        """What the host knows of some samples that it holds, for people to read."""
-        found = []
+    def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
+        """Return records of some samples that this host holds, for people to read."""
+        records = []
         for key in samples:
             group = self._group((key.epoch, key.prompt))
             [sample] = [sample for sample in group.samples if sample.episode.key == key]
-            found.append(record_of(sample, group.prompt, self._tokenizer))
-        return found
+            records.append(record_of(sample, group.prompt, self._tokenizer))
+        return records
 
     def close(self) -> None:
         with self._changed:
@@ -275,10 +277,10 @@ class RolloutHost:
                 function.close()
 
     def _seed_agents(self, jobs: Sequence[Job]) -> None:
-        """Agents that draw from the usual generators draw the same in a run that goes on, as far as their order is."""
+        """Seed the global generators, so that agents that use them in the same order draw the same after a resume."""
         seed = SampleKey(*jobs[0].key, 0).seed(self._settings.run_seed, -1)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # not torch's: in one process with the trainer it is the trainer's
+        np.random.seed(seed % 2**32)  # not torch's: in process mode the trainer uses it too
 
     def _finish(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> GroupFacts:
         finished = self._finished_group(group, scores)
