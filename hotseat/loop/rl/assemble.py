@@ -27,7 +27,7 @@ from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import Recovery
-from hotseat.loop.rl.rollout import Answering, RolloutPhase, groups_to_keep
+from hotseat.loop.rl.rollout import Answering, RolloutPhase, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
@@ -155,7 +155,7 @@ def _overlapped_stream(
     pace = Pace(
         rollout.batch_size, overlap.staleness, overlap_queue(config), overlap.order, rollout.batch_size * num_steps
     )
-    asking = Asking(inputs.prompts, rollout.samples_per_prompt, settings.sampling(config), groups_to_keep(config))
+    asking = Asking(inputs.prompts, rollout.samples_per_prompt, settings.sampling(config), group_filter(config))
     return OverlappedStream(pace, asking, overlap.in_flight, groups.hosts, spool, state, recovery, callbacks)
 
 

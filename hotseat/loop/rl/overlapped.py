@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from hotseat import faults
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
-from hotseat.loop.rl.collect import MAX_REFILLS, Collected, Keep, too_few_kept
+from hotseat.loop.rl.collect import MAX_REFILLS, Collected, GroupFilter, too_few_kept
 from hotseat.loop.rl.pacer import Awaited, Pace, Pacer
 from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.state import RlState
@@ -42,7 +42,7 @@ class Asking:
     prompts: Sequence[Prompt]
     num_samples: int
     sampling: Sampling
-    keep: Keep
+    group_filter: GroupFilter
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _Window:
     dropped: list[tuple[GroupFacts, str]]
 
     @classmethod
-    def empty(cls, keep: Keep) -> _Window:
+    def empty(cls, group_filter: GroupFilter) -> _Window:
         return cls(RewardTally(keep.max_failed_fraction), 0, [])
 
 
@@ -90,7 +90,7 @@ class OverlappedStream:
         self._facts: dict[int, GroupFacts] = {}  # of tickets that wait
         self._unbegun: list[int] = []  # tickets that no host works on yet
         self._num_restarts = 0  # of engines and hosts, when tickets were last begun
-        self._window = _Window.empty(asking.keep)
+        self._window = _Window.empty(asking.group_filter)
         self._metrics: dict[str, float] = {}
         self._num_begun_again = 0
 
@@ -110,7 +110,7 @@ class OverlappedStream:
         self._measure(batch, time.monotonic() - started_s)
         for number in numbers:
             del self._facts[number], self._keys[number]
-        self._window = _Window.empty(self._asking.keep)
+        self._window = _Window.empty(self._asking.group_filter)
         self._call_hosts(wait_s=None)
         return batch
 
@@ -229,10 +229,10 @@ class OverlappedStream:
 
     def _arrive(self, facts: GroupFacts) -> None:
         number = next(number for number, key in self._keys.items() if key == facts.key)
-        window, keep = self._window, self._asking.keep
+        window = self._window
         window.num_groups += 1
         window.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
-        reason = keep.reason_to_drop(facts)
+        reason = self._asking.group_filter.reason_to_drop(facts)
         if reason is None:
             self._pacer.arrive(number)
             self._facts[number] = facts
