@@ -55,7 +55,7 @@ class _Window:
 
     @classmethod
     def empty(cls, group_filter: GroupFilter) -> _Window:
-        return cls(RewardTally(keep.max_failed_fraction), 0, [])
+        return cls(RewardTally(group_filter.max_failed_fraction), 0, [])
 
 
 class OverlappedStream:
