@@ -153,6 +153,7 @@ def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) 
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
         fp32_head=rollout.fp32_head,
+        keeps_cache=config.overlap.in_flight == "keep",
         vllm=vllm if rollout.engine == "vllm" else None,
     )
 

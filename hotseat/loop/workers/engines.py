@@ -31,6 +31,7 @@ class EngineSettings:
     num_threads: int
     trust_remote_code: bool = False
     fp32_head: bool = True
+    keeps_cache: bool = True  # of requests in flight, when weights change
     vllm: VllmSettings | None = None  # None: the transformers engine
 
 
@@ -64,7 +65,7 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
         num_slots=settings.num_slots,
         eos_token_ids=settings.eos_token_ids,
         num_threads=settings.num_threads,
-        options=SlotOptions(device=device_of_process(), fp32_head=settings.fp32_head),
+        options=SlotOptions(device=device_of_process(), fp32_head=settings.fp32_head, keeps_cache=settings.keeps_cache),
     )
 
 
