@@ -437,18 +437,19 @@ def pause_keeps_sequences_and_they_go_on_under_new_weights(subject: Subject) -> 
 
 def requests_in_flight_keep_or_recompute_their_cache_when_weights_change(subject: Subject) -> None:
     asked = request("long", max_new_tokens=550)
+    old, new = subject.model(0), subject.model(1)  # made before an engine draws from the same random numbers
     with subject.engine(max_length=600) as engine, slowly():
         future = engine.submit(asked)
         sample_some(engine)
-        engine.load_weights(named_weights(subject.model(1)), version=1)
+        engine.load_weights(named_weights(new), version=1)
         sample_some(engine)
         engine.abort(["long"])
         keeps_cache = engine.keeps_cache
     completion = future.result(PATIENCE_S)
     tokens = [*asked.token_ids, *completion.token_ids]
     switch = len(asked.token_ids) + completion.versions.index(1)
-    recomputed = reference_log_probs(subject.model(1), tokens, 1.0)[switch:]
-    kept = log_probs_with_cache_of(subject.model(0), subject.model(1), tokens, switch)
+    recomputed = reference_log_probs(new, tokens, 1.0)[switch:]
+    kept = log_probs_with_cache_of(old, new, tokens, switch)
     assert max(abs(one - other) for one, other in zip(kept, recomputed, strict=True)) > 20 * subject.tolerance
     sampled = completion.log_probs[completion.versions.index(1) :]
     assert list(sampled) == pytest.approx(kept if keeps_cache else recomputed, abs=subject.tolerance)
