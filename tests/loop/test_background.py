@@ -24,7 +24,7 @@ from hotseat.faults import Fault
 from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
-from hotseat.loop.state.saving import Parts, Saver
+from hotseat.loop.state.saving import CheckpointSource, Saver
 from hotseat.observe import Silence, read_lines
 from hotseat.observe.timeline import read_timeline
 
@@ -113,7 +113,7 @@ def test_an_error_in_the_background_ends_the_run(task, kind, whole):
         run(task, kind, "run", "checkpoint.every=2", "checkpoint.background=true")
     steps = [line["step"] for line in read_lines(task / "runs" / "run" / "metrics.jsonl")]
     assert 4 <= steps[-1] <= 6  # at the next save at the latest: steps take milliseconds
-    assert f"go on after step 2: hotseat resume {task}/runs/run" in caught.value.__notes__
+    assert f"resume after step 2: hotseat resume {task}/runs/run" in caught.value.__notes__
     assert main(["resume", str(task / "runs" / "run")]) == 0
     assert same(task / "runs" / "run", whole(kind))
 
@@ -133,7 +133,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(task):
         pytest.raises(RunError, match="a fault at update.before") as caught,
     ):
         run(task, "rl", "run", "checkpoint.every=2", "checkpoint.background=true")
-    assert f"go on after step 4: hotseat resume {task}/runs/run" in caught.value.__notes__
+    assert f"resume after step 4: hotseat resume {task}/runs/run" in caught.value.__notes__
     assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == 4
 
 
@@ -189,7 +189,7 @@ class Ranks:
         self.step = 0
         self.on_write: Callable[[], object] = lambda: None
 
-    def parts(self) -> Parts:
+    def parts(self) -> CheckpointSource:
         def write(path: Path) -> None:
             (path / "shard").write_text(f"weights of {self.step}")
             self.written.append("at once")
@@ -209,7 +209,7 @@ class Ranks:
 
             return is_written
 
-        return Parts(
+        return CheckpointSource(
             num_bytes=lambda: 100,
             write=write,
             export=lambda path: self.written.append("model"),

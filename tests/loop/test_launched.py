@@ -19,8 +19,8 @@ from hotseat.errors import RunError, UserError
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
-from hotseat.loop.state.saving import Parts, Saver
-from hotseat.loop.supervised.ensemble import Ensemble, LedSaver
+from hotseat.loop.state.saving import CheckpointSource, Saver
+from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.observe import Silence, read_lines
 
 RANK = """
@@ -98,7 +98,7 @@ def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
         task, "broken", *saving, faults={1: Fault("update.middle", "kill", skip=4)}
     )
     assert (first, second) == (1, -signal.SIGKILL)
-    assert "go on after step 4: start it again with checkpoint.resume=true" in error
+    assert "resume after step 4: start it again with checkpoint.resume=true" in error
     newest = CheckpointStore(task / "runs" / "broken" / "checkpoints").newest()
     assert (newest.step, newest.state["num_ranks"]) == (4, 2)
     assert (newest.path / "model" / "model.safetensors").is_file()
@@ -208,8 +208,8 @@ class Shared:
 )
 def test_who_is_told_to_stop_while_the_ranks_agree_or_save_is_heard(tmp_path, every, told_at, ends_after):
     saver = Saver(loads("", [f"checkpoint.every={every}"]), tmp_path)
-    led = LedSaver(saver, Ensemble(Shared(saver, told_at), 0))
-    parts = Parts(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
+    led = LedSaver(saver, LedRanks(Shared(saver, told_at), 0))
+    parts = CheckpointSource(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
     for step in range(1, ends_after):
         led.after_step(step, parts, {}, Silence())
     with pytest.raises(KeyboardInterrupt):
@@ -229,7 +229,7 @@ def test_an_error_that_is_nobodys_mistake_travels_as_text():
         return 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        Ensemble(Alone(), 0).led(divide)
+        LedRanks(Alone(), 0).led(divide)
     [(kind, error)] = told
     assert (kind, type(error), str(error)) == (
         "error",

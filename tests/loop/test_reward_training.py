@@ -119,13 +119,13 @@ def test_the_digest_of_pairs_knows_both_answers_and_the_margin():
 
 def test_filling_is_never_the_end_token():
     tokenizer = make_tokenizer()
-    assert inputs._filling(tokenizer) == (0, [])
+    assert inputs._pad_token(tokenizer) == (0, [])
     tokenizer.pad_token = None
-    found, [note] = inputs._filling(tokenizer)
+    found, [note] = inputs._pad_token(tokenizer)
     assert (found, tokenizer.pad_token) == (0, "<pad>")  # a special token still
     assert "has no pad token, without which transformers scores no batches: '<pad>' is exported as such" in note
     tokenizer.pad_token = "<eos>"
-    found, [note] = inputs._filling(tokenizer)
+    found, [note] = inputs._pad_token(tokenizer)
     assert found == 0
     assert "has its end token as pad token, so that transformers would read rewards a token early" in note
 
@@ -135,7 +135,7 @@ def test_without_a_special_token_to_spare_the_config_alone_names_filling():
 
     words = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-    found, [note] = inputs._filling(tokenizer)
+    found, [note] = inputs._pad_token(tokenizer)
     assert (found, tokenizer.pad_token) == (1, None)
     assert "fill batches with token id 1" in note
 

@@ -41,7 +41,7 @@ for step in (1, 2):
     if step == 2 and fault == "before the rename":
         os.rename = Path.rename = die
     if step == 2 and fault == "before old ones go":
-        CheckpointStore._let_go = die
+        CheckpointStore._delete_old = die
     store.commit(step, {"step": step})
 """
 

@@ -45,7 +45,7 @@ def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint
         assert code != 0
         assert run.all_happened(), out + errors[-2000:]
         assert run.seconds_since_last_fault() < 15
-        assert "go on after step" in errors
+        assert "resume after step" in errors
         assert run.is_gone(within_s=10)
         code, _, errors = run.go(timeout_s=860)
         assert code == 0, errors[-3000:]
