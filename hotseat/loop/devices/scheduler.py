@@ -20,7 +20,7 @@ from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.loop.devices.memory import MeasuresMemory
 from hotseat.observe import Timeline
-from hotseat.placement import GIB, Part, Plan, Step
+from hotseat.placement import GIB, Part, PhaseStep, Plan
 from hotseat.types import Moved
 
 ALLOWANCE_BYTES = 1 << 29  # what a process may still hold of the parts that it has offloaded
@@ -146,14 +146,14 @@ class DeviceScheduler:
         """Every hand-over of a device so far."""
         return self._leases.log()
 
-    def _step(self, phase: str, role: str) -> Step:
+    def _step(self, phase: str, role: str) -> PhaseStep:
         for step in self._plan.steps:
             if step.phase == phase and role in step.roles:
                 return step
         found = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
         raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {found}")
 
-    def _wanted(self, step: Step, role: str, rank: int) -> dict[Part, bool]:
+    def _wanted(self, step: PhaseStep, role: str, rank: int) -> dict[Part, bool]:
         """Part to whether a copy is kept on the host, of what is off the device in this step."""
         away: dict[Part, bool] = {}
         for device in self._processes[role, rank].devices:
@@ -165,7 +165,7 @@ class DeviceScheduler:
                     away[holding.part] = holding.state == "offloaded"
         return away
 
-    def _leaving(self, step: Step) -> dict[tuple[str, int], dict[Part, bool]]:
+    def _leaving(self, step: PhaseStep) -> dict[tuple[str, int], dict[Part, bool]]:
         leaving = {}
         for role, rank in self._processes:
             if role not in self._groups:
@@ -196,7 +196,7 @@ class DeviceScheduler:
                 self._lease.report(holder, dict.fromkeys(devices, share))
             self._lease = None
 
-    def _make_room(self, step: Step) -> None:
+    def _make_room(self, step: PhaseStep) -> None:
         """Where memory is short, idle roles give back what their allocators hold and nothing uses."""
         for group in self._plan.groups:
             at = next(found for found in group.steps if found.step == step.name)
@@ -210,7 +210,7 @@ class DeviceScheduler:
                         if device in process.devices and role not in step.roles and role in self._groups:
                             self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
 
-    def _onload(self, step: Step) -> None:
+    def _onload(self, step: PhaseStep) -> None:
         for (role, rank), offloaded in self._offloaded.items():
             if role not in self._groups or not offloaded:
                 continue
@@ -289,7 +289,7 @@ class DeviceScheduler:
             thread = f"device {device}"
             self._timeline.span("devices", thread, ", ".join(names), self._since_s, time.time(), turn=lease.phase)
 
-    def _holders(self, step: Step) -> dict[Holder, tuple[int, ...]]:
+    def _holders(self, step: PhaseStep) -> dict[Holder, tuple[int, ...]]:
         found = {}
         for role in step.roles:
             if role in self._groups:

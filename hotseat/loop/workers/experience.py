@@ -1,4 +1,4 @@
-"""From scored episodes to what an update learns from: `Group` to `Experience`, one function per stage.
+"""From scored episodes to what an update learns from: `PromptGroup` to `Experience`, one function per stage.
 
 Which optimizer step a sample belongs to depends on its place in the rollout alone, never on the number of ranks. A rank
 takes whole groups, because a baseline compares siblings.
@@ -28,7 +28,7 @@ from hotseat.algorithms import (
 )
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
 from hotseat.train.packing import spread, take
-from hotseat.types import Group, MicroBatch, ScoredEpisode, Segment
+from hotseat.types import MicroBatch, PromptGroup, ScoredEpisode, Segment
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AdvantageSettings:
 class Share:
     """What one rank gets of a rollout: whole groups, and the optimizer step of each of their samples."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[PromptGroup, ...]
     steps: tuple[tuple[int, ...], ...]  # per group, per sample
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ class Share:
 
 def _share(
     steps: tuple[tuple[int, ...], ...],
-    groups: Sequence[Group],
+    groups: Sequence[PromptGroup],
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
 ) -> Share:
@@ -81,7 +81,7 @@ def _tensors(segment: Segment) -> tuple[Tensor, ...]:
     return segment.token_ids, segment.mask, segment.log_probs, segment.versions
 
 
-def _with_episodes(group: Group, segments: Iterator[tuple[Segment, ...]]) -> Group:
+def _with_episodes(group: PromptGroup, segments: Iterator[tuple[Segment, ...]]) -> PromptGroup:
     """The group with these segments, an entry per sample; with none when they run out."""
     samples = [
         replace(sample, episode=replace(sample.episode, segments=next(segments, ()))) for sample in group.samples
@@ -121,7 +121,7 @@ def assign(
     return ranks, steps
 
 
-def flatten(groups: Sequence[Group]) -> MicroBatch:
+def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
     """All segments of all samples, flat, with the engine's log-probs. Weights are set later, for the whole step."""
     samples = [sample for group in groups for sample in group.samples]
     segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
@@ -138,7 +138,7 @@ def sample_id(sample: ScoredEpisode) -> str:
     return f"{key.epoch}/{key.prompt}/{key.sample}"
 
 
-def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
+def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
     """[num_episodes]: rewards after the penalties on length and truncation."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
@@ -153,7 +153,7 @@ def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: Advanta
     return rewards
 
 
-def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
     """(reward of each turn, flat position of its last sampled token); (None, None) without any.
 
     A group has them if each of its samples has one per turn: siblings are compared turn by turn. The others learn from
@@ -181,7 +181,7 @@ def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor
 
 
 def with_advantages(
-    groups: Sequence[Group],
+    groups: Sequence[PromptGroup],
     batch: MicroBatch,
     settings: AdvantageSettings,
     add_up: Callable[[Moments], Moments],
@@ -236,7 +236,7 @@ def steps_of(shares: Sequence[Share]) -> dict[str, int]:
     }
 
 
-def groups_of(shares: Sequence[Share]) -> list[Group]:
+def groups_of(shares: Sequence[Share]) -> list[PromptGroup]:
     return [group for share in shares for group in share.groups]
 
 

@@ -27,7 +27,7 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.rewards import RewardFunction, Score
-from hotseat.types import Episode, Failed, Group, MicroBatch, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RolloutHost:
             )
         self._tokenizer = tokenizer
         self._unscored: list[_Pending] = []  # all of the last `collect`, if they wait for a reward model
-        self._groups: dict[GroupKey, Group] = {}
+        self._groups: dict[GroupKey, PromptGroup] = {}
 
     def connect(self, engines: WorkerGroup[TakesRequests]) -> None:
         """To the engines, which started at the same time as this. Again, when one of them was replaced."""
@@ -222,7 +222,7 @@ class RolloutHost:
             else:
                 samples.append(outcome)
         job = pending.job
-        self._groups[job.key] = Group(job.prompt, tuple(samples), len(failures))
+        self._groups[job.key] = PromptGroup(job.prompt, tuple(samples), len(failures))
         return GroupFacts(
             epoch=job.epoch,
             prompt=job.prompt.index,
