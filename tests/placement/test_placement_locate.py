@@ -264,5 +264,7 @@ def test_what_more_devices_would_cure_is_an_error_of_its_own():
 
 
 def test_enough_devices_but_no_node_with_room():
-    with refused("critic: there is no room for 1x5", "15 of 16 devices", "block of 5 must lie on one node", "3 nodes of 8"):
+    with refused(
+        "critic: there is no room for 1x5", "15 of 16 devices", "block of 5 must lie on one node", "3 nodes of 8"
+    ):
         place("2x8", actor="2x5", critic="1x5")
