@@ -20,7 +20,7 @@ from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.loop.devices.memory import MeasuresMemory
 from hotseat.observe import Timeline
-from hotseat.placement import GIB, Part, Plan, Step
+from hotseat.placement import GIB, Part, PhaseStep, Plan
 from hotseat.types import Moved
 
 ALLOWANCE_BYTES = 1 << 29  # memory that a process may still hold of the parts that it has offloaded
@@ -147,14 +147,14 @@ class DeviceScheduler:
         """Return every hand-over of a device so far."""
         return self._leases.log()
 
-    def _step(self, phase: str, role: str) -> Step:
+    def _step(self, phase: str, role: str) -> PhaseStep:
         for step in self._plan.steps:
             if step.phase == phase and role in step.roles:
                 return step
         steps = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
         raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {steps}")
 
-    def _planned_off(self, step: Step, role: str, rank: int) -> dict[Part, bool]:
+    def _planned_off(self, step: PhaseStep, role: str, rank: int) -> dict[Part, bool]:
         """Return the parts that are off the device in this step, each with whether a copy is kept on the host."""
         planned_off: dict[Part, bool] = {}
         for device in self._processes[role, rank].devices:
@@ -166,7 +166,7 @@ class DeviceScheduler:
                     planned_off[holding.part] = holding.state == "offloaded"
         return planned_off
 
-    def _leaving(self, step: Step) -> dict[tuple[str, int], dict[Part, bool]]:
+    def _leaving(self, step: PhaseStep) -> dict[tuple[str, int], dict[Part, bool]]:
         leaving = {}
         for role, rank in self._processes:
             if role not in self._groups:
@@ -197,7 +197,7 @@ class DeviceScheduler:
                 self._lease.report(holder, dict.fromkeys(devices, share))
             self._lease = None
 
-    def _make_room(self, step: Step) -> None:
+    def _make_room(self, step: PhaseStep) -> None:
         """Have idle roles release unused allocator cache on devices where memory is short."""
         for group in self._plan.groups:
             at = next(planned for planned in group.steps if planned.step == step.name)
@@ -211,7 +211,7 @@ class DeviceScheduler:
                         if device in process.devices and role not in step.roles and role in self._groups:
                             self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
 
-    def _onload(self, step: Step) -> None:
+    def _onload(self, step: PhaseStep) -> None:
         for (role, rank), offloaded in self._offloaded.items():
             if role not in self._groups or not offloaded:
                 continue
@@ -290,7 +290,7 @@ class DeviceScheduler:
             thread = f"device {device}"
             self._timeline.span("devices", thread, ", ".join(names), self._since_s, time.time(), turn=lease.phase)
 
-    def _holders(self, step: Step) -> dict[Holder, tuple[int, ...]]:
+    def _holders(self, step: PhaseStep) -> dict[Holder, tuple[int, ...]]:
         holders = {}
         for role in step.roles:
             if role in self._groups:

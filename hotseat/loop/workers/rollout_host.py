@@ -26,7 +26,7 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.rewards import RewardFunction, Score
-from hotseat.types import Episode, Failed, Group, MicroBatch, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class RolloutHost:
             )
         self._tokenizer = tokenizer
         self._unscored: list[_Pending] = []  # groups of the last `collect`, if they wait for a reward model
-        self._groups: dict[GroupKey, Group] = {}
+        self._groups: dict[GroupKey, PromptGroup] = {}
 
     def connect(self, engines: WorkerGroup[TakesRequests]) -> None:
         """Connect to the engines: at the start of a run, and retokenized when an engine was replaced."""
@@ -224,7 +224,7 @@ class RolloutHost:
             else:
                 samples.append(outcome)
         job = pending.job
-        self._groups[job.key] = Group(job.prompt, tuple(samples), len(failures))
+        self._groups[job.key] = PromptGroup(job.prompt, tuple(samples), len(failures))
         return GroupFacts(
             epoch=job.epoch,
             prompt=job.prompt.index,
