@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from held_cases import arm, end_stopped, held, started, wait_for, wait_until_stopped
+from paused_runs import arm, end_stopped, held, started, wait_for, wait_until_stopped
 from loop_cases import make_task, rl_yaml, sft_yaml
 from safetensors.torch import load_file
 
@@ -152,7 +152,7 @@ IN_BACKGROUND = (PASSES, "checkpoint.every=2", "checkpoint.background=true")
 def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest, whole):
     """Scenarios 10 and 11, in the background: and the resumed run ends with the same bits."""
     slow = [Fault("save.during", "30", skip=1)] if newest == 2 and fault.point == "update.before" else []
-    with started(task, *IN_BACKGROUND, found=[*slow, fault]) as driver:
+    with started(task, *IN_BACKGROUND, planned=[*slow, fault]) as driver:
         driver.communicate(timeout=860)
     assert driver.returncode == -signal.SIGKILL
     assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == newest

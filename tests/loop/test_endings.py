@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from held_cases import wait_for
+from paused_runs import wait_for
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 

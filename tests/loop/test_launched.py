@@ -10,7 +10,7 @@ from pathlib import Path
 
 import preloaded
 import pytest
-from held_cases import arm, end_stopped, wait_until_stopped
+from paused_runs import arm, end_stopped, wait_until_stopped
 from loop_cases import make_task, same, sft_yaml, weights
 from rank_cases import meeting
 

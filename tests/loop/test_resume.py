@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from held_cases import end_stopped, started, wait_for, wait_until_stopped
+from paused_runs import end_stopped, started, wait_for, wait_until_stopped
 from loop_cases import make_task, rl_yaml, rm_yaml, same, sft_yaml, weights
 from safetensors.torch import load_file
 
@@ -344,7 +344,7 @@ def test_sigterm_saves_and_the_rest_can_follow(task):
     """Scenario 14."""
     run(task, "rl", "whole")
     third_step = Fault("update.before", "stop", skip=2)
-    with started(task, *RL, "checkpoint.every=1000", found=[third_step], name="ended") as driver:
+    with started(task, *RL, "checkpoint.every=1000", planned=[third_step], name="ended") as driver:
         wait_until_stopped(driver)
         end_stopped(driver)
         out, errors = driver.communicate(timeout=860)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_cases import MARK, Faulty, differences, make_faulty_task, pid_of, run_undisturbed
-from held_cases import wait_for
+from paused_runs import wait_for
 
 from hotseat.cli.main import main
 from hotseat.cluster._guard import SHM_PREFIX, marked

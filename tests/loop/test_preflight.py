@@ -1,4 +1,4 @@
-"""What is refused before a model loads, though only a worker would have noticed."""
+"""Preflight refuses, before a model loads, what otherwise only a worker would notice."""
 
 import json
 import shutil
