@@ -35,7 +35,7 @@ from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.sync import Routes, SyncPhase
 from hotseat.loop.rl.update import UpdatePhase
-from hotseat.loop.workers.facts import GroupFacts, GroupKey, Job
+from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.proof import Proof
 from hotseat.loop.workers.records import SampleRecord, SegmentRecord, TokenRecord
 from hotseat.train.backend import UpdateReport
@@ -136,10 +136,11 @@ class FakeGroup(WorkerGroup[Any]):
 
 
 class FakeHost:
-    """Samples groups of which rank 0 of everything else learns; `is_scored` False: a reward model has to score them."""
+    """Samples groups, and scores them, except where a reward model has to: in training, in evaluation or in both."""
 
-    def __init__(self, rewards: Rewards, is_scored: bool):
-        self._rewards, self._is_scored = rewards, is_scored
+    def __init__(self, rewards: Rewards, is_scored: bool, is_evaluation_scored: bool):
+        self._rewards = rewards
+        self._is_scored = {False: is_scored, True: is_evaluation_scored}
         self.held: dict[GroupKey, GroupFacts] = {}
         self._unscored: list[Job] = []
 
@@ -147,7 +148,7 @@ class FakeHost:
         """Nothing to remember: it samples by itself."""
 
     def collect(self, jobs: Sequence[Job], sampling: object) -> list[GroupFacts]:
-        if not self._is_scored and not any(job.epoch < 0 for job in jobs):
+        if not self._is_scored[jobs[0].epoch == EVALUATION]:
             self._unscored = list(jobs)
             return []
         return [self._hold(job, self._rewards(job.key)) for job in jobs]
@@ -407,7 +408,12 @@ class Case:
         def group(name: str, size: int) -> FakeGroup | None:
             return FakeGroup(name, FakeModel, size, self.log) if size else None
 
-        self.hosts = FakeGroup("agents", lambda rank: FakeHost(rewards, is_scored=not reward), 1, self.log)
+        is_evaluation_scored = not reward or self.config.eval.reward is not None
+
+        def make_host(rank: int) -> FakeHost:
+            return FakeHost(rewards, not reward, is_evaluation_scored)
+
+        self.hosts = FakeGroup("agents", make_host, 1, self.log)
         self.engines, self.actor = group("rollout", engines), group("actor", actor)
         self.critic, self.reference = group("critic", critic), group("reference", reference)
         self.reward, self.inference = group("reward", reward), group("inference", inference)

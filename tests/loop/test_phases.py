@@ -223,7 +223,10 @@ def test_an_evaluation_with_a_reward_of_its_own_asks_no_reward_model():
     metrics = case.stream.evaluate()
     assert case.reward.calls == []
     assert "lease prepare/reward" not in case.log
-    assert "eval/accuracy" in metrics  # a function's rewards have a full reward, a model's have none
+    assert "eval/accuracy" in metrics  # a function's rewards have a full reward
+    case = Case(*REWARD_MODEL, reward=1, num_eval_prompts=2)
+    assert case.stream.evaluate().keys() == {"eval/reward", "eval/length"}  # a model's have none
+    assert len(case.reward.calls) == 1
 
 
 def test_an_evaluation_samples_its_own_prompts_and_leaves_the_order_alone():
@@ -263,6 +266,15 @@ def test_a_step_that_stops_the_run_is_recorded_with_what_was_sampled():
     assert step == 5
     assert [facts.key for facts in batch.groups] == order_of(case, 4)
     assert batch.num_failed == 4
+
+
+def test_rewards_that_leave_nothing_to_learn_end_the_run_with_the_reason():
+    case = Case(*FILTERED, rewards=lambda key: [1.0] * 4)
+    with pytest.raises(RunError, match=r"gave only 0 of the 4 groups of a step \(80 dropped: score too high\)"):
+        case.stream.take(1)
+    assert len(case.jobs()) == 20
+    [(_, batch)] = case.samples.unfinished
+    assert len(batch.dropped) == 80
 
 
 def test_deaths_are_counted_from_one_released_batch_to_the_next():
@@ -383,7 +395,9 @@ def test_a_host_that_dies_before_its_groups_are_handed_out_samples_them_again():
     expected = whole.prepare.run(whole.stream.take(1), 1)
     batch = broken.stream.take(1)
     broken.hosts.deaths.append(("share", 0))
-    assert broken.prepare.run(batch, 1) == expected
+    prepared = broken.prepare.run(batch, 1)
+    assert prepared == expected
+    assert prepared.batch is broken.samples.chosen_from[-1]  # not the one that was lost
     assert broken.jobs() == [whole.jobs()[0]] * 2
     one, other = (case.actor.named("prepare")[0].args[0][0][0].value for case in (whole, broken))
     assert one == other
