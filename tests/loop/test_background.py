@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from paused_runs import arm, end_stopped, held, started, wait_for, wait_until_stopped
 from loop_cases import make_task, rl_yaml, sft_yaml
+from paused_runs import arm, end_stopped, held, started, wait_for, wait_until_stopped
 from safetensors.torch import load_file
 
 from hotseat import faults
@@ -167,7 +167,7 @@ def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest,
 @pytest.mark.slow
 def test_sigterm_waits_for_the_one_under_way_and_saves_another(task):
     found = [Fault("save.during", "2", skip=1), Fault("update.before", "stop", skip=4)]
-    with started(task, *IN_BACKGROUND, found=found) as driver:
+    with started(task, *IN_BACKGROUND, planned=found) as driver:
         wait_until_stopped(driver)
         end_stopped(driver)  # step 5 is under way, step 4 is being written
         out, _ = driver.communicate(timeout=860)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import preloaded
 import pytest
-from paused_runs import arm, end_stopped, wait_until_stopped
 from loop_cases import make_task, same, sft_yaml, weights
+from paused_runs import arm, end_stopped, wait_until_stopped
 from rank_cases import meeting
 
 from hotseat.config import load, loads

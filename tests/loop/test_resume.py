@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from paused_runs import end_stopped, started, wait_for, wait_until_stopped
 from loop_cases import make_task, rl_yaml, rm_yaml, same, sft_yaml, weights
+from paused_runs import end_stopped, started, wait_for, wait_until_stopped
 from safetensors.torch import load_file
 
 from hotseat.cli.main import main
@@ -377,7 +377,7 @@ def test_a_second_sigterm_ends_at_once(task):
     (task / "reward.py").write_text(REWARD_OF_MINUTES.format(slow=task / "slow"))
     found = [Fault("generation.before", "stop", skip=2), Fault("scoring.during", "stop", skip=8)]
     options = (*RL, "checkpoint.every=1000", "reward.timeout_s=600")
-    with started(task, *options, found=found, name="ended") as driver:
+    with started(task, *options, planned=found, name="ended") as driver:
         wait_until_stopped(driver)
         (task / "slow").touch()
         end_stopped(driver)

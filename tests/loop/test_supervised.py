@@ -7,9 +7,9 @@ from pathlib import Path
 import preloaded
 import pytest
 from loop_cases import make_task, sft_yaml, weights
-from weight_changes import assert_changed_alike
 from rank_cases import meeting
 from safetensors.torch import load_file
+from weight_changes import assert_changed_alike
 
 from hotseat.config import loads
 from hotseat.loop.run import start

@@ -18,4 +18,6 @@ def assert_changed_alike(
         change = (one[name].double() - before[name].double()).norm()
         difference = (one[name].double() - other[name].double()).norm()
         assert change > 0, f"{name} has not changed"
-        assert difference <= share * change, f"{name}: differs by {difference / change:.1e} of its change, not {share:.0e}"
+        assert difference <= share * change, (
+            f"{name}: differs by {difference / change:.1e} of its change, not {share:.0e}"
+        )

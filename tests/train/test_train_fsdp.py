@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from weight_changes import assert_changed_alike
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
+from weight_changes import assert_changed_alike
 
 from hotseat.errors import DeviceMemoryError, RunError, UserError
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, split_by_count

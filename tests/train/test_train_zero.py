@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from weight_changes import assert_changed_alike
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from weight_changes import assert_changed_alike
 
 from hotseat.errors import NonFiniteError, NotBuiltError, RunError, UserError
 from hotseat.train import PARTS, FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
