@@ -19,7 +19,7 @@ from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.models import BackendWorker
 from hotseat.loop.workers.objectives import Objective
 from hotseat.train.backend import TrainOptions, UpdateReport
-from hotseat.train.packing import spread
+from hotseat.train.packing import balance
 from hotseat.types import MicroBatch
 
 # Items to evaluate on where none are held out, taken from those that are learned from.
@@ -115,7 +115,7 @@ class SupervisedWorker(BackendWorker):
     def _mine(self, items: Sequence[Any], cut: BatchSettings) -> list[MicroBatch]:
         """Cut this rank's part of a step into micro-batches; a token budget balances the parts by tokens."""
         if cut.max_tokens is not None:
-            chosen = spread([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank]
+            chosen = balance([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank]
             return self._objective.batches([items[index] for index in sorted(chosen)], items, cut)
         first = len(items) * self._rank // self._num_ranks
         last = len(items) * (self._rank + 1) // self._num_ranks

@@ -27,7 +27,7 @@ from hotseat.algorithms import (
     step_totals,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
-from hotseat.train.packing import spread, take
+from hotseat.train.packing import balance, take
 from hotseat.types import MicroBatch, PromptGroup, Segment
 
 
@@ -109,7 +109,7 @@ def assign(
     for step in range(last + 1):
         members = [index for index, group in enumerate(steps) if group and group[0] == step]
         if tokens is not None:
-            for rank, part in enumerate(spread([tokens[index] for index in members], num_ranks)):
+            for rank, part in enumerate(balance([tokens[index] for index in members], num_ranks)):
                 ranks[rank] += sorted(members[place] for place in part)
             continue
         total = sum(sizes[index] for index in members)
