@@ -119,7 +119,7 @@ def _blame(processes: Sequence[ProcessReport], awaited: Sequence[str]) -> str:
                 return f"{process.name} (pid {process.pid}), which is {state}"
     suspect = next((by_name[name] for name in awaited if name in by_name), None)
     if suspect is None:
-        return "nobody in particular: every process is there, and nobody said whom it waits for"
+        return "unknown: every process is alive, and none says what it waits for"
     seen: list[str] = []
     while suspect.name not in seen:
         seen.append(suspect.name)

@@ -149,9 +149,9 @@ def check_base(directory: Path, saved: FrozenBase, current: FrozenBase) -> None:
     other = [name for name in names if current.digests.get(name) != saved.digests.get(name)]
     if other:
         raise RunError(
-            f"{directory} holds adapters of {saved.model or 'a model'}, which was another than"
-            f" {current.model or 'this one'} is now: {other[0]} differs, {len(other)} weights in all; resume with the"
-            " model that they were trained on"
+            f"{directory} holds adapters of {saved.model or 'a model'}, whose weights are not"
+            f" those of {current.model or 'the current model'}: {other[0]} differs, {len(other)} weights in all;"
+            " resume with the model that they were trained on"
         )
 
 

@@ -79,7 +79,7 @@ def state_of(checkpoint: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_steps_go_on_and_the_checkpoint_is_of_its_own_step(task, kind):
+def test_steps_continue_and_the_checkpoint_is_of_its_own_step(task, kind):
     """The write of step 2 takes until after step 4: the steps do not wait, and nothing of theirs is in it."""
     at_once = run(task, kind, "at-once", "checkpoint.every=2", "checkpoint.keep_last=9", "checkpoint.background=false")
 
@@ -254,7 +254,7 @@ def test_no_second_one_begins_before_the_first_is_there(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("kind", [OSError, RuntimeError, BaseException])
-def test_a_disk_that_fills_up_in_the_background_is_told_as_ever(tmp_path, ranks, kind):
+def test_a_disk_that_fills_up_in_the_background_raises_the_usual_error(tmp_path, ranks, kind):
     saver = saver_of(tmp_path)
     save(saver, ranks, 1)
     ranks.error = kind("rank 0: OSError: [Errno 28] No space left on device")
@@ -317,7 +317,7 @@ def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
     assert CheckpointStore(tmp_path / "checkpoints").steps() == []
 
 
-def test_the_error_of_the_run_is_told_not_that_of_its_last_save(tmp_path, ranks):
+def test_the_error_of_the_run_is_raised_not_that_of_its_last_save(tmp_path, ranks):
     saver = saver_of(tmp_path)
     save(saver, ranks, 1)
     ranks.error = RuntimeError("the ranks are gone")

@@ -90,7 +90,7 @@ def losses(task: Path, name: str) -> list:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
+def test_launched_ranks_resume_bit_for_bit(task):
     """Invariant 5 with two ranks, one of which is killed; then there is nothing left to do."""
     assert [code for code, *_ in launch(task, "whole")] == [0, 0]
     saving = ("checkpoint.every=2", "checkpoint.export_each=true")
@@ -114,7 +114,7 @@ def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["save.before", "save.commit"])
-def test_what_the_first_rank_cannot_do_all_are_told(task, point):
+def test_an_error_of_the_first_rank_is_raised_on_all(task, point):
     found = launch(task, "run", "checkpoint.every=2", faults={0: Fault(point, "raise", skip=1)})
     for code, _, error in found:
         assert code == 1
@@ -206,7 +206,7 @@ class Shared:
         (1, 3, 2),  # the checkpoint is there, and all have agreed to go on
     ],
 )
-def test_who_is_told_to_stop_while_the_ranks_agree_or_save_is_heard(tmp_path, every, told_at, ends_after):
+def test_a_signal_during_agreement_or_saving_stops_the_ranks(tmp_path, every, told_at, ends_after):
     saver = Saver(loads("", [f"checkpoint.every={every}"]), tmp_path)
     led = LedSaver(saver, LedRanks(Shared(saver, told_at), 0))
     parts = CheckpointSource(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)

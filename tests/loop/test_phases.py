@@ -589,7 +589,7 @@ def test_weights_without_a_digest_are_announced_once():
     for _ in range(3):
         case.sync.run()
     [said] = case.said
-    assert said.startswith("no digest reaches 2 weights of the engines, as a")
+    assert said.startswith("2 weights of the engines have no digest, such as a")
 
 
 # --- time and memory --------------------------------------------------------------------------------------------------
@@ -684,7 +684,7 @@ def test_a_resumed_run_continues_order_coefficient_and_version():
     assert resumed.stream.take(4) == whole.stream.take(4)
 
 
-def test_a_coefficient_that_was_changed_begins_anew_and_one_that_was_not_goes_on():
+def test_a_changed_kl_coefficient_starts_anew_and_an_unchanged_one_continues():
     adaptive = "algorithm.kl={{coef: {}, target: {}, horizon: 160}}"
     case = Case(adaptive.format(0.1, 0.1), reference=1)
     case.state.kl = replace(case.state.kl, coefficient=0.3)

@@ -243,7 +243,7 @@ def test_a_warm_up_that_never_ends_is_refused(task):
 
 
 @pytest.mark.parametrize(("step", "is_behind"), [(1, "true"), (3, "false")])
-def test_a_run_with_a_critic_goes_on_bit_for_bit(task, monkeypatch, step, is_behind):
+def test_a_run_with_a_critic_resumes_bit_for_bit(task, monkeypatch, step, is_behind):
     """Invariant 5: two backends in a checkpoint, an adaptive KL, and the end of the critic's warm-up in between."""
     from hotseat.loop.state.saving import Saver
 

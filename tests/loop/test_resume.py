@@ -392,7 +392,7 @@ def test_a_second_sigterm_ends_at_once(task):
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
-def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
+def test_a_run_whose_driver_was_killed_resumes_on_ray(task):
     """Scenarios 8, 12 and 14 in part: kill -9 of the driver on Ray, then resume: the same bits as undisturbed."""
     run(task, "rl", "whole", "train.num_episodes=8")
     placement = "{component_placement: {actor: 0, 'reference,rollout': '@actor'}}"
@@ -417,7 +417,7 @@ def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
     assert same(weights(task, "whole"), weights(task, "killed"))
 
 
-def test_openrlhf_load_checkpoint_goes_on(task, monkeypatch, capsys):
+def test_openrlhf_load_checkpoint_resumes(task, monkeypatch, capsys):
     """`--load_checkpoint` starts anew where there is no checkpoint, and goes on where there is one."""
     from hotseat.cli.openrlhf.run import main as openrlhf
 

@@ -182,7 +182,7 @@ def refused(kind: type[HotseatError], task: Path, *overrides: str, **changes: st
     return str(caught.value)
 
 
-def test_what_a_run_lacks_is_said_at_once(task):
+def test_missing_inputs_are_refused_at_once(task):
     message = refused(UserError, task, "actor.model=null", "rollout.samples_per_prompt=1", reward="")
     assert "actor.model: not set" in message
     assert "reward.function: no source of rewards" in message

@@ -108,9 +108,9 @@ class Pair:
 
     def push(self) -> dict[str, float]:
         """A push, and what the canary says of it."""
-        lanes = choose_transports([[0]], [[0]], is_cuda=False)
+        transports = choose_transports([[0]], [[0]], is_cuda=False)
         self.version += 1
-        self.guard.check(push_weights(self.actor, self.engines, self.version, self.guard.canary, lanes))
+        self.guard.check(push_weights(self.actor, self.engines, self.version, self.guard.canary, transports))
         if self.guard.canary is None:
             self.guard.start(self.version)
         return self.guard.metrics()

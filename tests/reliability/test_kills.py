@@ -121,7 +121,7 @@ def test_what_dies_while_it_starts_is_started_again(task, victim):
 
 
 @pytest.mark.long
-def test_a_rank_of_the_trainer_dies_and_the_run_goes_on_from_its_checkpoint(task):
+def test_a_rank_of_the_trainer_dies_and_the_run_resumes_from_its_checkpoint(task):
     """Scenario 8: all ranks stop within 15 s; the error says who died and how to go on; resumed, no bit differs."""
     with Faulty(task, num_passes=3, placement=TWO_RANKS) as calm:
         code, _, errors = calm.go()

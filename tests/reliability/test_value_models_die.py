@@ -33,7 +33,7 @@ def config_text(task, name: str, cluster: str) -> str:
         Fault("save.during", "kill", by="critic:0", skip=2),
     ],
 )
-def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint(tmp_path, fault):
+def test_a_critic_or_a_reward_model_dies_and_the_run_resumes_from_its_checkpoint(tmp_path, fault):
     """Scenario 8: they end a run as ranks of the actor do."""
     task = make_faulty_task(tmp_path)
     make_value_model(task / "reward_model")

@@ -100,7 +100,7 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
         if getattr(config, use).chosen_tokens_per_device is None:
             tokens = most if use == "train" else CPU_TOKENS
             made = with_budget(made, use, max(least_tokens(config), tokens // _UNIT * _UNIT))
-    return ChosenBudgets(made, _notes(config, made, "which on CPUs depends on the model alone"))
+    return ChosenBudgets(made, _notes(config, made, "on CPUs the size depends on the model alone"))
 
 
 def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> ChosenBudgets:
@@ -128,9 +128,9 @@ def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) 
                 return False
 
         made = with_budget(made, use, _largest(least, _most(config, use, num_ranks, least), fits))
-    why = "the largest that fits and is of use"
+    why = "the largest that fits and still gains speed"
     if lowest.verdict == "does_not_fit":
-        why = "the largest that makes the plan, which does not fit, no worse"
+        why = "the plan does not fit, and larger ones would make it worse"
     return ChosenBudgets(made, _notes(config, made, why))
 
 

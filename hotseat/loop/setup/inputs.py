@@ -179,7 +179,7 @@ def _pad_token(tokenizer: Any) -> tuple[int, list[str]]:
     if pad_token_id is None:
         # Not set in the tokenizer: as a special token, an ordinary one would be split from texts differently.
         pad_token_id = 0 if end != 0 else 1
-        how = f"fill batches with token id {pad_token_id}, which the exported config.json names"
+        how = f"pad batches with token id {pad_token_id}, which the exported config.json names"
     else:
         tokenizer.pad_token_id = pad_token_id
         how = f"{tokenizer.pad_token!r} is exported as such"

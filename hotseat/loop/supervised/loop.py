@@ -222,7 +222,7 @@ class TokenBudget:
     def keep_lowered(self, lowered: Mapping[Use, int]) -> None:
         """Keep the budgets that ranks lowered in a step because memory ran out."""
         for tokens in lowered.values():
-            self._lower(tokens, "the device ran out of memory, and the step was made again")
+            self._lower(tokens, "the device ran out of memory, and the step was repeated")
 
     def _lower(self, tokens: int, why: str) -> None:
         before = token_budget(self.config.train)
