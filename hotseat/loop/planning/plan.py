@@ -11,7 +11,7 @@ from typing import Any
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
 from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.schema import Rollout, Train
+from hotseat.config.schema import RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.budgets import Chosen, choose, choose_on_cpu, is_chosen
@@ -390,7 +390,7 @@ def _train_batch(config: Config) -> tuple[int, int]:
     return _batch(config, config.train, pair)
 
 
-def _batch(config: Config, section: Train | Rollout, pair: int) -> tuple[int, int]:
+def _batch(config: Config, section: TrainConfig | RolloutConfig, pair: int) -> tuple[int, int]:
     """The same for one of the two sections. A token budget is one sequence of that length, or padded ones."""
     length = config.data.max_length
     budget = tokens_per_micro_batch(config, token_budget(section))
