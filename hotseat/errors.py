@@ -50,7 +50,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of a config, listed in one error."""
+    """A config has problems, which the message lists."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hotseat.config.schema import Config, Rollout, Train
+from hotseat.config.schema import Config, RolloutConfig, TrainConfig
 from hotseat.errors import BatchError
 from hotseat.words import quantity
 
@@ -62,12 +62,12 @@ def nearest_divisors(number: int, of: int) -> str:
     return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
-def is_auto(section: Train | Rollout) -> bool:
+def is_auto(section: TrainConfig | RolloutConfig) -> bool:
     """Return whether the run chooses the size of micro-batches itself."""
     return section.micro_batch_size == "auto" and section.max_tokens_per_device is None
 
 
-def token_budget(section: Train | Rollout) -> int | None:
+def token_budget(section: TrainConfig | RolloutConfig) -> int | None:
     """Return the most tokens of a micro-batch on one device; None if samples are counted, or nothing is chosen yet."""
     return section.chosen_tokens_per_device if is_auto(section) else section.max_tokens_per_device
 
@@ -211,7 +211,7 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
 
 
 def _micro_row(
-    what: str, count: int | None, whole: int, section: Train | Rollout, algebra: BatchAlgebra
+    what: str, count: int | None, whole: int, section: TrainConfig | RolloutConfig, algebra: BatchAlgebra
 ) -> tuple[str, str, str]:
     if count is not None:
         return what, f"{count:,}", f"{whole:,} / ({algebra.num_ranks} ranks x {section.micro_batch_size})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hotseat.config.maths import max_sampled_tokens, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model, placed_roles
-from hotseat.config.schema import Config, Optimizer
+from hotseat.config.schema import Config, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _says(text: str) -> Callable[[Config], str]:
     return lambda _: text
 
 
-def _optimizer_rules(role: str, optimizer: Callable[[Config], Optimizer]) -> tuple[Rule, ...]:
+def _optimizer_rules(role: str, optimizer: Callable[[Config], OptimizerConfig]) -> tuple[Rule, ...]:
     at = f"{role}.optimizer"
     return (
         Rule((f"{at}.muon",), lambda c: optimizer(c).kind == "muon", _says(f"{at}.kind is adamw")),

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
-from hotseat.config.schema import Config, Evaluation
+from hotseat.config.schema import Config, EvaluationConfig
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 
@@ -176,7 +176,7 @@ def _forget_evaluation(document: Document) -> None:
     section = document.values.get("eval")
     if not isinstance(section, dict) or "path" not in section or section["path"] is not None:
         return
-    for name in Evaluation.model_fields.keys() & section.keys() - {"path"}:
+    for name in EvaluationConfig.model_fields.keys() & section.keys() - {"path"}:
         del section[name]
     checkpoint = document.values.get("checkpoint")
     if isinstance(checkpoint, dict):

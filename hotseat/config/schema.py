@@ -37,41 +37,41 @@ class Section(BaseModel):
 # --- where things run -------------------------------------------------------------------------------------------------
 
 
-class PoolEnv(Section):
+class PoolEnvConfig(Section):
     node_ranks: str | int = "all"
     """Nodes these variables are for, counted within the cluster: `0-3`, `all`."""
     env_vars: list[dict[str, str]] = []
     """Environment variables of processes on these nodes, one mapping each."""
 
 
-class NodePool(Section):
+class NodePoolConfig(Section):
     label: str
     """Name of the pool, used as `label/SELECTION` in a placement."""
     node_ranks: str | int = "all"
     """Nodes in the pool: `0-7`, `8`, `all`."""
     ignore_hardware: bool = False
     """Treat the pool's nodes as CPU nodes: its ranks are then node ranks."""
-    env_configs: list[PoolEnv] = []
+    env_configs: list[PoolEnvConfig] = []
     """Environment variables of the pool's processes."""
 
 
-class PoolPlacement(Section):
+class PoolPlacementConfig(Section):
     node_group: str | list[str]
     """Pool, or list of pools whose ranks are numbered through."""
     placement: str | int
     """Selection within the pool."""
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     runtime: Literal["ray", "local"] = "ray"
     """`ray` runs each role in processes of its own; `local` runs one rank of each in this one, without Ray."""
     num_nodes: Positive | None = None
     """Nodes to use; unset takes as many as the placement needs."""
     inventory: str | None = None
     """Machines to plan for, such as `4x8xA100-80G`; unset asks the running cluster."""
-    component_placement: dict[str, str | int | PoolPlacement] = {}
+    component_placement: dict[str, str | int | PoolPlacementConfig] = {}
     """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
-    node_groups: list[NodePool] = []
+    node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
@@ -81,7 +81,7 @@ class Cluster(Section):
     """Longest that a process may be stopped, or an engine not answer a ping, before it is ended or replaced."""
 
 
-class PhaseSpec(Section):
+class PhaseConfig(Section):
     name: str
     """Name of the phase."""
     run: list[str] | dict[str, list[str]] = []
@@ -94,7 +94,7 @@ class PhaseSpec(Section):
     """Whether roles that share a device work at the same time or one after another."""
 
 
-class Overlap(Section):
+class OverlapConfig(Section):
     queue: NotNegative = 0
     """Rollout batches that may wait for training while the next one is generated."""
     staleness: NotNegative = 0
@@ -106,14 +106,14 @@ class Overlap(Section):
 # --- models and roles -------------------------------------------------------------------------------------------------
 
 
-class Muon(Section):
+class MuonConfig(Section):
     learning_rate: Amount = 0.02
     """Peak learning rate of matrices; other weights have the optimizer's own `learning_rate`."""
     momentum: Fraction = 0.95
     """Decay of the momentum."""
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     kind: Literal["adamw", "muon"] = "adamw"
     """Which optimizer."""
     learning_rate: Amount = 1e-6
@@ -132,32 +132,32 @@ class Optimizer(Section):
     """Learning rate at the end, as a share of its peak (cosine and linear)."""
     max_grad_norm: Amount = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""
-    muon: Muon = Muon()
+    muon: MuonConfig = MuonConfig()
     """Options of Muon."""
 
 
-class CriticOptimizer(Optimizer):
+class CriticOptimizerConfig(OptimizerConfig):
     learning_rate: Amount = 9e-6
     """Peak learning rate."""
 
 
-class Actor(Section):
+class ActorConfig(Section):
     model: str | None = None
     """Checkpoint directory or hub name of the policy."""
     shape: dict[str, Any] | None = None
     """The model's config.json, or the part that sizes it, for planning without the model at hand."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How the policy is optimised."""
     enable_offload: bool | None = None
     """Offload weights, gradients and optimizer between phases: true always, false never, unset as needed."""
 
 
-class Critic(Section):
+class CriticConfig(Section):
     model: str | None = None
     """Checkpoint of the value model; unset takes the reward model's, then the actor's."""
     shape: dict[str, Any] | None = None
     """As `actor.shape`."""
-    optimizer: CriticOptimizer = CriticOptimizer()
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """How the critic is optimised."""
     enable_offload: bool | None = None
     """As `actor.enable_offload`."""
@@ -169,31 +169,31 @@ class Critic(Section):
     """Name of the value head's parameters in the checkpoint."""
 
 
-class Reference(Section):
+class ReferenceConfig(Section):
     model: str | None = None
     """Checkpoint of the reference policy; unset takes the actor's."""
     enable_offload: bool | None = None
     """Offload its weights between phases: true always, false never, unset as needed."""
 
 
-class Inference(Section):
+class InferenceConfig(Section):
     enable_offload: bool | None = None
     """Offload the copy of the policy that computes old log-probs: as `reference.enable_offload`."""
 
 
-class Env(Section):
+class EnvConfig(Section):
     enable_offload: bool | None = None
     """Offload simulators between phases: true always, false never, unset as needed."""
 
 
-class Overlong(Section):
+class OverlongConfig(Section):
     buffer_length: NotNegative = 0
     """Tokens before the limit of sampled tokens of an episode over which the penalty grows; 0 is off."""
     penalty_factor: Amount = 1.0
     """Penalty of an answer that reaches the limit."""
 
 
-class Reward(Section):
+class RewardConfig(Section):
     function: str | None = None
     """Python file with `reward_func(queries, prompts, labels)`."""
     url: str | list[str] | None = None
@@ -212,7 +212,7 @@ class Reward(Section):
     """Tokenize the episode's text again for the reward model; if false, its vocabulary must be the actor's."""
     clip: Annotated[tuple[float, float], Field(strict=False)] | None = (-10.0, 10.0)
     """Rewards are clipped to this range after shaping; unset does not clip."""
-    overlong: Overlong = Overlong()
+    overlong: OverlongConfig = OverlongConfig()
     """DAPO's penalty on answers close to the length limit."""
     truncation_penalty: Annotated[float, Field(le=1)] | None = None
     """Reward of an answer that did not end by itself: 0 to 1 multiplies it, below 0 replaces it; unset keeps it."""
@@ -228,7 +228,7 @@ class Reward(Section):
     """Share of a step's samples that may stay unscored before the run stops."""
 
 
-class Canary(Section):
+class CanaryConfig(Section):
     num_tokens: Annotated[int, Field(ge=512)] = 1024
     """Tokens of the policy's own answers whose log-probs engines and trainer compare after every push."""
     rounding_factor: Annotated[float, Field(gt=1)] = 4.0
@@ -237,7 +237,7 @@ class Canary(Section):
     """How many times larger than after the first push a gap between them must be to be an error."""
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     engine: Literal["transformers", "vllm"] = "transformers"
     """Which engine samples."""
     batch_size: Positive = 128
@@ -278,11 +278,11 @@ class Rollout(Section):
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None
     """Offload engine weights and cache between phases: true always, false never, unset as needed."""
-    canary: Canary = Canary()
+    canary: CanaryConfig = CanaryConfig()
     """Check that engines compute the policy that is trained, beyond the digests of their weights."""
 
 
-class Agent(Section):
+class AgentConfig(Section):
     path: str | None = None
     """Python file with an agent; unset answers in one turn."""
     max_steps: Positive | None = None
@@ -296,7 +296,7 @@ class Agent(Section):
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-class Data(Section):
+class DataConfig(Section):
     path: str | None = None
     """File, saved data set or hub name; several joined by commas."""
     probs: str | None = None
@@ -342,7 +342,7 @@ class Data(Section):
 # --- algorithms -------------------------------------------------------------------------------------------------------
 
 
-class Kl(Section):
+class KlConfig(Section):
     coef: Amount = 0.0
     """Weight of the KL to the reference; 0 runs without a reference."""
     target: Annotated[float, Field(gt=0)] | None = None
@@ -357,7 +357,7 @@ class Kl(Section):
     """Allow `k1` as a loss, whose gradient is zero on average: for comparisons with OpenRLHF."""
 
 
-class Correction(Section):
+class CorrectionConfig(Section):
     kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] = "none"
     """Correction of the gap between engine and trainer log-probs; `rollout-ratio` is for gspo, the others for ppo."""
     low: Amount = 0.5
@@ -366,7 +366,7 @@ class Correction(Section):
     """Upper bound of the ratio."""
 
 
-class Filtering(Section):
+class FilteringConfig(Section):
     enabled: bool = False
     """Replace prompts whose mean score is outside the range."""
     low: float = 0.0
@@ -375,7 +375,7 @@ class Filtering(Section):
     """Keep a prompt if its mean score is below this."""
 
 
-class Dpo(Section):
+class DpoConfig(Section):
     beta: Amount = 0.1
     """Strength of the KL in DPO."""
     ipo: bool = False
@@ -386,7 +386,7 @@ class Dpo(Section):
     """Weight of the likelihood of the chosen answer."""
 
 
-class RewardModelling(Section):
+class RewardModellingConfig(Section):
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss."""
     margin: bool = False
@@ -395,7 +395,7 @@ class RewardModelling(Section):
     """Name of the reward head's parameters in the checkpoint that is written."""
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] = "group_norm"
     """Advantage estimator; `gae` is PPO and brings a critic."""
     gamma: Fraction = 1.0
@@ -418,22 +418,22 @@ class Algorithm(Section):
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
-    kl: Kl = Kl()
+    kl: KlConfig = KlConfig()
     """KL to the reference policy."""
-    correction: Correction = Correction()
+    correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
-    filtering: Filtering = Filtering()
+    filtering: FilteringConfig = FilteringConfig()
     """DAPO's dynamic filtering."""
-    dpo: Dpo = Dpo()
+    dpo: DpoConfig = DpoConfig()
     """Preference optimisation (task dpo)."""
-    reward_modelling: RewardModelling = RewardModelling()
+    reward_modelling: RewardModellingConfig = RewardModellingConfig()
     """Reward-model training (task rm)."""
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-class DeepSpeed(Section):
+class DeepSpeedConfig(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
     """What ZeRO shards: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
     adam_offload: bool = False
@@ -450,7 +450,7 @@ class DeepSpeed(Section):
     """Ranks that share each layer (AutoTP); it divides the ranks, the heads and the width of MLPs."""
 
 
-class Lora(Section):
+class LoraConfig(Section):
     rank: NotNegative = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: Positive = 16
@@ -461,14 +461,14 @@ class Lora(Section):
     """Linear layers that get adapters: suffixes of their names, or a regular expression for whole names."""
 
 
-class Ema(Section):
+class EmaConfig(Section):
     enabled: bool = False
     """Keep a moving average of what is trained, and export it beside the model."""
     beta: Fraction = 0.992
     """Share of the average that is kept in each optimizer step."""
 
 
-class Train(Section):
+class TrainConfig(Section):
     backend: Literal["fsdp", "deepspeed"] = "fsdp"
     """Which backend trains."""
     batch_size: Positive = 128
@@ -507,11 +507,11 @@ class Train(Section):
     """Gradient norm that counts as a spike, as a multiple of the usual one (the median of the last 20 steps)."""
     on_spike: Literal["warn", "stop"] = "warn"
     """Reaction to a spike: `warn` prints a warning that names samples, `stop` ends the run."""
-    deepspeed: DeepSpeed = DeepSpeed()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """Options of the DeepSpeed backend."""
-    lora: Lora = Lora()
+    lora: LoraConfig = LoraConfig()
     """Low-rank adapters."""
-    ema: Ema = Ema()
+    ema: EmaConfig = EmaConfig()
     """Moving average of the weights."""
     full_determinism: bool = False
     """Deterministic kernels, at a price in speed."""
@@ -529,7 +529,7 @@ class Train(Section):
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     path: str | None = None
     """Evaluation data; unset does not evaluate; `null` also ignores the rest of `eval`."""
     split: str = "test"
@@ -551,7 +551,7 @@ class Evaluation(Section):
         return self.path is None and "path" in self.model_fields_set
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     path: str | None = None
     """Where checkpoints go; unset is `checkpoints` in the run directory."""
     every: Positive | None = None
@@ -592,7 +592,7 @@ class Checkpoint(Section):
         return self.every is not None or bool(self.every_minutes)
 
 
-class Wandb(Section):
+class WandbConfig(Section):
     enabled: bool = False
     """Report to Weights & Biases; its key comes from WANDB_API_KEY, which also turns this on by itself."""
     org: str | None = None
@@ -605,7 +605,7 @@ class Wandb(Section):
     """Name of the run in Weights & Biases; unset is the run's own name."""
 
 
-class Log(Section):
+class LogConfig(Section):
     every: Positive = 1
     """Steps between printed lines of metrics."""
     tensorboard_path: str | None = None
@@ -614,7 +614,7 @@ class Log(Section):
     """Steps between recordings of samples; the first step is always recorded."""
     samples_per_step: NotNegative = 8
     """Samples recorded in such a step, with values for every token, and as many of those that were dropped."""
-    wandb: Wandb = Wandb()
+    wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
 
 
@@ -633,37 +633,37 @@ class Config(Section):
     """Let model repositories run code of their own."""
     use_modelscope: bool = False
     """Take hub names from ModelScope."""
-    cluster: Cluster = Cluster()
+    cluster: ClusterConfig = ClusterConfig()
     """Machines and placement."""
-    flow: list[PhaseSpec] | None = None
+    flow: list[PhaseConfig] | None = None
     """Phases of a step; unset is the task's usual flow."""
-    overlap: Overlap = Overlap()
+    overlap: OverlapConfig = OverlapConfig()
     """How far phases on separate devices may run ahead."""
-    actor: Actor = Actor()
+    actor: ActorConfig = ActorConfig()
     """The policy."""
-    critic: Critic = Critic()
+    critic: CriticConfig = CriticConfig()
     """The value model (estimator gae)."""
-    reference: Reference = Reference()
+    reference: ReferenceConfig = ReferenceConfig()
     """The reference policy (KL above 0, dpo)."""
-    inference: Inference = Inference()
+    inference: InferenceConfig = InferenceConfig()
     """Old log-probs, computed on devices of their own."""
-    reward: Reward = Reward()
+    reward: RewardConfig = RewardConfig()
     """Where rewards come from."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutConfig = RolloutConfig()
     """Sampling."""
-    env: Env = Env()
+    env: EnvConfig = EnvConfig()
     """Simulators."""
-    agent: Agent = Agent()
+    agent: AgentConfig = AgentConfig()
     """How prompts become episodes."""
-    data: Data = Data()
+    data: DataConfig = DataConfig()
     """Prompts, examples or pairs."""
-    algorithm: Algorithm = Algorithm()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages, losses and KL."""
-    train: Train = Train()
+    train: TrainConfig = TrainConfig()
     """How models are trained."""
-    eval: Evaluation = Evaluation()
+    eval: EvaluationConfig = EvaluationConfig()
     """Evaluation."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exported models."""
-    log: Log = Log()
+    log: LogConfig = LogConfig()
     """Metrics and samples to record."""

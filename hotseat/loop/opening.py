@@ -297,7 +297,7 @@ def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed
     from hotseat.observe import wandb_sink
 
     section = config.log.wandb
-    if not wandb_sink.is_wanted(section.enabled, os.environ):
+    if not wandb_sink.is_requested(section.enabled, os.environ):
         return None
     if not wandb_sink.is_installed():
         say(f"{wandb_sink.KEY} is set, but {wandb_sink.HINT}")

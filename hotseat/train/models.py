@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hotseat.errors import NotBuiltError, UserError
-from hotseat.observe.noise import unheard
+from hotseat.observe.noise import without_log_lines
 from hotseat.train.attention import ATTENTION, BLOCKS, AttentionRecord, Blocks, gather, recorded_attention
 from hotseat.train.backend import Head, LoraOptions, TrainOptions
 from hotseat.train.experts import check_experts, routing_sums
@@ -226,7 +226,7 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
     # A reward model of ours or OpenRLHF's says it.
     prefix = getattr(config, "value_head_prefix", options.value_head_prefix)
     renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}
-    with unheard("transformers.modeling_utils", _is_looked_into):
+    with without_log_lines("transformers.modeling_utils", _is_looked_into):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, config=config, output_loading_info=True, **common, **renamed
         )

@@ -223,7 +223,7 @@ class Two:
     def three(self):
         return self._config.seed
 
-def four(data: Data):
+def four(data: DataConfig):
     return data.path
 """
     assert set(readings(source, frozenset(valid_keys()))) == {

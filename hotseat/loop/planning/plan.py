@@ -11,7 +11,7 @@ from typing import Any
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
 from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.schema import Rollout, Train
+from hotseat.config.schema import RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
@@ -390,7 +390,7 @@ def _train_batch(config: Config) -> tuple[int, int]:
     return _batch(config, config.train, pair)
 
 
-def _batch(config: Config, section: Train | Rollout, pair: int) -> tuple[int, int]:
+def _batch(config: Config, section: TrainConfig | RolloutConfig, pair: int) -> tuple[int, int]:
     """Return (tokens of a sequence, sequences) of a section's micro-batch.
 
     A token budget counts as one sequence of that length if sequences are packed, else as several padded ones.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hotseat.config import Config
 from hotseat.config.maths import prompt_limit, prompt_max_length
 from hotseat.config.roles import has_critic, has_reference, has_reward_model
-from hotseat.config.schema import Data
+from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import length_problem
@@ -217,7 +217,7 @@ def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
                 limit=limit,
                 fix=fix,
                 max_fraction=config.data.max_lost_fraction,
-                warn_above=Data().max_lost_fraction,
+                warn_above=DataConfig().max_lost_fraction,
             )
     return notes
 

@@ -10,7 +10,7 @@ from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch
 from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import has_inference
-from hotseat.config.schema import Optimizer, Rollout, Train
+from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.loop.planning.plan import VLLM_SLOTS
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.workers.cutting import BatchSettings
@@ -107,11 +107,11 @@ def reward_options(config: Config) -> TrainOptions:
     )
 
 
-def _adamw(optimizer: Optimizer) -> AdamW:
+def _adamw(optimizer: OptimizerConfig) -> AdamW:
     return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
 
 
-def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
+def _schedule(optimizer: OptimizerConfig, num_steps: int) -> Schedule:
     return Schedule(
         kind=optimizer.schedule,
         peak=optimizer.learning_rate,
@@ -227,7 +227,7 @@ def train_batches(config: Config) -> BatchSettings:
     return _batches(config, config.train)
 
 
-def _batches(config: Config, section: Train | Rollout) -> BatchSettings:
+def _batches(config: Config, section: TrainConfig | RolloutConfig) -> BatchSettings:
     max_tokens = tokens_per_micro_batch(config, token_budget(section))
     size = None if section.micro_batch_size == "auto" else section.micro_batch_size
     return BatchSettings(
