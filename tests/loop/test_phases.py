@@ -13,7 +13,7 @@ from phase_fakes import Case, FakeGroup, FakeJournal, facts_of, report, silent_a
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.cluster.lease import DeviceMemory
 from hotseat.config import loads, to_saved
-from hotseat.config.schema import Log
+from hotseat.config.schema import LogConfig
 from hotseat.errors import DataError, RewardError, RunError, WeightError, WorkerError
 from hotseat.loop.devices import memory
 from hotseat.loop.devices.memory import DeviceWatch, Held
@@ -710,7 +710,9 @@ class Recorded:
 
     def __init__(self, directory: Path, case: Case, **log: int):
         self.case, self.directory, self.journal = case, directory, FakeJournal()
-        self.samples = SampleLog(case.groups, Ledger(directory), silent_alarms(), case.state, self.journal, Log(**log))
+        self.samples = SampleLog(
+            case.groups, Ledger(directory), silent_alarms(), case.state, self.journal, LogConfig(**log)
+        )
 
     def steps(self, *steps: int) -> list[int]:
         """Which of these steps have samples recorded."""
