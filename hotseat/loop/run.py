@@ -9,7 +9,7 @@ from pathlib import Path
 from hotseat import clock
 from hotseat.config import Config
 from hotseat.config.maths import maths_notes
-from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, say_plan
+from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, record_plan
 from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view
@@ -23,8 +23,8 @@ def start(
 ) -> dict[str, float]:
     """Run a config to its end.
 
-    launched: this process is one rank of several that a launcher started. view: shows already that the run starts.
-    notes: what was noticed before, to record in the run.
+    launched: this process is one rank of several that a launcher started. view: the live view, if it is open already.
+    notes: earlier findings, to record in the run.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
         refuse_what_cannot_start(config)
@@ -53,7 +53,7 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
             return run.evaluation
         journal, saver = run.journal, run.saver
         with on_cluster(run, inputs.plan, pinged=("rollout",)) as place:
-            say_plan(journal, place, maths_notes(place.config))
+            record_plan(journal, place, maths_notes(place.config))
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
             groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal)
@@ -64,7 +64,7 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
                         rl.micro_batches.try_out(saver.keep)
                     saver.keep(rl.micro_batches.config)
                     evaluation = train_rl(rl, journal, saver, run.checkpoint)
-                if config.checkpoint.export_critic:  # first: a run with its model is finished
+                if config.checkpoint.export_critic:  # before the model, whose presence marks the run as finished
                     path = critic_folder(run.model_folder)
                     rl.checkpoints.export(path, role="critic")
                     inputs.tokenizer.save_pretrained(path)
@@ -86,7 +86,7 @@ def _start_supervised(config: Config, view: LiveView) -> dict[str, float]:
             return run.evaluation
         journal, saver = run.journal, run.saver
         with on_cluster(run, inputs.plan) as place:
-            say_plan(journal, place)
+            record_plan(journal, place)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             actor = launch_ranks(place, inputs, journal)
             if run.checkpoint is not None:
@@ -110,7 +110,7 @@ def _start_supervised(config: Config, view: LiveView) -> dict[str, float]:
 
 
 def _loading(config: Config, plan: Plan) -> str:
-    """Word the stage in which every role loads its model."""
+    """Describe the stage in which every role loads its model."""
     counts = {role.name: len(role.processes) for role in plan.roles}
     named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
     engine = ", vLLM compiles" if config.task == "rl" and config.rollout.engine == "vllm" else ""

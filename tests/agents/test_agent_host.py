@@ -234,7 +234,7 @@ def test_only_what_the_engine_sampled_is_accepted():
         lambda episode: replace(episode, turn_lengths=()),  # two completions look like one
         lambda episode: replace(episode, turn_lengths=(2,)),
     ):
-        assert "and the engine did not sample them after those before" in changed(change).reason
+        assert "but the engine did not sample them after the tokens before them" in changed(change).reason
     for fields in ({"log_probs": torch.tensor([0.0, -9.0, -0.5])}, {"versions": torch.tensor([-1, 7, 1])}):
         reason = changed(lambda episode, fields=fields: with_segment(episode, **fields)).reason
         assert "with log-probs of its own" in reason

@@ -7,7 +7,7 @@ import pytest
 from field_readers import find_readers, readings
 
 from hotseat.cli.openrlhf.argv import parse
-from hotseat.cli.openrlhf.derive import DERIVED, Draft
+from hotseat.cli.openrlhf.derive import DERIVED, ConfigDraft
 from hotseat.cli.openrlhf.flags import COMMANDS, TASKS, spellings
 from hotseat.cli.openrlhf.table import BEGIN, END, feature_of, main, render_table, with_table
 from hotseat.config.load import valid_keys
@@ -188,7 +188,7 @@ def test_what_works_fields_out_exists_and_sets_only_what_the_table_says():
     beyond = {"cluster.component_placement", "agent.max_concurrent", "reward.timeout_s", "reward.retries"}
     for command in COMMANDS:
         for name in {flag.by for flag in COMMANDS[command] if flag.by}:
-            draft = Draft(parse(command, []), TASKS[command], {})
+            draft = ConfigDraft(parse(command, []), TASKS[command], {})
             DERIVED[name](draft)
             said = {key for flag in COMMANDS[command] if flag.by == name for key in flag.sets}
             assert set(draft.fields) <= said | beyond, name
@@ -223,7 +223,7 @@ class Two:
     def three(self):
         return self._config.seed
 
-def four(data: Data):
+def four(data: DataConfig):
     return data.path
 """
     assert set(readings(source, frozenset(valid_keys()))) == {

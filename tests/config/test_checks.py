@@ -142,8 +142,11 @@ def test_every_rule_speaks_of_keys_that_exist():
             "81 is above the 80 tokens",
         ),
         ("algorithm: {filtering: {enabled: true, low: 1, high: 1}}", "1.0 is not below high, 1.0"),
-        ("train: {dtype: fp16}", "fp16 needs a scaled loss, which train.backend deepspeed has"),
-        ("train: {backend: deepspeed, dtype: fp16, fp32_master: false}", "weights in fp16 alone would not move"),
+        ("train: {dtype: fp16}", "fp16 needs loss scaling: set train.backend to deepspeed"),
+        (
+            "train: {backend: deepspeed, dtype: fp16, fp32_master: false}",
+            "small updates of fp16 weights would be rounded away",
+        ),
         ("reward: {clip: [1.0, 0.0]}", "the first must be below the second"),
         ("data: {prompt_max_length: 64, max_length: 64}", "leaves no token to sample within data.max_length 64"),
         ("train: {max_tokens_per_device: 9}", "9 holds no sequence of data.max_length, 2048 tokens"),

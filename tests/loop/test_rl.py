@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from loop_cases import make_task, rl_yaml, same, weights
 
 from hotseat.config import loads
-from hotseat.errors import BatchError, DataError, HotseatError, NotBuiltError, RewardError, RunError, UserError
+from hotseat.errors import RewardError, RunError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
 from hotseat.rollout import TransformersEngine
@@ -40,6 +39,7 @@ def test_a_run_learns_and_leaves_everything_behind(task):
     assert {"eval/reward", "eval/accuracy", "eval/pass@2"} <= records[-1].keys()
     assert {"loss", "grad_norm", "engine_gap", "canary_gap", "time/rollout", "time/update"} <= records[1].keys()
     assert records[1]["engine_gap"] < 1e-5
+    assert records[1]["policy_kl"] == 0.0  # the one optimizer step of a rollout has nothing before it
     directory = task / "runs" / "run"
     assert {"config.yaml", "plan.json", "metrics.jsonl", "tensorboard", "model"} <= {
         p.name for p in directory.iterdir()
@@ -84,21 +84,13 @@ def test_how_the_batch_is_cut_changes_nothing_but_the_last_bits(task):
 def test_several_optimizer_steps_and_epochs_move_the_ratio(task):
     records = run(task, "train.batch_size=8", "train.max_epochs=2", "actor.optimizer.learning_rate=0.05")
     assert records[1]["policy_kl"] != 0.0
-    once = run(task, "name=once")
-    assert once[1]["policy_kl"] == 0.0
 
 
-@pytest.mark.parametrize("as_loss", ["true", "false"])
-def test_a_reference_is_measured_and_charged(task, as_loss):
-    records = run(task, "algorithm.kl.coef=0.1", f"algorithm.kl.as_loss={as_loss}", "algorithm.kl.estimator=k3")
+def test_a_reference_is_measured_and_charged(task):
+    records = run(task, "algorithm.kl.coef=0.1", "algorithm.kl.as_loss=true", "algorithm.kl.estimator=k3")
     assert records[1]["kl"] == pytest.approx(0.0, abs=1e-6)  # the policy starts where the reference is
     assert records[2]["kl"] > 0
     assert records[2]["kl_coefficient"] == 0.1
-
-
-def test_the_kl_coefficient_adapts_towards_its_target(task):
-    records = run(task, "algorithm.kl.coef=0.1", "algorithm.kl.target=0.01", "algorithm.kl.horizon=100")
-    assert records[-1]["kl_coefficient"] != 0.1
 
 
 def test_a_run_notes_maths_that_is_not_what_its_name_stands_for(task, capsys):
@@ -111,27 +103,10 @@ def test_a_run_notes_maths_that_is_not_what_its_name_stands_for(task, capsys):
     assert said.count("warning: algorithm.kl.estimator is k1 as a loss") == 1
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "dr_grpo", "reinforce"])
-def test_every_estimator_without_a_critic_runs(task, estimator):
-    assert len(run(task, f"algorithm.estimator={estimator}", "algorithm.entropy_coef=0.01")) == 3
-
-
-def test_prompts_that_teach_nothing_are_replaced_in_order(task):
-    (task / "reward.py").write_text(
-        "def reward_func(queries, prompts, labels):\n"
-        "    import hashlib\n"
-        "    if int(labels[0]) % 2: return {'rewards': [1.0] * len(queries), 'scores': [1.0] * len(queries)}\n"
-        "    return [float(int(hashlib.md5(q.encode()).hexdigest(), 16) % 2) for q in queries]\n"
-    )
-    records = run(task, "algorithm.filtering.enabled=true", "train.num_episodes=2")
-    assert all(record["groups_dropped"] > 0 for record in records[1:])
-    assert all(record["samples"] == 16 for record in records[1:])
-
-
-def test_rewards_that_leave_nothing_to_learn_end_the_run_with_a_reason(task):
-    (task / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
-    with pytest.raises(RunError, match=r"gave only 0 of the 4 groups of a step \(80 dropped: score too high\)"):
-        run(task, "algorithm.filtering.enabled=true")
+def test_an_estimator_that_compares_no_siblings_runs(task):
+    records = run(task, "algorithm.estimator=reinforce", "algorithm.entropy_coef=0.01")
+    assert len(records) == 3
+    assert records[1]["entropy"] > 0
 
 
 def test_a_reward_that_fails_is_never_a_zero(task):
@@ -170,89 +145,6 @@ def test_an_agent_from_a_file_plays_several_turns(task):
         task, f"agent.path={task}/agent.py", reward="", data=f"{{path: {task}/prompts.jsonl, max_length: 24}}"
     )
     assert records[1]["length"] > 4  # more than one turn's four tokens
-
-
-# --- what is refused before a model loads ---------------------------------------------------------------------------
-
-
-def refused(kind: type[HotseatError], task: Path, *overrides: str, **changes: str) -> str:
-    with pytest.raises(kind) as caught:
-        run(task, *overrides, **changes)
-    assert not (task / "runs" / "run" / "metrics.jsonl").exists()
-    return str(caught.value)
-
-
-def test_what_a_run_lacks_is_said_at_once(task):
-    message = refused(UserError, task, "actor.model=null", "rollout.samples_per_prompt=1", reward="")
-    assert "actor.model: not set" in message
-    assert "reward.function: no source of rewards" in message
-    assert "rollout.samples_per_prompt: 1: a group of one" in message
-
-
-def test_what_is_not_built_is_refused_by_name(task):
-    said = refused(NotBuiltError, task, "train.full_determinism=true")
-    assert "train.full_determinism: deterministic kernels" in said
-
-
-def test_kernels_that_cannot_run_are_refused_before_a_model_loads(task, monkeypatch):
-    said = refused(UserError, task, "train.liger_kernel=true")
-    assert "train.liger_kernel: Liger is not installed: pip install 'hotseat[liger]'" in said
-    monkeypatch.setattr("hotseat.train.liger.is_installed", lambda: True)
-    monkeypatch.setattr("hotseat.train.liger.check_liger", lambda config: None)
-    said = refused(UserError, task, "train.liger_kernel=true", "train.compile=true")
-    assert "train.liger_kernel and train.compile are both true" in said
-    assert "its kernels need a CUDA device" in refused(UserError, task, "train.liger_kernel=true")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_a_compiler_for_cuda_is_refused_without(task):
-    settings = ("train.backend=deepspeed", "train.deepspeed.deepcompile=true")
-    assert "it does not go together with packed sequences in fp32" in refused(NotBuiltError, task, *settings)
-    said = refused(UserError, task, *settings, "train.packing=false")
-    assert "train.deepspeed.deepcompile is true, and DeepSpeed compiles only for CUDA devices" in said
-
-
-def test_batches_that_do_not_divide_are_refused(task):
-    assert "train.batch_size 5 does not divide the 16 samples" in refused(BatchError, task, "train.batch_size=5")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_nccl_without_cuda_is_refused(task):
-    message = refused(
-        UserError,
-        task,
-        "rollout.weight_transport=nccl",
-        cluster="{runtime: local, component_placement: {actor: 0, rollout: 1}}",
-    )
-    assert "rollout.weight_transport is nccl" in message
-
-
-def test_fewer_prompts_than_a_step_are_refused(task):
-    message = refused(BatchError, task, "rollout.batch_size=16", "train.batch_size=64")
-    assert "8 rows in 1 pass are fewer than the 16 of one step" in message
-
-
-def test_a_bad_row_is_named(task):
-    with (task / "prompts.jsonl").open("a") as file:
-        file.write('{"input": 3, "label": "1"}\n')
-    assert "prompts.jsonl:9" in refused(DataError, task)
-
-
-def test_a_model_that_is_not_there_is_named(task):
-    assert "actor.model" in refused(UserError, task, f"actor.model={task}/nowhere")
-
-
-def test_a_directory_that_holds_a_run_is_not_overwritten(task):
-    run(task)
-    with pytest.raises(UserError, match=r"runs/run holds a run already: choose another name"):
-        run(task)
-
-
-@pytest.mark.parametrize("name", ["../out", "a/b", "/abs"])
-def test_a_name_cannot_leave_the_run_directory(task, name):
-    """Scenario 47."""
-    with pytest.raises(UserError, match="give one plain word"):
-        run(task, f"name={name}")
 
 
 # --- placement changes speed, never maths ---------------------------------------------------------------------------

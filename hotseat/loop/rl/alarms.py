@@ -71,11 +71,11 @@ class Alarms:
         if usual is not None and usual > 0 and norm > self._spike_factor * usual:
             text = (
                 f"step {step}: the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}, and"
-                f" the loss {metrics['loss']:.3g}; the rewards furthest from their siblings' are of samples"
+                f" the loss {metrics['loss']:.3g}; the rewards of these samples differ most from their siblings':"
                 f" {', '.join(_outliers(collected))}"
             )
             if self._on_spike == "stop":
-                raise RunError(f"{text}. The update was made; train.on_spike=warn goes on")
+                raise RunError(f"{text}. The update was made; with train.on_spike=warn the run continues")
             self._say(text, kind="warning")
             self._num_spikes += 1
             if self._num_spikes < NUM_NEEDED:

@@ -292,22 +292,22 @@ class CanaryGuard:
         self._state = replace(self._state, metrics=metrics | {"canary_alarms": metrics["canary_alarms"] + 1})
         self._warn(
             f"canary: after the push of version {version} {alarm.name} seemed to disagree with the trainer: {seen}. New"
-            f" answers do not confirm it ({verdict}), so the run goes on, and they are the canary from now on"
+            f" answers do not confirm it ({verdict}), so the run continues, with them as its canary"
         )
         return measured
 
     def _advice(self) -> str:
         if self._state is None or self._state.first is None:
             return (
-                "Every weight that digests reach is the trainer's, bit for bit, so look at what the engine computes"
-                " from them: its config of the model (positions, epsilon of norms), its attention, its own number type,"
-                " and weights that no digest reaches. Nothing was trained on what it samples. If it is right all the"
-                " same, raise rollout.canary.rounding_factor"
+                "Every weight that has a digest equals the trainer's, bit for bit, so look at what the engine computes"
+                " from them: its config of the model (positions, epsilon of norms), its attention, its dtype,"
+                " and weights that have no digest. Nothing was trained on what it samples. If the engine is right"
+                " nevertheless, raise rollout.canary.rounding_factor"
             )
         return (
-            "Earlier pushes agreed, so look at weights that no digest reaches or that the engine keeps in a form of its"
-            " own. Nothing was trained on what it sampled with them. If it is right all the same, resume with a higher"
-            " rollout.canary.rounding_factor or drift_factor"
+            "Earlier pushes agreed, so look at weights that have no digest or that the engine keeps in a form of its"
+            " own. Nothing was trained on what it sampled with them. If the engine is right nevertheless, resume with a"
+            " higher rollout.canary.rounding_factor or drift_factor"
         )
 
     def _adopt(self, measured: Measured) -> NamedVerdict:

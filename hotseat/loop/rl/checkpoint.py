@@ -14,7 +14,7 @@ from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.state.saving import BACKENDS, Parts, critic_folder
+from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder
 from hotseat.loop.workers.models import ModelWorker
 
 
@@ -45,7 +45,7 @@ class RlCheckpoints:
         models = self._groups.models
         return {role: models[role] for role in ("critic", "actor") if role in models}
 
-    def parts(self, evaluation: dict[str, float]) -> Parts:
+    def source(self, evaluation: dict[str, float]) -> CheckpointSource:
         """Return the calls that write a checkpoint and an export."""
 
         def write(path: Path, method: Callable[[ModelWorker, str], None] = ModelWorker.save) -> None:
@@ -65,7 +65,7 @@ class RlCheckpoints:
             if self._settings.config.checkpoint.export_critic:
                 self.export(critic_folder(path), role="critic")
 
-        return Parts(
+        return CheckpointSource(
             num_bytes=lambda: sum(sum(group.call(ModelWorker.saved_bytes)) for group in self._trained.values()),
             write=write,
             snapshot=snapshot,

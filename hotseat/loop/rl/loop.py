@@ -69,7 +69,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         journal.step(step, metrics)
         run.samples.record(step, prepared.batch, metrics)
         measured = evaluation if run.is_evaluated(step) else {}
-        saver.after_step(step, run.checkpoints.parts(evaluation), measured, journal)
+        saver.after_step(step, run.checkpoints.source(evaluation), measured, journal)
     return evaluation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hotseat.algorithms.agreement import GapStatistics
-from hotseat.algorithms.spread import quantile
+from hotseat.algorithms.quantiles import quantile
 from hotseat.loop.rl.push import PushReport
 from hotseat.train.backend import UpdateReport
 

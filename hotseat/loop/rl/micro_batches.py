@@ -66,6 +66,6 @@ class MicroBatches:
         asked = {name: group.start(ModelWorker.lowered) for name, group in self._models.items()}
         for role, calls in asked.items():
             for use, tokens in smallest(calls.result()).items():
-                self._settings.lower_budget(use, tokens, f"{role} ran out of device memory, and did its work again")
+                self._settings.lower_budget(use, tokens, f"{role} ran out of device memory, and repeated its work")
         if self._settings.config is not before:
             keep(self._settings.config)

@@ -83,7 +83,7 @@ class Recovery:
             self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
                 raise WorkerError(
-                    f"engines or agent hosts died {self._num_deaths} times and no rollout came to its end in between;"
+                    f"engines or agent hosts died {self._num_deaths} times without a finished rollout in between;"
                     f" the last: {error}"
                 ) from error
             has_new_engines = has_new_engines or bool(dead_engines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hotseat.config.schema import Log
+from hotseat.config.schema import LogConfig
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.launch import Groups
@@ -22,7 +22,9 @@ NUM_RECORDED = 200  # steps whose samples are recorded before recording becomes 
 class SampleLog:
     """Chooses samples before their groups are dropped, and records them when the step is done."""
 
-    def __init__(self, groups: Groups, ledger: Ledger, alarms: Alarms, state: RlState, journal: Journal, log: Log):
+    def __init__(
+        self, groups: Groups, ledger: Ledger, alarms: Alarms, state: RlState, journal: Journal, log: LogConfig
+    ):
         self._hosts = groups.hosts
         self._actor = groups.actor
         self._ledger = ledger

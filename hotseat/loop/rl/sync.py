@@ -91,7 +91,9 @@ class SyncPhase:
         self._guard.check(pushed, to_inference)
         unseen = sorted(pushed.undigested)
         if unseen and version == 0:
-            self._say(f"no digest reaches {len(unseen)} weights of the engines, as {unseen[0]}: the canary does")
+            self._say(
+                f"{len(unseen)} weights of the engines have no digest, such as {unseen[0]}: only the canary checks them"
+            )
         return pushed
 
 

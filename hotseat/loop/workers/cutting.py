@@ -93,8 +93,8 @@ def _smaller(use: Use, settings: BatchSettings, pieces: list[MicroBatch], error:
     if piece is not None and len(set(piece.sample_ids)) == 1:
         raise DeviceMemoryError(
             f"{what}: sample {piece.sample_ids[0]} with {piece.num_tokens:,} tokens does not fit by itself"
-            f" ({error}): lower data.max_length, set train.gradient_checkpointing to true, let more parts leave the"
-            " device (enable_offload), or use more devices"
+            f" ({error}): lower data.max_length, set train.gradient_checkpointing to true, offload more parts"
+            " (enable_offload), or use more devices"
         )
     if not settings.is_chosen:
         _refuse(use, settings, what, error)
@@ -110,7 +110,7 @@ def too_large(use: Use, what: str, size: int, num_devices: int, error: DeviceMem
     """Return the error for a micro-batch of `size` tokens that cannot be repeated with fewer."""
     tokens = max(1, size // 2 // num_devices)
     return BudgetError(
-        f"{what} with a micro-batch of {size:,} tokens ({error}), which cannot be made again here: set"
+        f"{what} with a micro-batch of {size:,} tokens ({error}), which cannot be repeated here: set"
         f" {use}.chosen_tokens_per_device to {tokens}, or, if there is a checkpoint, use `hotseat resume`, which does",
         use,
         tokens,

@@ -27,8 +27,8 @@ from hotseat.algorithms import (
     step_totals,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
-from hotseat.train.packing import spread, take
-from hotseat.types import Group, MicroBatch, Segment
+from hotseat.train.packing import balance, take
+from hotseat.types import MicroBatch, PromptGroup, Segment
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AdvantageSettings:
 class Share:
     """Part of a rollout for one rank: whole groups, and the optimizer step of each of their samples."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[PromptGroup, ...]
     steps: tuple[tuple[int, ...], ...]  # per group, per sample
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ class Share:
 
 def _rebuild_share(
     steps: tuple[tuple[int, ...], ...],
-    groups: Sequence[Group],
+    groups: Sequence[PromptGroup],
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
 ) -> Share:
@@ -81,7 +81,7 @@ def _tensors(segment: Segment) -> tuple[Tensor, ...]:
     return segment.token_ids, segment.mask, segment.log_probs, segment.versions
 
 
-def _with_episodes(group: Group, segments: Iterator[tuple[Segment, ...]]) -> Group:
+def _with_episodes(group: PromptGroup, segments: Iterator[tuple[Segment, ...]]) -> PromptGroup:
     """Return the group with other segments, an entry per sample; samples beyond the last entry get none."""
     samples = [
         replace(sample, episode=replace(sample.episode, segments=next(segments, ()))) for sample in group.samples
@@ -109,7 +109,7 @@ def assign(
     for step in range(last + 1):
         members = [index for index, group in enumerate(steps) if group and group[0] == step]
         if tokens is not None:
-            for rank, part in enumerate(spread([tokens[index] for index in members], num_ranks)):
+            for rank, part in enumerate(balance([tokens[index] for index in members], num_ranks)):
                 ranks[rank] += sorted(members[place] for place in part)
             continue
         total = sum(sizes[index] for index in members)
@@ -121,7 +121,7 @@ def assign(
     return ranks, steps
 
 
-def flatten(groups: Sequence[Group]) -> MicroBatch:
+def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
     """Lay all segments of all samples flat, with the engine's log-probs. Weights are set later, for the whole step."""
     samples = [sample for group in groups for sample in group.samples]
     segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
@@ -133,7 +133,7 @@ def flatten(groups: Sequence[Group]) -> MicroBatch:
     )
 
 
-def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
+def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
     """Return rewards after the penalties on length and truncation: [num_episodes]."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
@@ -148,7 +148,7 @@ def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: Advanta
     return rewards
 
 
-def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
     """Return (reward of each turn, flat position of its last sampled token); (None, None) without any.
 
     Turn rewards of a group are used if each of its samples has one per turn: siblings are compared turn by turn. Other
@@ -176,7 +176,7 @@ def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor
 
 
 def with_advantages(
-    groups: Sequence[Group],
+    groups: Sequence[PromptGroup],
     batch: MicroBatch,
     settings: AdvantageSettings,
     add_up: Callable[[Moments], Moments],
@@ -231,7 +231,7 @@ def steps_of(shares: Sequence[Share]) -> dict[str, int]:
     }
 
 
-def groups_of(shares: Sequence[Share]) -> list[Group]:
+def groups_of(shares: Sequence[Share]) -> list[PromptGroup]:
     return [group for share in shares for group in share.groups]
 
 

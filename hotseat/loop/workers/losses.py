@@ -21,7 +21,7 @@ from hotseat.algorithms import (
     value_loss,
     weighted_sum,
 )
-from hotseat.algorithms.spread import count_sizes
+from hotseat.algorithms.quantiles import count_sizes
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 

@@ -319,7 +319,7 @@ class ActorWorker(ModelWorker):
         return {} if self._recorder is None else self._recorder.tokens
 
     def _start_recording(self, batch: MicroBatch, settings: PolicySettings, record: Sequence[str]) -> Recorder:
-        """Score samples before the update, with the weights that sampled them, to compare with the engine's log-probs."""
+        """Score samples with the weights that sampled them, before the update, to compare with the engine's scores."""
         segments = [index for index, name in enumerate(batch.sample_ids) if name in record]
         chosen = take(batch, segments)
         if OLD_LOG_PROBS in batch.fields:

@@ -27,7 +27,7 @@ from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import RewardFunction, Score
-from hotseat.types import Episode, Failed, Group, MicroBatch, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RolloutHost:
             )
         self._tokenizer = tokenizer
         self._unscored: list[OpenGroup] = []  # all of the last `collect`, if they wait for a reward model
-        self._groups: dict[GroupKey, Group] = {}
+        self._groups: dict[GroupKey, PromptGroup] = {}
         self._spool = None if settings.spool is None else Spool(Path(settings.spool))
         self._changed = threading.Condition()  # the lock of what follows
         self._finished: list[GroupFacts] = []  # to be fetched
@@ -305,9 +305,9 @@ class RolloutHost:
             else:
                 samples.append(outcome)
         job = group.job
-        return Finished(job.epoch, Group(job.prompt, tuple(samples), len(failures)), tuple(failures))
+        return Finished(job.epoch, PromptGroup(job.prompt, tuple(samples), len(failures)), tuple(failures))
 
-    def _group(self, key: GroupKey) -> Group:
+    def _group(self, key: GroupKey) -> PromptGroup:
         """Return a finished group: the process that finished it may have been another than this."""
         if key not in self._groups and self._spool is not None:
             finished = self._spool.get(key)

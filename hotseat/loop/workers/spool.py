@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import GroupKey
-from hotseat.types import Group
+from hotseat.types import PromptGroup
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Finished:
     """A group whose samples have their rewards, and those that have none with the reasons."""
 
     epoch: int
-    group: Group
+    group: PromptGroup
     failures: tuple[tuple[int, str], ...]
 
     @property

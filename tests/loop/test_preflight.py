@@ -1,15 +1,16 @@
-"""What is refused before a model loads, though only a worker would have noticed."""
+"""Preflight refuses before a model loads, also what otherwise only a worker would notice."""
 
 import json
 import shutil
 import sys
 
 import pytest
+import torch
 import transformers
 from loop_cases import make_value_model, ppo_yaml, rl_yaml, rm_yaml, sft_yaml
 
 from hotseat.config import loads
-from hotseat.errors import UserError
+from hotseat.errors import BatchError, DataError, HotseatError, NotBuiltError, UserError
 from hotseat.loop.run import start
 from hotseat.loop.setup import settings
 from hotseat.train.models import check_value_head
@@ -18,8 +19,8 @@ KL = "{kl: {coef: 0.1}}"
 TWO = "{component_placement: {actor: 0-1}}"
 
 
-def refused(task, text: str, *overrides: str) -> str:
-    with pytest.raises(UserError) as caught:
+def refused(task, text: str, *overrides: str, kind: type[HotseatError] = UserError) -> str:
+    with pytest.raises(kind) as caught:
         start(loads(text, overrides))
     assert not (task / "runs").exists()
     return str(caught.value)
@@ -111,3 +112,75 @@ def test_what_the_backend_does_not_have_is_refused(task, make, monkeypatch):
     assert "'s 1 key-value heads do not divide over 2 ranks: set it to 1" in said
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     assert "DeepSpeed is not installed: install it with `pip install hotseat[deepspeed]`" in refused(task, text)
+
+
+# --- settings and data ------------------------------------------------------------------------------------------------
+
+
+def test_missing_inputs_are_refused_at_once(task):
+    message = refused(task, rl_yaml(task, reward=""), "actor.model=null", "rollout.samples_per_prompt=1")
+    assert "actor.model: not set" in message
+    assert "reward.function: no source of rewards" in message
+    assert "rollout.samples_per_prompt: 1: a group of one" in message
+
+
+def test_what_is_not_built_is_refused_by_name(task):
+    said = refused(task, rl_yaml(task), "train.full_determinism=true", kind=NotBuiltError)
+    assert "train.full_determinism: deterministic kernels" in said
+
+
+def test_kernels_that_cannot_run_are_refused_before_a_model_loads(task, monkeypatch):
+    said = refused(task, rl_yaml(task), "train.liger_kernel=true")
+    assert "train.liger_kernel: Liger is not installed: pip install 'hotseat[liger]'" in said
+    monkeypatch.setattr("hotseat.train.liger.is_installed", lambda: True)
+    monkeypatch.setattr("hotseat.train.liger.check_liger", lambda config: None)
+    said = refused(task, rl_yaml(task), "train.liger_kernel=true", "train.compile=true")
+    assert "train.liger_kernel and train.compile are both true" in said
+    assert "its kernels need a CUDA device" in refused(task, rl_yaml(task), "train.liger_kernel=true")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_a_compiler_for_cuda_is_refused_without(task):
+    options = ("train.backend=deepspeed", "train.deepspeed.deepcompile=true")
+    assert "it does not go together with packed sequences in fp32" in refused(
+        task, rl_yaml(task), *options, kind=NotBuiltError
+    )
+    said = refused(task, rl_yaml(task), *options, "train.packing=false")
+    assert "train.deepspeed.deepcompile is true, and DeepSpeed compiles only for CUDA devices" in said
+
+
+def test_batches_that_do_not_divide_are_refused(task):
+    assert "train.batch_size 5 does not divide the 16 samples" in refused(
+        task, rl_yaml(task), "train.batch_size=5", kind=BatchError
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_nccl_without_cuda_is_refused(task):
+    message = refused(
+        task,
+        rl_yaml(task, cluster="{runtime: local, component_placement: {actor: 0, rollout: 1}}"),
+        "rollout.weight_transport=nccl",
+    )
+    assert "rollout.weight_transport is nccl" in message
+
+
+def test_fewer_prompts_than_a_step_are_refused(task):
+    message = refused(task, rl_yaml(task), "rollout.batch_size=16", "train.batch_size=64", kind=BatchError)
+    assert "8 rows in 1 pass are fewer than the 16 of one step" in message
+
+
+def test_a_bad_row_is_named(task):
+    with (task / "prompts.jsonl").open("a") as file:
+        file.write('{"input": 3, "label": "1"}\n')
+    assert "prompts.jsonl:9" in refused(task, rl_yaml(task), kind=DataError)
+
+
+def test_a_model_that_is_not_there_is_named(task):
+    assert "actor.model" in refused(task, rl_yaml(task), f"actor.model={task}/nowhere")
+
+
+@pytest.mark.parametrize("name", ["../out", "a/b", "/abs"])
+def test_a_name_cannot_leave_the_run_directory(task, name):
+    """Scenario 47."""
+    assert "give one plain word" in refused(task, rl_yaml(task), f"name={name}")
