@@ -251,7 +251,7 @@ def test_the_table_is_for_users():
     assert not [name for name, meaning in rows.items() if "hotseat/" in meaning]
     assert rows["--lora_rank"] == "Rank of the adapters; 0 trains all weights. |"
     assert rows["--remote_rm_url"].endswith(". Not built yet: reward servers |")
-    assert rows["--partial_rollout"] == "not built yet: rollout beside training |"
+    assert rows["--vllm_generate_batch_size"] == "not built yet: sampling more prompts than a step needs |"
     assert rows["--flash_attn"].startswith("no effect: ")
     assert rows["--local_rank"] == "set by `deepspeed` and `torchrun` for each process |"
     assert all(meaning.strip(" |") for meaning in rows.values())

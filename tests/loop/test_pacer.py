@@ -131,7 +131,8 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
             paced.take(chosen)
         elif in_flight:
             if isinstance(chosen, Awaited):
-                assert chosen.numbers and set(chosen.numbers) <= set(in_flight)
+                assert chosen.numbers
+                assert set(chosen.numbers) <= set(in_flight)
             number = in_flight[int(rng.random() ** 2 * len(in_flight))]
             if rng.random() < chance_of_drop:
                 paced.drop(number)
@@ -144,7 +145,9 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
         if rng.random() < 0.02 and not paced.training:
             paced = Pacer.restored(pace, paced.state())
             paced.begin_again(paced.in_flight)
-    assert paced.num_trained == per_step * num_steps and not paced.tickets and not paced.training
+    assert paced.num_trained == per_step * num_steps
+    assert not paced.tickets
+    assert not paced.training
     assert len(fates) == paced.num_issued == paced.num_trained + num_drops
     return paced
 

@@ -29,6 +29,7 @@ from hotseat.loop.rl.recovery import MAX_DEATHS
 from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
 from hotseat.loop.rl.state import NONE_SERVED, RlState
+from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.update import Updates
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.workers.facts import EVALUATION
@@ -835,7 +836,9 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
     path.mkdir()
     ledger = Ledger(ledger_dir)
     ledger.record(1, 0, batch_of((0, 5)))
-    checkpoints = RlCheckpoints(case.groups, case.scheduler, case.state, case.guard, ledger, case.settings)
+    checkpoints = RlCheckpoints(
+        case.groups, case.scheduler, case.state, case.guard, ledger, SynchronousStream(None), case.settings
+    )
     source = checkpoints.source({"eval/reward": 0.5})
     source.write(path)
     assert case.taken() == [
@@ -853,7 +856,15 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
     ledger.record(2, 1, batch_of((0, 6)))
 
     resumed = Case("algorithm.estimator=gae", critic=1, reference=1, actor=2)
-    again = RlCheckpoints(resumed.groups, resumed.scheduler, resumed.state, resumed.guard, ledger, resumed.settings)
+    again = RlCheckpoints(
+        resumed.groups,
+        resumed.scheduler,
+        resumed.state,
+        resumed.guard,
+        ledger,
+        SynchronousStream(None),
+        resumed.settings,
+    )
     again.restore(Checkpoint(path, 1, {**state, "config": to_saved(case.config)}))
     assert [entry.prompt for entry in read_ledger(ledger_dir)] == [5]
     assert resumed.taken() == [
@@ -901,6 +912,9 @@ class FakePhases:
     def note(self, entry, value=None):
         self.log.append(entry)
         return value
+
+    def metrics(self):
+        return {}
 
     def take(self, step):
         return self.note(f"take {step}", f"batch{step}")

@@ -204,10 +204,10 @@ def _engine_choice(draft: ConfigDraft) -> None:
 
 
 def _overlap(draft: ConfigDraft) -> None:
-    """Set queue and staleness: with a queue of q batches, a sample is up to q + 1 weight versions old.
+    """Set queue and staleness: with a queue of n batches, a sample is up to n weight versions old.
 
-    While batch t is trained, by weights of version t - 1, batches t+1 ... t+q wait and batch t+q+1 is generated with
-    those weights. It is trained after t+q batches, when the weights are q + 1 versions newer.
+    A batch takes a place in OpenRLHF's queue before it is generated and gives it back when training takes it. So while
+    one batch is trained, n others wait or are generated, and the newest of them is trained n versions later.
     """
     line = draft.line
     tasks = draft.number_from(TASKS_VARIABLE)
@@ -216,6 +216,7 @@ def _overlap(draft: ConfigDraft) -> None:
     if not line["--async_train"]:
         because = f"{draft.named('--async_train')} is not given"
         draft.ignore("--async_queue_size", because)
+        draft.ignore("--partial_rollout", because)
         if draft.env.get(QUEUE_VARIABLE):
             draft.ignored.setdefault(QUEUE_VARIABLE, because)
         return
@@ -224,8 +225,11 @@ def _overlap(draft: ConfigDraft) -> None:
         draft.ignored.setdefault(QUEUE_VARIABLE, f"{draft.named('--async_queue_size')} is given")
     elif not line.has("--async_queue_size"):
         queue = draft.number_from(QUEUE_VARIABLE) or queue
-    draft.fields["overlap.queue"] = queue
-    draft.fields["overlap.staleness"] = queue + 1
+    draft.fields["overlap.queue"] = queue - 1
+    draft.fields["overlap.staleness"] = queue
+    if line["--partial_rollout"]:
+        draft.fields["overlap.order"] = "arrival"
+        draft.fields["overlap.in_flight"] = "recompute" if _engine(line) == "vllm" else "keep"
 
 
 # --- models and rewards -----------------------------------------------------------------------------------------------

@@ -151,12 +151,15 @@ def _overlapped_stream(
 ) -> OverlappedStream:
     config, num_steps = place.config, inputs.algebra.num_steps
     assert num_steps is not None
-    overlap, rollout = config.overlap, config.rollout
-    pace = Pace(
-        rollout.batch_size, overlap.staleness, overlap_queue(config), overlap.order, rollout.batch_size * num_steps
-    )
-    asking = Asking(inputs.prompts, rollout.samples_per_prompt, settings.sampling(config), group_filter(config))
-    return OverlappedStream(pace, asking, overlap.in_flight, groups.hosts, spool, state, recovery, callbacks)
+    asking = Asking(inputs.prompts, config.rollout.samples_per_prompt, settings.sampling(config), group_filter(config))
+    pace = pace_of(config, num_steps)
+    return OverlappedStream(pace, asking, config.overlap.in_flight, groups.hosts, spool, state, recovery, callbacks)
+
+
+def pace_of(config: Config, num_steps: int) -> Pace:
+    """Return how far rollout may run ahead in a run of so many steps."""
+    overlap, batch_size = config.overlap, config.rollout.batch_size
+    return Pace(batch_size, overlap.staleness, overlap_queue(config), overlap.order, batch_size * num_steps)
 
 
 def rollout_devices(plan: Plan) -> list[int]:
