@@ -160,10 +160,7 @@ class ModelWorker(BackendWorker):
         return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
 
     def score_canary(self, canary: Canary) -> list[float]:
-        """Return log-probs of the canary's sampled tokens. Collective.
-
-        Every rank scores all of them, so that none waits for another.
-        """
+        """Return log-probs of the canary's sampled tokens. Collective; every rank scores all, so that none waits."""
         starts = zip(canary.sequences, canary.num_prompt, strict=True)
         batch = MicroBatch.from_segments(
             [torch.tensor(sequence) for sequence in canary.sequences],
@@ -354,10 +351,7 @@ class ActorWorker(ModelWorker):
         return Proof(self._backend.digest(dtype=self._dtype), log_probs)
 
     def lacks_bytes_for_exact(self, longest: int) -> int:
-        """Return how many bytes of device memory `score_exactly` lacks on this rank; 0: there is enough.
-
-        longest: tokens of the longest sequence.
-        """
+        """Return the bytes of device memory that `score_exactly` lacks for sequences of up to `longest` tokens."""
         return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
 
     def score_exactly(self, canary: Canary) -> ExactScores | str | None:
