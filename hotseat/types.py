@@ -153,7 +153,7 @@ class ScoredEpisode:
 
     episode: Episode
     reward: float
-    score: float  # what dynamic filtering looks at
+    score: float  # used by dynamic filtering
     extra: Mapping[str, float] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()  # one per turn, summing up to `reward`; empty: the episode has only `reward`
 

@@ -19,10 +19,10 @@ class Step:
     """An environment's response to an action."""
 
     feedback: str = ""  # the text that the policy reads next, including markers of the turn's begin and end
-    reward: float | None = None  # of this turn; if no turn has one, the run's reward function scores the episode
+    reward: float | None = None  # reward of this turn; if no turn has one, the run's reward function scores the episode
     done: bool = False
-    score: float | None = None  # what dynamic filtering looks at, of the last turn; None is the sum of the rewards
-    extra: Mapping[str, float] = field(default_factory=dict)  # numbers to log, of the last turn
+    score: float | None = None  # used by dynamic filtering; that of the last turn counts; None: the sum of the rewards
+    extra: Mapping[str, float] = field(default_factory=dict)  # numbers to log; those of the last turn count
 
 
 class Environment:

@@ -269,10 +269,10 @@ def normalise_globally(advantages: Tensor, mask: Tensor, *, with_std: bool = Tru
 class Estimator:
     """Properties of an advantage estimator."""
 
-    baseline: Literal["mean", "leave_one_out"] | None  # what an episode's reward is compared with in its group
-    normalisation: Literal["batch", "group"] | None  # whose standard deviation it is divided by
+    baseline: Literal["mean", "leave_one_out"] | None  # of the group, subtracted from an episode's reward
+    normalisation: Literal["batch", "group"] | None  # divides by the standard deviation of the batch or the group
     needs_critic: bool = False
-    uses_gamma: bool = False  # the others have γ = 1, as in OpenRLHF
+    uses_gamma: bool = False  # other estimators have γ = 1, as in OpenRLHF
 
     @property
     def needs_group(self) -> bool:
@@ -296,7 +296,7 @@ class Advantages:
     """Advantages and returns per token, detached, 0 where the policy did not sample."""
 
     advantages: Tensor  # [num_tokens]
-    returns: Tensor  # [num_tokens] what the critic learns; never normalised
+    returns: Tensor  # [num_tokens] the critic's targets; never normalised
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ _MAX_LOG_RATIO = 20.0
 class CorrectionWeights:
     """Correction of each token, detached. Where the policy did not sample: weight 0, ratio 1, not changed."""
 
-    weights: Tensor  # [num_tokens]: what to multiply the surrogate by
+    weights: Tensor  # [num_tokens]: factor of each token's surrogate
     ratio: Tensor  # [num_tokens]: ρ itself, within e^±20
     changed: Tensor  # [num_tokens] bool: the weight is not ρ (clamped or dropped)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SMALLEST, DECADES, PER_DECADE = 1e-6, 7, 16
-NUM_BINS = DECADES * PER_DECADE + 2  # the first for what is smaller, the last for what is larger
+NUM_BINS = DECADES * PER_DECADE + 2  # the first bin is for smaller values, the last for larger ones
 
 
 def count_sizes(values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -392,7 +392,7 @@ def _too_large(plan: Plan, console: Console) -> None:
         (step.used_gib - group.memory_gib, step, group, group.memory_gib)
         for group in plan.groups
         for step in group.steps
-        # Phases in which no role works are left out: what is resident then is too much in its own phase, too.
+        # Phases in which no role works are left out: the same parts are too much in their own phase, too.
         if step.verdict == "does_not_fit" and group.memory_gib is not None and step.roles
     ]
     for over, step, group, memory_gib in sorted(failing, key=lambda each: -each[0]):

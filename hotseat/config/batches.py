@@ -33,8 +33,8 @@ class BatchAlgebra:
     optimizer_steps_per_step: int
     train_micro_batches: int | None  # per rank and optimizer step
     score_micro_batches: int | None  # per rank and step, for log-probs
-    tokens_per_step: int  # at most
-    num_rows: int | None  # in all passes
+    tokens_per_step: int  # upper bound
+    num_rows: int | None  # of all passes together
     is_bound: bool  # the rows are not counted yet: `num_rows` is an upper bound
     num_steps: int | None
     num_dropped_rows: int | None  # tail of the last pass

@@ -528,7 +528,7 @@ class TrainConfig(Section):
         return self.sequence_parallel_size * self.tensor_parallel_size
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
+# --- evaluation, checkpoints and logs ---------------------------------------------------------------------------------
 
 
 class EvaluationConfig(Section):

@@ -75,7 +75,7 @@ class Document:
     file: str | None = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    origins: dict[KeyPath, str] = field(default_factory=dict)  # of keys that did not come from the file
+    origins: dict[KeyPath, str] = field(default_factory=dict)  # source of each key that is not from the file
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         """Make a problem for a key, with the line of the key or of the nearest section around it."""

@@ -71,6 +71,6 @@ class ChatTemplate:
                 add_generation_prompt=for_generation,
                 **self._tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise any error
             raise BadValue(f"{key}: the chat template does not take these messages: {error}") from error
         return texts[0], [tuple(mark) for mark in marks[0]] if marked else []

@@ -8,8 +8,8 @@ from typing import Any
 
 from hotseat.errors import DataError
 
-_SHOWN = 5
-_ROWS_SHOWN = 3  # of those with one problem
+_SHOWN = 5  # problems in the message
+_ROWS_SHOWN = 3  # rows named for each problem
 
 
 class Problems:

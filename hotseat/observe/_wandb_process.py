@@ -35,7 +35,7 @@ SETTINGS = {
 def main() -> None:
     out = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # what wandb and its own processes print
+    os.dup2(nowhere, 1)  # drop the output of wandb and its processes
     os.dup2(nowhere, 2)
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_when_alone, args=(task["grace_s"],), daemon=True).start()

@@ -14,8 +14,8 @@ from typing import Any
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import nearest
 
-DEFAULT_POOL = "cluster"  # as a selection's pool: every node, by device where there are devices
-NODE_POOL = "node"  # as a selection's pool: every node, by node, never by device
+DEFAULT_POOL = "cluster"  # pool of every node; ranks count devices, or nodes if there are no devices
+NODE_POOL = "node"  # pool of every node; ranks always count nodes
 MAX_DEVICES = 1_000_000
 RESERVED_POOLS = (DEFAULT_POOL, NODE_POOL)
 

@@ -38,7 +38,7 @@ class PlannedProcess:
     rank: int
     node: int
     devices: tuple[int, ...] = ()
-    fraction: float = 1.0  # of each of its devices; below 1 where processes of this role share one
+    fraction: float = 1.0  # share of each of its devices; below 1 if processes of this role share a device
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -20,12 +20,12 @@ GIB = 2**30
 # --- assumptions ------------------------------------------------------------------------------------------------------
 CONTEXT_GIB = 1.0  # driver context, library handles and kernels that a process keeps on every device; measured
 COMMUNICATOR_GIB = 0.4  # collective buffers of a process that talks to others of its role
-WEIGHT_BLOCK_GIB = 0.5  # of the two blocks in which weights are sent, unless one weight is larger
-ALLOCATOR_SLACK = 0.08  # of a trainer's working memory: fragments that the caching allocator cannot use
+WEIGHT_BLOCK_GIB = 0.5  # size of each of the two blocks in which weights are sent, unless one weight is larger
+ALLOCATOR_SLACK = 0.08  # share of a trainer's working memory lost in fragments that the caching allocator cannot use
 LOGITS_CHUNK_ELEMENTS = 2**27  # logits that exist at once where log-probs are chunked (compiled: twice, in fewer bytes)
 FP32 = 4  # bytes; losses, norms and log-softmax are in fp32 whatever the model's dtype
-EAGER_ACTIVATIONS = 1.15  # times what the layer's graph says: what is kept twice where nothing is fused; measured
-COMPILED_ACTIVATIONS = 0.77  # the same of compiled layers, which compute some of it again; measured
+EAGER_ACTIVATIONS = 1.15  # factor on a layer's graph: without fusion some values are kept twice; measured
+COMPILED_ACTIVATIONS = 0.77  # the same for compiled layers, which recompute some values; measured
 RECOMPUTE_PEAK = 1.5  # a recomputed layer: its activations and the gradients on the way back through it
 FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
@@ -35,7 +35,7 @@ ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched
 ENGINE_BUFFERS_GIB = 1.0  # attention workspace, sampler and input buffers that an engine keeps; measured
 CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its memory share; measured
 HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
-FITS_BELOW = 0.9  # of a device's memory: at most this fits well
+FITS_BELOW = 0.9  # share of a device's memory up to which the verdict is "fits"
 # ----------------------------------------------------------------------------------------------------------------------
 
 Activity = Literal["forward", "train", "generate", "simulate", "push", "receive"]
@@ -82,11 +82,11 @@ class TrainMemory:
     is_whole: bool = False  # compiled by DeepSpeed, all of it: micro-batches are added up in a copy of the gradients
     packing: bool = True
     chunked_logprobs: bool = True
-    sends_weights: bool = False  # to engines: the blocks for it are kept from push to push
+    sends_weights: bool = False  # sends weights to engines, and keeps the blocks for it between pushes
     adapter_rank: int = 0  # 0: all weights are trained
-    batch_tokens: int | None = None  # of an optimizer step on all ranks, at most; None: it is one micro-batch
-    group_tokens: int = 0  # by which the share of one rank may exceed an even one
-    has_average: bool = False  # a moving average of what is trained is kept on the host, in fp32
+    batch_tokens: int | None = None  # most tokens of an optimizer step on all ranks; None: it is one micro-batch
+    group_tokens: int = 0  # tokens by which a rank's share of a step may exceed an even share
+    has_average: bool = False  # a moving average of the trained weights is kept on the host, in fp32
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -561,7 +561,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     )
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
     one = memory.max_tokens * per_token / GIB
-    # The share covers weights, cache, buffers and what a step needs; context and graphs come on top.
+    # The share covers weights, cache, buffers and workspace; context and graphs come on top.
     rest = weights.gib + buffers.gib + workspace.gib
     min_share = None
     if layout.share is not None and layout.device_gib is not None:

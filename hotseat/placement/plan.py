@@ -701,8 +701,8 @@ def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]
             why = f"the model or the settings of {', '.join(unknown)} are not known"
         reasons.setdefault(why, []).extend(group.devices)
     return [
-        f"memory is not checked on devices {format_ranges(sorted(devices))}, and nothing moves there but what is always"
-        f" offloaded: {why}"
+        f"memory is not checked on devices {format_ranges(sorted(devices))}, where only parts that are always offloaded"
+        f" move: {why}"
         for why, devices in reasons.items()
     ]
 

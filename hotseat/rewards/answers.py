@@ -19,7 +19,7 @@ class Score:
     """The reward of one sample."""
 
     reward: float
-    score: float  # what dynamic filtering looks at
+    score: float  # used by dynamic filtering
     extra: Mapping[str, float] = field(default_factory=dict)
 
 

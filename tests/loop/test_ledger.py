@@ -81,7 +81,7 @@ def test_the_command_counts_and_tells_a_history(run_dir):
 def test_a_ledger_without_samples_says_why(tmp_path, capsys):
     (tmp_path / "ledger.jsonl").touch()
     show_ledger(tmp_path, None)
-    assert "no samples: those of a step are recorded when it ends" in capsys.readouterr().out
+    assert "no samples: they are recorded at the end of their step" in capsys.readouterr().out
 
 
 def test_an_entry_names_its_samples():

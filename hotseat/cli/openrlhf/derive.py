@@ -29,7 +29,7 @@ class ConfigDraft:
     fields: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
     ignored: dict[str, str] = field(default_factory=dict)  # flag or variable -> why it has no effect
     problems: list[Problem] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)  # flag, what a run cannot start without
+    missing: list[tuple[str, str]] = field(default_factory=list)  # required flag, message
     secrets: dict[str, str] = field(default_factory=dict, repr=False)  # environment variables
 
     def ignore(self, name: str, because: str) -> None:

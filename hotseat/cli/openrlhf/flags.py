@@ -16,7 +16,7 @@ MANY = 1_000_000  # number of values of a flag without a bound
 UNBOUNDED = 100_000_000  # OpenRLHF's defaults from this number on stand for no limit
 NO_RING = "ranks that share sequences exchange all heads at once (Ulysses), not in a ring; the result is the same"
 FLASH_ALWAYS = "packed sequences go through flash attention wherever the device has it"
-SAME: Any = object()  # as a newer default: the older one
+SAME: Any = object()  # marks a newer default that equals the older one
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def group_of(flag: Flag) -> str:
     built = [key for key in flag.sets if not any(each.owns(key) for each in UNBUILT)]
     if flag.not_built or (flag.sets and not built):
         return NOT_BUILT
-    if not flag.sets:  # what launchers set
+    if not flag.sets:  # flags that launchers set
         return "Training"
     prefixes = {prefix: name for name, each in GROUPS.items() for prefix in each}
     first = built[0].split(".")

@@ -25,7 +25,7 @@ class Translation:
     yaml: str
     no_effect: list[tuple[str, str]]  # flag or variable, why
     not_built: list[tuple[str, str]]  # flag, feature
-    missing: list[tuple[str, str]]  # flag, what a run cannot start without
+    missing: list[tuple[str, str]]  # required flag, message
     inventory: str | None
     line: CommandLine = field(repr=False)
     secrets: Mapping[str, str] = field(repr=False)  # environment variables for this process and no one else
