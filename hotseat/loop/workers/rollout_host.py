@@ -235,7 +235,7 @@ class RolloutHost:
     def _for_reward_model(self, episode: Episode) -> Tensor:
         """Return the tokens of the last segment, which ends the episode: [num_tokens].
 
-        Text is tokenised retokenized for a reward model with a tokenizer of its own.
+        Its text is tokenised again for a reward model with a tokenizer of its own.
         """
         token_ids = episode.segments[-1].token_ids
         if self._reward_tokenizer is None:
