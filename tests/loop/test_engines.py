@@ -6,7 +6,6 @@ from hotseat.errors import RunError
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings, make_engine
 from hotseat.rollout import vllm_engine
 
-
 NUM_SLOTS = 1 << 16  # so many that the cache is larger than the least it can be
 
 
