@@ -38,7 +38,7 @@ from torch import Tensor
 
 from hotseat.algorithms.agreement import STATISTICS
 from hotseat.cluster import Cluster
-from hotseat.config.schema import Canary as CanaryConfig
+from hotseat.config.schema import CanaryConfig
 from hotseat.errors import WeightError
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.push import PushReport, push_weights

@@ -3,8 +3,8 @@
     python examples/grpo_single_file.py            about two minutes on two cores
 
 It is the demo's task (`hotseat demo`) written out with torch and transformers alone: SFT on examples most of which
-forget the carry, then GRPO, which compares eight answers to each sum. What differs from Hotseat
-is left out on purpose: one process, one sequence length, no engine, no checkpoints.
+forget the carry, then GRPO, which compares eight answers to each sum. Unlike Hotseat it has one process, one sequence
+length, no engine and no checkpoints, to show only the algorithm.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def answer(a: int, b: int) -> str:
 
 
 def careless_answer(a: int, b: int) -> str:
-    """Each column by itself, without any carry."""
+    """Return the sum of each column alone, without any carry."""
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
@@ -84,7 +84,7 @@ def make_model(seed: int) -> LlamaForCausalLM:
             num_key_value_heads=4,
             max_position_embeddings=32,
             tie_word_embeddings=True,
-            initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones wake up late
+            initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones start to learn late with it
             bos_token_id=None,
             eos_token_id=EOS,
             pad_token_id=PAD,

@@ -5,7 +5,7 @@
     run = hotseat.run("rl.yaml", "train.num_episodes=2")
     run.path, run.evaluation, run.metrics()
 
-`import hotseat` loads nothing heavy: torch, transformers and Ray come with the first run.
+`import hotseat` loads nothing heavy: torch, transformers and Ray are imported by the first run.
 """
 
 from hotseat.api import Run, run

@@ -13,19 +13,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's directory, to be read while it goes on and afterwards: `Run(Path("runs/rl-1")).metrics()`."""
+    """A run's directory, which can be read while the run is training and afterwards.
+
+    `Run(Path("runs/rl-1")).metrics()` reads a run of an earlier command.
+    """
 
     path: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return what was measured, a dict for each step; the one of step 0 is the evaluation before training."""
+        """Return the metrics, a dict for each step; that of step 0 is the evaluation before training."""
         from hotseat.observe import METRICS, read_lines
 
         return list(read_lines(self.path / METRICS))
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """The last evaluation's numbers, such as eval/accuracy; none if nothing was evaluated."""
+        """Metrics of the last evaluation, such as eval/accuracy; empty if nothing was evaluated."""
         measured = [
             {name: value for name, value in record.items() if name.startswith("eval/")} for record in self.metrics()
         ]
@@ -48,9 +51,9 @@ class Run:
 def run(config: str | Path | Mapping[str, Any] | Config, *overrides: str) -> Run:
     """Train to the end, and return the run.
 
-    config: a YAML file, a mapping as in one, or a `hotseat.config.Config`. overrides: `key=value` with dotted keys, as
-    on the command line. What cannot work raises `hotseat.errors.UserError` before any model loads; a run that fails
-    raises another `hotseat.errors.HotseatError`. Ctrl-C and SIGTERM raise KeyboardInterrupt.
+    config: a YAML file, a mapping of the same keys, or a `hotseat.config.Config`. overrides: `key=value` with dotted
+    keys, as on the command line. A config that cannot work raises `hotseat.errors.UserError` before any model loads; a
+    run that fails raises another `hotseat.errors.HotseatError`. Ctrl-C and SIGTERM raise KeyboardInterrupt.
     """
     from hotseat.openmp import wait_passively
 

@@ -1,4 +1,4 @@
-"""When the command of this process began: imports and checks are part of the time that people wait."""
+"""The time at which this process's command began, so that reported durations include imports and checks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _began_s: float | None = None
 
 
 def begin() -> None:
-    """Note that a command begins now."""
+    """Record that a command begins now."""
     global _began_s
     _began_s = time.time()
 
 
 def began_s() -> float:
-    """Return when the command began, in seconds since 1970; now, if that was not noted."""
+    """Return when the command began, in seconds since 1970; the present time if `begin` was not called."""
     return time.time() if _began_s is None else _began_s
 
 
 @contextmanager
 def of_one_run() -> Iterator[None]:
-    """Around a run: it began with its command or, if there is none or it has had a run already, now."""
+    """Time one run: the first run of a command counts from the command's begin, any other from now."""
     global _began_s
     if _began_s is None:
         begin()

@@ -1,23 +1,23 @@
-"""Every error that Hotseat raises on purpose.
+"""The errors that Hotseat raises on purpose.
 
     HotseatError
     ├── UserError            something the user wrote cannot work; raised before any model loads
     │   ├── ConfigError      the config file, its overrides or the command line (lists every problem found)
     │   ├── PlacementError   roles, devices, flow or memory do not fit together
     │   │   └── TooFewDevicesError   the placement needs more devices than the inventory has
-    │   ├── BatchError       batch sizes that do not divide
-    │   ├── DataError        a data set that cannot be read as asked
+    │   ├── BatchError       batch sizes that do not divide each other
+    │   ├── DataError        a data set that cannot be read with the settings of the config
     │   └── NotBuiltError    a documented option whose feature is not part of this version
     └── RunError             something failed while running
-        ├── DeadlineError    a bounded wait ran out; names who was waited for and what for
+        ├── DeadlineError    a bounded wait ran out; names the process and the operation waited for
         ├── WorkerError      a process of a group failed; carries its rank and traceback
-        ├── ClusterError     Ray itself died, and with it the way to every process
+        ├── ClusterError     Ray itself died, so no process can be reached any more
         ├── RewardError      too many rewards failed
         ├── WeightError      an engine does not serve the weights that were pushed
         ├── NonFiniteError   too many updates in a row were not finite
         ├── DeviceMemoryError   a micro-batch did not fit into the memory of its device
-        │   └── BudgetError  the same, and with a smaller token budget the run can be resumed
-        └── CheckpointError  a checkpoint cannot be written, or what was written is damaged
+        │   └── BudgetError  the same, where the run can be resumed with a smaller token budget
+        └── CheckpointError  a checkpoint cannot be written, or is damaged
 
 A message says what was given, what would fit, and what to change.
 """
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 
 class HotseatError(Exception):
-    """Base of all of ours."""
+    """Base class of every error that Hotseat raises on purpose."""
 
 
 class UserError(HotseatError):
@@ -37,7 +37,7 @@ class UserError(HotseatError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a config: where it stands, what was given, what would fit."""
+    """One mistake in a config: its key, file and line, and a message with what would fit."""
 
     key: str
     message: str
@@ -50,7 +50,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Everything wrong with a config, in one error."""
+    """A config has problems, which the message lists."""
 
     def __init__(self, problems: list[Problem]):
         self.problems = problems
@@ -67,15 +67,15 @@ class TooFewDevicesError(PlacementError):
 
 
 class BatchError(UserError):
-    """Batch sizes that do not divide."""
+    """Batch sizes do not divide each other."""
 
 
 class DataError(UserError):
-    """A data set that cannot be read as asked."""
+    """A data set cannot be read with the settings of the config."""
 
 
 class NotBuiltError(UserError):
-    """A documented option whose feature is not part of this version."""
+    """A documented option is set whose feature is not part of this version."""
 
 
 class RunError(HotseatError):
@@ -109,7 +109,7 @@ class NonFiniteError(RunError):
 class DeviceMemoryError(RunError):
     """A micro-batch did not fit into the memory of its device.
 
-    index: the micro-batch at which it was noticed. is_undone: the rank is as it was before the call that failed.
+    index: the micro-batch that ran out of memory. is_undone: the rank is in the state it had before the failed call.
     """
 
     def __init__(self, message: str, index: int = 0, is_undone: bool = False):
@@ -128,9 +128,9 @@ class BudgetError(DeviceMemoryError):
 
     def __init__(self, message: str, use: str, tokens: int):
         super().__init__(message)
-        self.args = message, use, tokens  # what it travels with
+        self.args = message, use, tokens  # what pickle passes to the constructor in another process
         self.use, self.tokens = use, tokens
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written, or what was written is damaged."""
+    """A checkpoint cannot be written, or is damaged."""

@@ -1,4 +1,4 @@
-"""`Failed`, for code that must load without torch; elsewhere it is known as `hotseat.types.Failed`."""
+"""`Failed` for modules that must load without torch; others import it from `hotseat.types`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failed:
-    """What stands in the place of a sample or a reward that there is not: dropped and counted, never a zero."""
+    """A sample or reward that could not be made, with the reason. It is dropped and counted, never taken for a zero."""
 
     reason: str

@@ -1,8 +1,8 @@
 """Named points at which a test can make a process die, stop, fail or wait. They cost nothing unless armed.
 
-`HOTSEAT_FAULTS` names a directory. A file `NAME.fault` in it, with a `Fault` as JSON, arms one fault; the first process
-that reaches the point and fits takes the file away, so a fault happens once. Processes leave their ids there, so that a
-point in one process can end another.
+`HOTSEAT_FAULTS` names a directory. A file `NAME.fault` in it, with a `Fault` as JSON, arms one fault. The first process
+that reaches the point and matches `by` renames the file, so a fault happens once. Processes write their ids there, so
+that a point reached in one process can end another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POINTS = {
     "update.middle": "actor: gradients are there, the optimizer has not stepped",
     "push.before": "driver: before a push",
     "push.during": "driver: the engines have the first bucket",
-    "push.after": "driver: the push was proved",
+    "push.after": "driver: the engines' digests were compared with the trainer's",
     "offload": "driver: before a part is offloaded",
     "onload": "driver: before a part is onloaded",
     "save.before": "driver: before a checkpoint is written",
@@ -41,7 +41,7 @@ POINTS = {
     "save.after": "driver: after the rename",
 }
 
-# Where a model may run out of device memory. Not every run, and not every step, comes to each of them.
+# Points at which a model may run out of device memory. Some runs and steps never reach some of them.
 MEMORY_POINTS = {
     "update.forward": "before a micro-batch that is learned from",
     "update.backward": "between its forward and its backward",
@@ -50,19 +50,23 @@ MEMORY_POINTS = {
 }
 
 _directory = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
-_seen: dict[str, int] = {}  # fault to how often its point was reached here
+_seen: dict[str, int] = {}  # file name of a fault to how often this process reached its point
 _me = "driver"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens where. `by`: only a process of this name takes it (`actor:0`), or any. `to`: whom it happens to."""
+    """A failure to inject at a point.
+
+    to: name of the process that it happens to, or `self`. by: name of the process that has to reach the point
+    (`actor:0`); any process if empty.
+    """
 
     point: str
     do: str  # kill, stop, raise, out-of-memory, or a number of seconds to sleep
     to: str = "self"
     by: str = ""
-    skip: int = 0  # so many times nothing happens
+    skip: int = 0  # how many times the point is passed before the fault happens
 
     def arm(self, directory: Path, name: str) -> None:
         assert self.point in POINTS | MEMORY_POINTS, self.point
@@ -72,7 +76,7 @@ class Fault:
 
 
 def register(name: str, pid: int | None = None) -> None:
-    """Leave the id of a process. Without one it is this process, which goes by that name from now on."""
+    """Write the id of a process under a name. Without an id it is this process, which has that name from now on."""
     global _me
     if _directory is None:
         return
@@ -84,13 +88,13 @@ def register(name: str, pid: int | None = None) -> None:
 
 
 def is_armed(point: str) -> bool:
-    """Tell whether a fault waits at a point."""
+    """Return whether a fault is armed at a point."""
     paths = [] if _directory is None else _directory.glob("*.fault")
     return any(Fault(**json.loads(path.read_text())).point == point for path in paths)
 
 
 def reach(point: str) -> None:
-    """This process is at a point."""
+    """Inject the faults that are armed at a point, which this process has reached."""
     if _directory is not None:
         _reach(_directory, point)
 
@@ -109,7 +113,7 @@ def _reach(directory: Path, point: str) -> None:
 
 
 def _pid_of(directory: Path, name: str) -> int:
-    """It may be starting."""
+    """Return a process's id, waiting for a process that has not registered yet."""
     path = directory / f"{name}.pid"
     until = time.monotonic() + 60.0
     while not path.exists() and time.monotonic() < until:

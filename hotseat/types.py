@@ -22,7 +22,7 @@ from hotseat.failed import Failed as Failed
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How the flat tokens of a batch fall into segments and episodes.
+    """Boundaries of segments and episodes in the flat tokens of a batch.
 
     A segment is one token sequence: context, then tokens that the policy sampled and tokens that the environment
     inserted. An episode is one or more segments, in the order in which they were made.
@@ -64,7 +64,7 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Which sample this is: the same key gives the same seed, whatever engine, attempt or time."""
+    """Identity of a sample. The same key gives the same seed on every engine, in every attempt and at any time."""
 
     epoch: int  # pass over the data, from 0
     prompt: int  # position of the prompt in the data set, before shuffling
@@ -74,7 +74,7 @@ class SampleKey:
         return f"{self.epoch}/{self.prompt}/{self.sample}"
 
     def seed(self, run_seed: int, turn: int) -> int:
-        """A 63-bit request seed. Hashed, so that neighbouring keys do not give neighbouring seeds."""
+        """Return a 63-bit request seed, hashed so that neighbouring keys do not give neighbouring seeds."""
         text = f"{run_seed}/{self.epoch}/{self.prompt}/{self.sample}/{turn}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -92,7 +92,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. Log-probs that come back are of the distribution these settings leave."""
+    """Sampling settings of a request. The log-probs of its completion are of the distribution under these settings."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0 is greedy
@@ -104,7 +104,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids in: one generation asked of an engine."""
+    """One generation that an engine is asked for: token ids in."""
 
     id: str
     token_ids: tuple[int, ...]
@@ -114,7 +114,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """Token ids out: what the engine sampled for a request, stop token included."""
+    """The answer to a request: the token ids that the engine sampled, stop token included."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -138,7 +138,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Episode:
-    """What one agent did with one prompt."""
+    """One sample: a prompt and everything that agent, engine and environment added to it."""
 
     key: SampleKey
     segments: tuple[Segment, ...]
@@ -149,18 +149,18 @@ class Episode:
 
 @dataclass(frozen=True)
 class ScoredEpisode:
-    """An episode and what it was worth."""
+    """An episode and its reward."""
 
     episode: Episode
     reward: float
-    score: float  # what dynamic filtering looks at
+    score: float  # used by dynamic filtering
     extra: Mapping[str, float] = field(default_factory=dict)
-    turn_rewards: tuple[float, ...] = ()  # one per turn, which `reward` is the sum of; empty: the episode has only one
+    turn_rewards: tuple[float, ...] = ()  # one per turn, summing up to `reward`; empty: the episode has only `reward`
 
 
 @dataclass(frozen=True)
-class Group:
-    """All scored samples of one prompt, in sample order. Samples whose reward failed are missing, and counted."""
+class PromptGroup:
+    """The scored samples of one prompt, in sample order. Samples whose reward failed are left out and counted."""
 
     prompt: Prompt
     samples: tuple[ScoredEpisode, ...]
@@ -177,7 +177,7 @@ def segment_offsets(lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some segments of an optimizer step, flat, for one forward and backward.
+    """Segments of an optimizer step, flat, for one forward and backward.
 
     The step's loss is Σ weights · loss per token, over all its micro-batches on all ranks. The weights are fixed for
     the whole step beforehand, so neither loss nor gradient depends on where the step was cut.
@@ -239,7 +239,7 @@ class MicroBatch:
 
     @cached_property
     def layout(self) -> TokenLayout:
-        """Neighbouring segments with the same sample id are one episode."""
+        """Layout in which neighbouring segments with the same sample id are one episode."""
         episode = -1
         segment_episode = []
         for previous, current in zip((None, *self.sample_ids), self.sample_ids, strict=False):
@@ -253,7 +253,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch with every tensor on `device`."""
+        """Return the same micro-batch with every tensor on `device`."""
         if self.token_ids.device == device:
             return self
         return MicroBatch(
@@ -267,7 +267,7 @@ class MicroBatch:
 
 
 def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """Without waiting for what the device is doing: from pageable memory the copy would wait for its turn."""
+    """Copy a tensor without waiting for work queued on the device, as a copy from pageable memory would."""
     if device is not None and device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -278,10 +278,10 @@ def to_device(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Moved:
-    """What it took to offload or onload parts."""
+    """Bytes and time that an offload or onload of parts took."""
 
-    num_bytes: int  # that left the device, or came back to it
-    num_bytes_copied: int  # of those, that were kept on the host; the rest was dropped, or comes back empty
+    num_bytes: int  # that were offloaded from the device or onloaded to it
+    num_bytes_copied: int  # of those, that the host holds a copy of; the others were dropped, or are onloaded empty
     ms: float
 
     def __add__(self, other: Moved) -> Moved:

@@ -1,4 +1,4 @@
-"""Words for messages that people read."""
+"""Helpers for the wording of messages."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_openrlhfs_page_lists_every_flag_that_is_not_built():
 def test_options_mark_everything_that_is_not_built():
     marked = {option["key"] for option in options("") if option["not_built"]}
     assert marked >= {key for key in valid_keys() if feature_of(key)}
-    assert marked >= {"reward.url", "task", "overlap.queue", "env.enable_offload", "algorithm.dpo.beta"}
+    assert marked >= {"reward.url", "task", "rollout.generate_batch_size", "env.enable_offload", "algorithm.dpo.beta"}
 
 
 def test_no_error_recommends_what_is_not_built():
@@ -65,8 +65,10 @@ def test_plans_and_configs_of_what_is_not_built_say_so(capsys):
     assert "this run cannot start yet: cluster.component_placement: not part of this version: simulators" in (
         capsys.readouterr().err
     )
-    assert main(["config", str(PLANS / "async_6_plus_2.yaml")]) == 0
-    assert "this run cannot start yet: overlap: not part of this version: rollout beside" in capsys.readouterr().err
+    assert main(["config", str(PLANS / "async_6_plus_2.yaml"), "rollout.generate_batch_size=4096"]) == 0
+    assert "this run cannot start yet: rollout.generate_batch_size: not part of this version: sampling more" in (
+        capsys.readouterr().err
+    )
     assert main(["plan", str(PLANS / "hybrid_engine_8.yaml")]) == 0
     assert "cannot start" not in capsys.readouterr().err
 

@@ -1,12 +1,12 @@
-"""From a prompt to an episode.
+"""Agents, which turn a prompt into an episode.
 
-    Agent         what any of them is; `SingleTurn` asks the engine once
-    MultiTurn     an agent that plays an `Environment`: reset, then action and `Step` in turns
-    load_agent    the agent in a user's file: an `Environment`, an `Agent`, or an agent file for OpenRLHF, unchanged
-    AgentHost     runs many episodes at a time in its process, each for itself
+    Agent         the protocol of all agents; `SingleTurn` asks the engine once
+    MultiTurn     an agent that plays an `Environment`: reset, then an action and a `Step` in each turn
+    load_agent    loads the agent of a user's file: an `Environment`, an `Agent`, or an agent file for OpenRLHF
+    AgentHost     runs many episodes at a time in its process, independently of each other
 
-Tokens in, tokens out: an episode has the ids that the engine sampled, with its log-probs, as they came. What an
-environment adds is tokenised by itself and put behind them; no text is tokenised twice.
+Tokens in, tokens out: an episode has the token ids and log-probs exactly as the engine returned them. Text that an
+environment adds is tokenised separately and appended; no text is tokenised twice.
 """
 
 from hotseat.agents.agent import Agent, AgentError, Sample, SingleTurn

@@ -1,13 +1,13 @@
 """Agent files written for OpenRLHF, unchanged, without OpenRLHF.
 
-Four forms came one after another, and all are in use:
+OpenRLHF's versions had four forms, which are all in use:
 
     step(state, action, label, **kwargs) -> reward, next_state, done, extra_info      a function, with module globals
     step(observation, action, label, **kwargs) -> {rewards, next_observation, done, ...}          the same, in a dict
     class AgentInstance: reset(states), step(states) -> {rewards, environment_feedback, done, ...}
     class AgentExecutor(MultiTurnAgentExecutor | AgentExecutorBase): execute(prompt, label, sampling_params, ...)
 
-While a file loads, `openrlhf.utils.agent` is this module's stand-in, installed or not.
+While a file loads, `openrlhf.utils.agent` is a stand-in made by this module, whether OpenRLHF is installed or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, Sample
-from hotseat.agents.multi_turn import Move, MultiTurn, Turns, number
+from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
@@ -40,7 +40,7 @@ _LOADING = threading.RLock()
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """`from openrlhf.utils.agent import ...` works inside, in this thread; what was there before comes back."""
+    """Install the stand-in for `openrlhf.utils.agent` while the block runs, and restore the modules afterwards."""
     agent = types.ModuleType("openrlhf.utils.agent")
     agent.__dict__.update({cls.__name__: cls for cls in _STAND_INS})
     agent.__dict__["__getattr__"] = _missing
@@ -79,7 +79,7 @@ def _missing(name: str) -> Any:
 
 
 class AgentInstanceBase:
-    """OpenRLHF's base of environments."""
+    """Stand-in for OpenRLHF's base class of environments."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -92,7 +92,7 @@ class AgentInstanceBase:
 
 
 class AgentExecutorBase:
-    """OpenRLHF's base of executors, with the constructors that it had."""
+    """Stand-in for OpenRLHF's base class of executors; it accepts the constructor arguments of all versions."""
 
     agent_instance_cls: Any = None
 
@@ -108,16 +108,16 @@ class AgentExecutorBase:
         return await _Engine().generate(prompt_ids, sampling_params)
 
     async def execute(self, prompt: str, label: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """An episode with an agent instance of its own; in one turn, where there is none."""
+        """Play an episode with a new agent instance, or in one turn if the executor has no instance class."""
         return await _recording("AgentExecutor.execute").play(self.agent_instance_cls, prompt, label, sampling_params)
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """OpenRLHF's executor of agent instances."""
+    """Stand-in for OpenRLHF's executor of agent instances."""
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """OpenRLHF's executor that asks once."""
+    """Stand-in for OpenRLHF's executor of a single turn."""
 
     def __init__(self, remote_rm_url: Any = None):
         if remote_rm_url:
@@ -133,7 +133,7 @@ _STAND_INS = (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor, Sing
 
 @dataclass
 class SamplingParams:
-    """What agent files see, and may change, where OpenRLHF shows vLLM's."""
+    """Sampling parameters that agent files read and may change, with the names that vLLM's have."""
 
     max_tokens: int
     temperature: float
@@ -169,7 +169,7 @@ def shown(sampling: Sampling) -> SamplingParams:
 
 
 def read_back(params: Any, sampling: Sampling) -> Sampling:
-    """The sampling that these parameters, ours or vLLM's own, stand for."""
+    """Translate sampling parameters, ours or vLLM's own, into a `Sampling`."""
     plain = shown(sampling)
     for name in _ONLY_DEFAULT:
         default, value = getattr(plain, name), getattr(params, name, None)
@@ -210,7 +210,7 @@ class InstanceTurns(Turns):
             raise AgentError("AgentInstance.reset returned no text under 'observation'")
         return observation
 
-    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+    async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
         params = shown(sampling)
         states = {
             "observation_text": observation,
@@ -221,7 +221,7 @@ class InstanceTurns(Turns):
         result = await self._thread.call(self._instance.step, states)
         if not isinstance(result, Mapping):
             raise AgentError(f"AgentInstance.step returned a {type(result).__name__}, not a dict")
-        return _move_of(result, "AgentInstance.step", observation + action, params, sampling)
+        return _turn_result(result, "AgentInstance.step", observation + action, params, sampling)
 
     async def end(self) -> None:
         self._instance = None
@@ -229,11 +229,11 @@ class InstanceTurns(Turns):
 
 
 FEEDBACK = "environment_feedback"
-# What a function returned before: all of the text that the policy goes on from, under one name and then another.
+# Keys of earlier versions, under which a function returns the whole text that the policy continues from.
 WHOLE_TEXTS = ("next_observation", "next_state")
 
 
-def _move_of(
+def _turn_result(
     result: Mapping[str, Any],
     name: str,
     said: str,
@@ -241,8 +241,8 @@ def _move_of(
     sampling: Sampling,
     *,
     text_keys: Sequence[str] = (FEEDBACK,),
-) -> Move:
-    """Read a step's dict. `said` is the text before the feedback, `params` what the step was given and may change."""
+) -> TurnResult:
+    """Read a step's dict. said: the text before the feedback. params: the object that the step may have changed."""
     text_key = next((key for key in text_keys if key in result), None)
     lacking = [key for key in ("rewards", "done") if key not in result]
     if text_key is None:
@@ -257,7 +257,7 @@ def _move_of(
         raise AgentError(f"{name}: {text_key} is a {type(text).__name__}, not a string")
     feedback, context = (text, None) if text_key == FEEDBACK else _after(said, text)
     score = result.get("scores")
-    return Move(
+    return TurnResult(
         feedback,
         bool(result["done"]),
         number("rewards", result["rewards"]),
@@ -269,14 +269,18 @@ def _move_of(
 
 
 def _after(said: str, text: str) -> tuple[str, str | None]:
-    """(feedback, None) if a text goes on from what was said; ("", text) if it is another context."""
+    """Return (feedback, None) if the text begins with what was said, or ("", text) if it is another context."""
     return (text[len(said) :], None) if text.startswith(said) else ("", text)
 
 
-def _next_sampling(params: Any, given: SamplingParams, sampling: Sampling) -> Sampling | None:
-    """None unless the agent changed something: the limit it was given is that of this turn, not its wish."""
+def _next_sampling(params: Any, offered: SamplingParams, sampling: Sampling) -> Sampling | None:
+    """Return the sampling from the next turn on, or None if the agent changed nothing.
+
+    params: what the step returned, if anything. offered: the object passed to the step, which it may have changed. An
+    unchanged limit of new tokens is not kept: it held for this turn's room only.
+    """
     if params is None or (isinstance(params, SamplingParams) and params == shown(sampling)):
-        return None if given == shown(sampling) else read_back(given, sampling)
+        return None if offered == shown(sampling) else read_back(offered, sampling)
     return read_back(params, sampling)
 
 
@@ -292,7 +296,7 @@ def logs_of(logs: Any) -> dict[str, float]:
 
 
 class FunctionTurns(Turns):
-    """Plays a module-level `step`, in a module of the episode's own: what it keeps in globals is the episode's."""
+    """Plays a module-level `step` function, in a fresh module for each episode, so episodes do not share globals."""
 
     def __init__(self, load: Callable[[], types.ModuleType]):
         self._load = load
@@ -305,7 +309,7 @@ class FunctionTurns(Turns):
         self._label = "" if prompt.label is None else prompt.label
         return None
 
-    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+    async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
         assert self._module is not None
         step = self._module.step
         params = shown(sampling)
@@ -314,7 +318,7 @@ class FunctionTurns(Turns):
         result = await self._thread.call(step, observation, action, self._label, **more)
         if isinstance(result, Mapping):
             texts = (FEEDBACK, *WHOLE_TEXTS)
-            return _move_of(result, "step", observation + action, params, sampling, text_keys=texts)
+            return _turn_result(result, "step", observation + action, params, sampling, text_keys=texts)
         if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != 4:
             shape = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
             raise AgentError(
@@ -325,7 +329,7 @@ class FunctionTurns(Turns):
         if not isinstance(state, str):
             raise AgentError(f"step returned a next_state that is a {type(state).__name__}, not a string")
         feedback, context = _after(observation + action, state)
-        return Move(feedback, bool(is_done), number("reward", reward), extra=logs_of(extra), context=context)
+        return TurnResult(feedback, bool(is_done), number("reward", reward), extra=logs_of(extra), context=context)
 
     async def end(self) -> None:
         self._module = None
@@ -336,10 +340,10 @@ class FunctionTurns(Turns):
 
 
 class ExecutorAgent(Agent):
-    """Runs `AgentExecutor.execute`, one object for all episodes, and makes an episode of what it returns.
+    """Runs `AgentExecutor.execute`, one object for all episodes, and turns each result into an episode.
 
-    What the engine sampled is recorded as it passes, so that log-probs and weight versions are the engine's; tokens
-    that the executor says were actions have to be among them.
+    Every completion is recorded as it passes, so that log-probs and weight versions are the engine's own. The tokens
+    that the executor declares to be actions must be among the recorded ones.
     """
 
     def __init__(self, executor_cls: Any, tokenizer: Any, *, max_length: int, max_steps: int | None = None):
@@ -372,7 +376,10 @@ class ExecutorAgent(Agent):
 
 
 def accepted(function: Any, offered: dict[str, Any], name: str, fill_kwargs: bool = False) -> dict[str, Any]:
-    """What of `offered` the function takes, by name, or all if `**kwargs` count. It may require nothing else."""
+    """Select from `offered` the arguments that a function takes. A required parameter that is not offered is an error.
+
+    fill_kwargs: a function with `**kwargs` takes all of them.
+    """
     taken = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD and fill_kwargs:
@@ -393,14 +400,14 @@ def _recording(name: str) -> _Recording:
     recording = _RECORDING.get()
     if recording is None:
         raise NotBuiltError(
-            f"{name} was called outside of AgentExecutor.execute, from another thread or a server: in this version it"
-            " cannot be told which episode such a call belongs to"
+            f"{name} was called outside of AgentExecutor.execute, from another thread or a server: this version cannot"
+            " tell which episode such a call belongs to"
         )
     return recording
 
 
 class _Engine:
-    """What stands for OpenRLHF's engine: `await generate(token_ids, sampling_params)`, and vLLM's shape of answer."""
+    """Stand-in for OpenRLHF's engine: `await generate(token_ids, sampling_params)` returns vLLM's form of output."""
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *more: Any) -> Any:
         if more or not isinstance(prompt_token_ids, list | tuple):
@@ -412,7 +419,7 @@ class _Engine:
 
 
 class _ResultQueue:
-    """Where executors of the first version put what they return since."""
+    """Queue for the results of executors of the first version; later ones return them."""
 
     async def put(self, result: Any) -> None:
         _recording("result_queue.put").put = result
@@ -420,7 +427,7 @@ class _ResultQueue:
 
 @dataclass
 class _Recording:
-    """One episode of an executor: what it asked of the engine and what it got."""
+    """One episode of an executor: its requests to the engine and their completions."""
 
     tokenizer: Any
     prompt: Prompt
@@ -447,7 +454,7 @@ class _Recording:
         )
 
     async def play(self, agent_instance_cls: Any, text: str, label: Any, params: Any) -> dict[str, Any]:
-        """What OpenRLHF's own `execute` does."""
+        """Play the turns as OpenRLHF's own `execute` does, and return a dict in its format."""
         prompt = replace(self.prompt, label=label)
         if text != prompt.text:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -476,7 +483,7 @@ class _Recording:
         }
 
     def episode(self, result: Any) -> Episode | ScoredEpisode:
-        """The episode that an executor's dict describes."""
+        """Build the episode that an executor's dict describes."""
         if isinstance(result, list | tuple):
             raise NotBuiltError("AgentExecutor.execute returned several samples: in this version it returns one dict")
         if not isinstance(result, Mapping):
@@ -501,7 +508,7 @@ class _Recording:
         score = reward if result.get("scores") is None else number("scores", result["scores"])
         turn_rewards = tuple(result.get("turn_rewards", ()))
         if len(turn_rewards) != len(ranges) or sum(turn_rewards) != reward:
-            turn_rewards = ()  # the executor made another reward of it
+            turn_rewards = ()  # the executor changed the reward, so the turns' no longer sum up to it
         return ScoredEpisode(episode, reward, score, logs_of(result.get("extra_logs")), turn_rewards)
 
     def _query(self, tokens: list[int]) -> str:
@@ -541,5 +548,5 @@ class _OneTurn(Turns):
     async def begin(self, prompt: Prompt) -> str | None:
         return None
 
-    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
-        return Move("", True)
+    async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
+        return TurnResult("", True)

@@ -1,4 +1,4 @@
-"""User code that may block, called from an event loop."""
+"""Calls of user code that may block, made from an event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OwnThread:
     """A thread for the blocking calls of one episode: always the same one, since some libraries insist on that.
 
     It takes calls from `call`, gives each result to the loop that waits for it, waits for the next, and ends at `end`.
-    A call that never returns keeps its thread, which ends with the program; the loop goes on without it.
+    A call that never returns blocks only its thread, which is a daemon; the loop is not affected.
     """
 
     def __init__(self, name: str):
@@ -29,7 +29,7 @@ class OwnThread:
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Coroutine functions run in the loop, others in the thread."""
+        """Call a function and return its result: coroutine functions run in the loop, others in the thread."""
         if inspect.iscoroutinefunction(function):
             return await function(*args, **kwargs)
         if self._thread is None:
@@ -42,7 +42,7 @@ class OwnThread:
         return await value if inspect.isawaitable(value) else value
 
     async def finish(self, function: Callable[[], Any]) -> None:
-        """Call it, at most `_FINISH_S` from now if nothing blocks the thread. What it raises is logged."""
+        """Call a clean-up function and wait for it at most `_FINISH_S`. Errors are logged, not raised."""
         try:
             await asyncio.wait_for(self.call(function), _FINISH_S)
         except TimeoutError:
@@ -58,7 +58,7 @@ class OwnThread:
             loop, result, function, args, kwargs = call
             try:
                 value, error = function(*args, **kwargs), None
-            except BaseException as raised:  # it is handed on, not handled
+            except BaseException as raised:  # raised again in the loop that waits for it
                 value, error = None, raised
             with contextlib.suppress(RuntimeError):  # the loop may be closed by now
                 loop.call_soon_threadsafe(_settle, result, value, error)

@@ -1,4 +1,4 @@
-"""What an agent is, and the simplest one."""
+"""The protocol of agents, and the simplest agent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, Scor
 
 
 class AgentError(Exception):
-    """An episode cannot go on; the message becomes the reason why its sample failed."""
+    """An episode cannot continue; the message becomes the reason why its sample failed."""
 
 
 class Sample(Protocol):
-    """How an agent reaches the engine."""
+    """The function by which an agent samples from the engine."""
 
     async def __call__(self, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
-        """Sample from these tokens on. `turn` counts the calls of the episode from 0: the seed comes from it.
+        """Sample a continuation of these tokens. `turn` counts the episode's calls from 0 and determines the seed.
 
         An agent may ask for fewer tokens or other stop tokens than the run does; temperature, top-p and top-k are the
         run's, because the trainer computes log-probs under them.
@@ -24,18 +24,18 @@ class Sample(Protocol):
 
 
 class Agent(Protocol):
-    """Makes one episode of one prompt. One object serves many episodes at once, so it keeps nothing of them."""
+    """Makes one episode from one prompt. One object serves many episodes at once, so it must not store their state."""
 
     async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample) -> Episode | ScoredEpisode:
-        """An episode, or one with a reward of the agent's own; without, the run's reward function scores it.
+        """Return an episode, which the run's reward function scores, or an episode with the agent's own reward.
 
-        Whatever it raises makes this one sample fail, with the reason. Its segments have the sampled tokens exactly as
-        `sample` gave them; `Transcript` puts them together.
+        An exception makes this one sample fail, with its message as the reason. The segments must contain the sampled
+        tokens exactly as `sample` returned them; `Transcript` puts them together.
         """
 
 
 class SingleTurn(Agent):
-    """Asks once."""
+    """Asks the engine once: the prompt and its answer are the episode."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

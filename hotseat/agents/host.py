@@ -1,4 +1,4 @@
-"""Runs agents: many episodes at a time on one event loop, each for itself."""
+"""The host that runs agents: many independent episodes at a time on one event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Ask = Callable[[Request], "Future[Completion] | Awaitable[Completion]"]
 
 _NOT_THE_USERS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
 _BEAT_S = 0.1
-_CANCEL_S = 1.0  # an episode that is told to end has so long for it, and is left behind then
+_CANCEL_S = 1.0  # how long a cancelled episode is waited for before it is abandoned
 
 
 @dataclass(eq=False)
@@ -42,22 +42,22 @@ class _Job:
     in_flight: set[str] = field(default_factory=set)
     turns: set[int] = field(default_factory=set)
     completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Completion] = field(default_factory=dict)
-    engine_error: BaseException | None = None  # why a completion did not come, if it was not the agent's fault
+    engine_error: BaseException | None = None  # what the engine raised instead of returning a completion
 
 
 class AgentHost:
     """Runs one agent for many prompts, at most `max_concurrent` episodes at a time.
 
     `ask` reaches the engine: it takes a request and returns at once a future of the completion, or an awaitable.
-    `abort`, if given, is called with the ids of requests that nobody waits for any more.
+    `abort`, if passed, is called with the ids of requests that nobody waits for any more.
 
-    An episode that raises, or takes longer than `timeout_s`, becomes `Failed`, with the reason; the others go on. What
-    is not the episode's own failure is raised by its future: a `UserError`, and whatever the engine raised.
+    An episode that raises, or takes longer than `timeout_s`, becomes `Failed`, with the reason; the others continue.
+    Errors that are not the episode's own failure are raised by its future: a `UserError`, and those of the engine.
 
     The loop runs in a thread of its own. It takes episodes from `submit` in order, gives each outcome to its future,
-    and waits for the agents; `close` wakes it. A second thread looks whether an agent blocks the loop, for `blocked_s`
-    and beyond an episode's deadline: then that agent's episode becomes `Failed`, all others raise `WorkerError`,
-    `is_broken` is true, and the process is to be replaced. The same if an agent ends the loop.
+    and waits for the agents; `close` wakes it. A second thread checks whether an agent blocks the loop, for `blocked_s`
+    and beyond an episode's deadline. If so, that agent's episode becomes `Failed`, all others raise `WorkerError`,
+    `is_broken` is true, and the process has to be replaced. The same happens if an agent ends the loop.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AgentHost:
     ):
         self.is_broken = False
         self._agent = agent
-        self._is_ours = type(agent) in (SingleTurn, MultiTurn)  # these put together what they were given, and no more
+        self._is_ours = type(agent) in (SingleTurn, MultiTurn)  # their episodes need no check: `Transcript` made them
         self._name = getattr(agent, "name", type(agent).__name__)
         self._ask = ask
         self._abort = abort
@@ -96,22 +96,22 @@ class AgentHost:
         self._watch.start()
 
     def submit(self, prompt: Prompt, key: SampleKey, sampling: Sampling) -> Future[Outcome]:
-        """Ask for an episode. Returns at once."""
+        """Queue an episode, and return its future at once."""
         return self.submit_many([(prompt, key)], sampling)[0]
 
-    def submit_many(self, wanted: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[Future[Outcome]]:
-        """Ask for episodes that start together, so that their first requests reach the engine together."""
-        jobs = [_Job(prompt, key, sampling) for prompt, key in wanted]
+    def submit_many(self, samples: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[Future[Outcome]]:
+        """Queue episodes that start together, so that their first requests reach the engine together."""
+        jobs = [_Job(prompt, key, sampling) for prompt, key in samples]
         with self._lock:
             if self._closed is not None:
                 raise WorkerError(self._closed) if self.is_broken else RunError(self._closed)
             self._jobs.update(jobs)
-        with contextlib.suppress(RuntimeError):  # the loop has just ended, and the futures are told why
+        with contextlib.suppress(RuntimeError):  # the loop has just ended, and raises its reason in the futures
             self._loop.call_soon_threadsafe(self._start, jobs)
         return [job.future for job in jobs]
 
     def close(self) -> None:
-        """End all episodes. Futures that are not done raise. Closing twice is fine."""
+        """End all episodes. Futures that are not done raise an error. A second call does nothing."""
         with self._lock:
             self._closed = self._closed or "the agent host is closed"
         self._is_ending.set()
@@ -135,7 +135,7 @@ class AgentHost:
         self._loop.call_soon(self._show_life)
         try:
             self._loop.run_until_complete(self._stop.wait())
-        except BaseException as error:  # what a task of the user's raises, if it is not an Exception, ends the loop
+        except BaseException as error:  # a user's task raised something that is no Exception, which ends the loop
             self._break(f"an agent ended the event loop of its host: {_describe(error)}")
             self._finish_all(WorkerError)
         finally:
@@ -147,7 +147,7 @@ class AgentHost:
         for task in tasks:
             task.cancel()
         if tasks:
-            with contextlib.suppress(BaseException):  # whatever they raise now, nobody waits for it
+            with contextlib.suppress(BaseException):  # nobody waits for these tasks any more
                 self._loop.run_until_complete(asyncio.wait(tasks, timeout=2 * _CANCEL_S))
 
     def _show_life(self) -> None:
@@ -208,7 +208,7 @@ class AgentHost:
             raise AgentError("the episode is over")
         _check_request(job, token_ids, sampling, turn)
         job.turns.add(turn)
-        # The number tells attempts at the same sample apart; the seed does not.
+        # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
         request = Request(name, tuple(token_ids), sampling, job.key.seed(self._run_seed, turn))
         job.in_flight.add(name)
@@ -239,10 +239,10 @@ class AgentHost:
 
     def _finish(self, job: _Job, outcome: Outcome | BaseException) -> None:
         with self._lock:
-            if job not in self._jobs:  # somebody was faster
+            if job not in self._jobs:  # another thread has finished it
                 return
             self._jobs.discard(job)
-        # Outside of the lock: what waits for the future may submit the next episode from here.
+        # Outside of the lock: a callback of the future may submit the next episode in this thread.
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             if isinstance(outcome, BaseException):
                 job.future.set_exception(outcome)
@@ -270,7 +270,7 @@ class AgentHost:
                 return
 
     def _give_up(self, overdue: list[_Job]) -> None:
-        """Blames the episode that the loop is in, or, if it is in none that we know, those that are overdue."""
+        """Fail the episode that the loop is executing (the overdue ones if unknown), and break off the others."""
         current = asyncio.current_task(self._loop)
         with self._lock:
             blamed = [job for job in self._jobs if job.task is not None and job.task is current] or overdue
@@ -286,10 +286,10 @@ class AgentHost:
 
 def _check_request(job: _Job, token_ids: list[int], sampling: Sampling, turn: int) -> None:
     for name in ("temperature", "top_p", "top_k"):
-        wanted, runs = getattr(sampling, name), getattr(job.sampling, name)
-        if wanted != runs:
+        asked, expected = getattr(sampling, name), getattr(job.sampling, name)
+        if asked != expected:
             raise UserError(
-                f"an agent asked for {name} {wanted}, but the run samples at {runs}, and the trainer's log-probs are"
+                f"an agent asked for {name} {asked}, but the run samples at {expected}, and the trainer's log-probs are"
                 f" taken there: set rollout.{name}, or leave it"
             )
     if turn in job.turns:
@@ -299,7 +299,7 @@ def _check_request(job: _Job, token_ids: list[int], sampling: Sampling, turn: in
 
 
 def _checked(made: object, job: _Job) -> Outcome:
-    """What the agent returned, if its sampled tokens are those of the engine and its reward is a number."""
+    """Return an agent's result after checking that its tokens are the engine's and its reward is a number."""
     episode = made.episode if isinstance(made, ScoredEpisode) else made
     if not isinstance(episode, Episode):
         raise AgentError(f"the agent returned a {type(made).__name__}, neither an Episode nor a ScoredEpisode")
@@ -323,7 +323,10 @@ def _checked(made: object, job: _Job) -> Outcome:
 def _check_segment(
     segment: Segment, lengths: list[int] | None, completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Completion]
 ) -> None:
-    """Each of its turns is a completion of the tokens before it. Takes the lengths of its turns off `lengths`."""
+    """Check that each turn of a segment is a completion that the engine made of the tokens before it.
+
+    Removes the lengths of the segment's turns from the front of `lengths`.
+    """
     tokens, mask = segment.token_ids.tolist(), segment.mask.tolist()
     at = 0
     while True in mask[at:]:
@@ -332,8 +335,8 @@ def _check_segment(
         completion = completions.get((tuple(tokens[:at]), tuple(tokens[at:end])))
         if completion is None:
             raise AgentError(
-                f"the agent returned tokens {at} to {end} of a segment as sampled, and the engine did not sample them"
-                " after those before: let `Transcript` put the episode together"
+                f"the agent returned tokens {at} to {end} of a segment as sampled, but the engine did not sample them"
+                " after the tokens before them: let `Transcript` put the episode together"
             )
         log_probs = torch.tensor(completion.log_probs, dtype=torch.float32)
         is_same = torch.equal(segment.log_probs[at:end], log_probs)
@@ -343,7 +346,7 @@ def _check_segment(
 
 
 def _describe(error: BaseException) -> str:
-    """The error and where it comes from: the innermost line that is neither ours nor a library's."""
+    """Format an error with its place: the innermost line that is neither ours nor a library's."""
     frames = traceback.extract_tb(error.__traceback__)
     others = (*_NOT_THE_USERS, "<frozen")
     own = [frame for frame in frames if not frame.filename.startswith(others) and "site-packages" not in frame.filename]

@@ -1,4 +1,4 @@
-"""The agent in a user's file."""
+"""Loading of the agent in a user's file."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _FORMS = (
 
 
 def load_agent(path: str | Path | None, tokenizer: Any, *, max_length: int, max_steps: int | None = None) -> Agent:
-    """The agent in `FILE.py`, or the class of that name in it: `FILE.py:NAME`. Without a file, `SingleTurn`.
+    """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
 
     `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
-    An `Agent` of the user's own is given what its constructor names of tokenizer, max_length and max_steps.
+    A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
     """
     if path is None:
         return SingleTurn(tokenizer)
-    found = re.fullmatch(r"(.+\.py):(\w+)", str(path))
-    file, wanted = Path(found[1] if found else path).expanduser().absolute(), found[2] if found else None
-    agent = _load(file, wanted, tokenizer, {"max_length": max_length, "max_steps": max_steps})
+    named = re.fullmatch(r"(.+\.py):(\w+)", str(path))
+    file, class_name = Path(named[1] if named else path).expanduser().absolute(), named[2] if named else None
+    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps})
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # type: ignore[attr-defined]  # for messages
     return agent
 
 
-def _load(file: Path, wanted: str | None, tokenizer: Any, limits: dict[str, Any]) -> Agent:
+def _load(file: Path, class_name: str | None, tokenizer: Any, limits: dict[str, Any]) -> Agent:
     source = _Source(file)
     module = source.load()
-    name, form = _choose(module, file, wanted)
+    name, form = _choose(module, file, class_name)
     if name == "step":
         return MultiTurn.of_turns(lambda: FunctionTurns(source.load), tokenizer, **limits)
     if name == "AgentInstance":
@@ -60,17 +60,17 @@ def _load(file: Path, wanted: str | None, tokenizer: Any, limits: dict[str, Any]
         raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
 
 
-def _choose(module: types.ModuleType, file: Path, wanted: str | None) -> tuple[str, Any]:
+def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any]:
     own = {
         name: value
         for name, value in vars(module).items()
         if inspect.isclass(value) and value.__module__ == _MODULE and not name.startswith("_")
     }
     ours = {name: cls for name, cls in own.items() if Environment in cls.__mro__ or Agent in cls.__mro__}
-    if wanted is not None:
-        if wanted in ours:
-            return wanted, ours[wanted]
-        raise UserError(f"{file}: no agent or environment {wanted!r} in it; it has: {', '.join(ours) or 'none'}")
+    if class_name is not None:
+        if class_name in ours:
+            return class_name, ours[class_name]
+        raise UserError(f"{file}: no agent or environment {class_name!r} in it; it has: {', '.join(ours) or 'none'}")
     for name in ("AgentExecutor", "AgentInstance"):
         if name in own and name not in ours:
             return name, own[name]
@@ -100,7 +100,7 @@ class _Source:
             sys.path.append(folder)  # for the modules beside it, also those imported later
 
     def load(self) -> types.ModuleType:
-        """A fresh module, with globals of its own."""
+        """Run the file in a fresh module, with globals of its own."""
         module = types.ModuleType(_MODULE)
         module.__file__ = str(self._file)
         with stand_in():
@@ -121,7 +121,7 @@ class _Source:
 
 
 def describe(error: BaseException, file: str | None = None) -> str:
-    """The error, and the line of the user's file, or of any file, that it comes from."""
+    """Format an error with the line that raised it: of the user's file, or else of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
     where = f" at line {own[-1].lineno}" if own else ""

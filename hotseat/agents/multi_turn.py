@@ -16,39 +16,39 @@ from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment makes of an action."""
+    """An environment's response to an action."""
 
-    feedback: str = ""  # what the policy reads next, with whatever marks the turn's begin and end
-    reward: float | None = None  # of this turn; if no turn has one, the run's reward function scores the episode
+    feedback: str = ""  # the text that the policy reads next, including markers of the turn's begin and end
+    reward: float | None = None  # reward of this turn; if no turn has one, the run's reward function scores the episode
     done: bool = False
-    score: float | None = None  # what dynamic filtering looks at, of the last turn; None is the sum of the rewards
-    extra: Mapping[str, float] = field(default_factory=dict)  # numbers to log, of the last turn
+    score: float | None = None  # used by dynamic filtering; that of the last turn counts; None: the sum of the rewards
+    extra: Mapping[str, float] = field(default_factory=dict)  # numbers to log; those of the last turn count
 
 
 class Environment:
-    """One episode's surroundings: made for it, reset once, stepped after each action, closed at the end.
+    """The environment of one episode: made for it, reset once, stepped after each action, closed at the end.
 
     Methods may be plain or async. Plain ones run in a thread of the episode and may block; async ones share the loop of
     all episodes and must not.
     """
 
     def reset(self, prompt: str, label: str | None) -> str | None:
-        """Begin. Returns the text that the policy starts from; None is the prompt as it is."""
+        """Begin the episode. Returns the text that the policy starts from; None stands for the prompt unchanged."""
         return None
 
     def step(self, action: str) -> Step:
-        """What comes of the policy's words, special tokens such as the one that ended them included."""
+        """Respond to an action: the text that the policy sampled, including special tokens such as the stop token."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
     def close(self) -> None:
-        """Give back what it holds. Called also after a failure."""
+        """Release resources. Called also after a failure."""
 
 
 class MultiTurn(Agent):
     """Plays an environment until it is done, `max_steps` turns are over, or `max_length` tokens are full.
 
-    `env_factory` makes an environment per episode: usually the class. The reward is the sum over the turns, and the
-    turns' own are kept beside it.
+    `env_factory` makes an environment per episode; usually it is the class. The reward is the sum over the turns, whose
+    own rewards are kept as `turn_rewards`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MultiTurn(Agent):
 
     @classmethod
     def of_turns(cls, make_turns: Callable[[], Turns], tokenizer: Any, **limits: Any) -> MultiTurn:
-        """The same loop over another kind of surroundings."""
+        """Make an agent with the same loop over another kind of `Turns`."""
         agent = cls(Environment, tokenizer, **limits)
         agent._make_turns = make_turns
         return agent
@@ -82,34 +82,34 @@ class MultiTurn(Agent):
         self, turns: Turns, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample
     ) -> Episode | ScoredEpisode:
         transcript = self._begin(prompt, await turns.begin(prompt))
-        moves: list[Move] = []
+        results: list[TurnResult] = []
         is_cut, last_words = False, ""
-        while self._max_steps is None or len(moves) < self._max_steps:
+        while self._max_steps is None or len(results) < self._max_steps:
             room = self._max_length - transcript.num_tokens
             if room <= 0:
                 break
             asked = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-            completion = await sample(transcript.context, asked, len(moves))
+            completion = await sample(transcript.context, asked, len(results))
             is_cut = completion.finish == "length"
             before = transcript.text
             action = transcript.add_sampled(completion)
-            move = await turns.act(before, action, asked)
-            moves.append(move)
-            sampling = move.sampling or sampling
-            if move.is_done:
-                last_words = move.feedback
+            result = await turns.act(before, action, asked)
+            results.append(result)
+            sampling = result.sampling or sampling
+            if result.is_done:
+                last_words = result.feedback
                 break
-            if move.context is not None:
-                transcript.start_again(move.context)
+            if result.context is not None:
+                transcript.start_again(result.context)
             else:
-                transcript.add_text(move.feedback)
-        if not moves:
+                transcript.add_text(result.feedback)
+        if not results:
             raise AgentError(
                 f"the first observation has {transcript.num_tokens} tokens and leaves none to sample within"
                 f" {self._max_length}"
             )
-        episode = transcript.episode(key, is_truncated=is_cut or not moves[-1].is_done, last_words=last_words)
-        return _scored(episode, moves)
+        episode = transcript.episode(key, is_truncated=is_cut or not results[-1].is_done, last_words=last_words)
+        return _scored(episode, results)
 
     def _begin(self, prompt: Prompt, observation: str | None) -> Transcript:
         transcript = Transcript(self._tokenizer, prompt)
@@ -122,11 +122,11 @@ class MultiTurn(Agent):
         return transcript
 
 
-def _scored(episode: Episode, moves: list[Move]) -> Episode | ScoredEpisode:
-    if all(move.reward is None for move in moves):
+def _scored(episode: Episode, results: list[TurnResult]) -> Episode | ScoredEpisode:
+    if all(result.reward is None for result in results):
         return episode
-    rewards = tuple(0.0 if move.reward is None else move.reward for move in moves)
-    reward, last = sum(rewards), moves[-1]
+    rewards = tuple(0.0 if result.reward is None else result.reward for result in results)
+    reward, last = sum(rewards), results[-1]
     return ScoredEpisode(episode, reward, reward if last.score is None else last.score, dict(last.extra), rewards)
 
 
@@ -134,31 +134,31 @@ def _scored(episode: Episode, moves: list[Move]) -> Episode | ScoredEpisode:
 
 
 @dataclass(frozen=True)
-class Move:
-    """What the surroundings made of one action, checked."""
+class TurnResult:
+    """Checked result of one turn, whichever form of environment it comes from."""
 
     feedback: str
     is_done: bool
     reward: float | None = None
     score: float | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
-    context: str | None = None  # what the policy goes on from instead, if it is not what was said so far
+    context: str | None = None  # a new text for the policy to continue from, instead of the transcript so far
     sampling: Sampling | None = None  # from the next turn on
 
 
 class Turns:
-    """The surroundings of one episode, whatever file they come from."""
+    """The environment of one episode, whichever form of user file it comes from."""
 
     async def begin(self, prompt: Prompt) -> str | None:
-        """The first observation; None is the prompt."""
+        """Start the environment and return the first observation; None stands for the prompt."""
         raise NotImplementedError
 
-    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
-        """What comes of an action that was sampled after the observation."""
+    async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
+        """Pass on an action that was sampled after the observation, and return the environment's response."""
         raise NotImplementedError
 
     async def end(self) -> None:
-        """Called once, at the end, also after a failure. Does not raise."""
+        """Close the environment. Called once, also after a failure; must not raise."""
 
 
 class _EnvironmentTurns(Turns):
@@ -174,14 +174,14 @@ class _EnvironmentTurns(Turns):
             raise AgentError(f"reset returned a {type(observation).__name__}, neither a string nor None")
         return observation
 
-    async def act(self, observation: str, action: str, sampling: Sampling) -> Move:
+    async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:
         assert self._environment is not None
         step = await self._thread.call(self._environment.step, action)
         if not isinstance(step, Step):
             raise AgentError(f"step returned a {type(step).__name__}, not a Step")
         if not isinstance(step.feedback, str):
             raise AgentError(f"step returned feedback that is a {type(step.feedback).__name__}, not a string")
-        return Move(
+        return TurnResult(
             step.feedback,
             bool(step.done),
             None if step.reward is None else number("reward", step.reward),
@@ -198,7 +198,10 @@ class _EnvironmentTurns(Turns):
 
 
 def number(name: str, value: Any, *, is_log: bool = False) -> float:
-    """A number, a tensor or array with one element, or a list of one number. Finite, unless it is only logged."""
+    """Convert a number, a tensor or array with one element, or a list of one number. Refuses infinities unless logged.
+
+    name: what the value is called in the error. is_log: the value is only logged, so it may be infinite or NaN.
+    """
     if callable(getattr(value, "tolist", None)):
         value = value.tolist()
     while isinstance(value, list | tuple) and len(value) == 1:

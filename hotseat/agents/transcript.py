@@ -1,4 +1,4 @@
-"""What was said so far in an episode, as tokens and as text."""
+"""The transcript of an episode so far, as tokens and as text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Segment
 
-_TAIL = 8  # tokens in front of a piece that decide how it decodes: a space, a character of several bytes
+_TAIL = 8  # tokens before a piece that can change how it decodes: a leading space, a character of several bytes
 
 
 class Transcript:
-    """Grows by what the engine sampled and by what the environment added, and becomes an episode."""
+    """Collects the tokens that the engine sampled and those that the environment added, and makes them an episode."""
 
     def __init__(self, tokenizer: Any, prompt: Prompt):
         self._tokenizer = tokenizer
@@ -25,7 +25,7 @@ class Transcript:
 
     @property
     def context(self) -> list[int]:
-        """The tokens from which to sample next."""
+        """Tokens to sample the next turn from."""
         return list(self._segments[-1].token_ids)
 
     @property
@@ -33,7 +33,7 @@ class Transcript:
         return len(self._segments[-1].token_ids)
 
     def add_sampled(self, completion: Completion) -> str:
-        """Put what the engine sampled behind the rest. Returns it as text, special tokens included."""
+        """Append what the engine sampled. Returns it as text, special tokens included."""
         text = decode_after(self._tokenizer, self._segments[-1].token_ids, completion.token_ids)
         self._segments[-1].add_sampled(completion)
         self._turn_lengths.append(len(completion.token_ids))
@@ -41,17 +41,17 @@ class Transcript:
         return text
 
     def add_text(self, text: str) -> None:
-        """Put what the environment says behind the rest."""
+        """Append text of the environment."""
         self._segments[-1].add(self._encode(text))
         self.text += text
 
     def start_again(self, text: str) -> None:
-        """Go on from another context: a new segment."""
+        """Start a new segment from another context."""
         self._segments.append(_Draft(self._encode(text)))
         self.text = text
 
     def episode(self, key: SampleKey, *, is_truncated: bool, last_words: str = "") -> Episode:
-        """All of it. `last_words` of the environment are text only, since nothing was sampled after them."""
+        """Return the episode. last_words: the environment's last feedback, kept as text only: no tokens follow it."""
         segments = tuple(draft.segment() for draft in self._segments if any(draft.mask))
         return Episode(key, segments, self.text + last_words, is_truncated, tuple(self._turn_lengths))
 
@@ -60,12 +60,12 @@ class Transcript:
 
 
 def _tensor(values: Sequence[Any], kind: Any) -> torch.Tensor:
-    """By way of numpy, which reads lists several times as fast as torch."""
+    """Convert a list to a tensor through numpy, which reads lists several times as fast as torch."""
     return torch.from_numpy(np.array(values, dtype=kind))
 
 
 def decode_after(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> str:
-    """As it reads behind what precedes it: some tokenizers drop the space of a text's first token."""
+    """Decode tokens as a continuation of those before: decoded alone, some tokenizers drop the first token's space."""
     tail = tuple(before[-_TAIL:])
     head, whole = _decode_again(tokenizer, tail), decode(tokenizer, [*tail, *token_ids])
     return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, token_ids)
@@ -73,7 +73,7 @@ def decode_after(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]
 
 @functools.lru_cache(maxsize=1024)
 def _decode_again(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
-    """The samples of a prompt follow the same tokens."""
+    """Decode tokens with a cache, since all samples of a prompt follow the same tokens."""
     return decode(tokenizer, token_ids)
 
 
@@ -103,7 +103,7 @@ class _Draft:
         self._extend(completion.token_ids, [True] * num, completion.log_probs, completion.versions)
 
     def segment(self) -> Segment:
-        """Up to the last token that was sampled: from those behind it nothing is learned."""
+        """Return the segment up to its last sampled token: nothing is learned from the tokens after it."""
         end = len(self.mask) - self.mask[::-1].index(True)
         return Segment(
             token_ids=_tensor(self.token_ids[:end], np.int64),

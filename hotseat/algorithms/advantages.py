@@ -1,4 +1,4 @@
-"""From rewards to advantages.
+"""Advantages, computed from rewards.
 
 An episode's reward is compared with its group (a baseline per episode), what is left is placed on tokens, and the
 tokens' returns are their advantages; GAE uses a critic instead of a group. Time steps are the tokens that the policy
@@ -12,8 +12,8 @@ discounted across them. (OpenRLHF discounts across them.)
     dr_grpo              r − mean                                           Dr. GRPO, Liu et al. 2025
     rloo                 r − mean of the others                             RLOO, Ahmadian et al. 2024
 
-The first three are then normalised over all tokens of the batch. `ESTIMATORS` holds these facts; `compute_advantages`
-does it all.
+The first three are then normalised over all tokens of the batch. `ESTIMATORS` holds these properties, and
+`compute_advantages` does the whole computation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 class _Groups:
-    """Statistics per group, spread over the episodes again: [num_episodes, ...] in and out."""
+    """Statistics per group, repeated for each episode of the group: [num_episodes, ...] in and out."""
 
     def __init__(self, groups: Tensor):
         ids, self.index, self.sizes = torch.unique(groups, return_inverse=True, return_counts=True)
@@ -90,7 +90,7 @@ class _Groups:
         return ((shifted - self.mean(shifted)) * self._bessel(shifted)).to(floating(rewards).dtype)
 
     def _shifted(self, rewards: Tensor) -> Tensor:
-        """In float64 and from the group's least reward up: equal rewards are then exactly 0 apart, whatever they are.
+        """Subtract the group's least reward, in float64, so that the differences of equal rewards are exactly 0.
 
         In float32, three rewards of 0.1 have a mean that is not 0.1, and (r − mean) / (std + 1e-9) is nowhere near 0.
         """
@@ -156,7 +156,7 @@ def place_rewards(
 
 
 def _turns(layout: TokenLayout, turn_rewards: Tensor, turns: Tensor | None) -> Tensor:
-    """Where the turns end, checked against the number of their rewards."""
+    """Return the last token of each turn, checked against the number of turn rewards."""
     ends = turn_ends(layout) if turns is None else turns.to(layout.mask.device)
     if ends.shape != turn_rewards.shape:
         raise UserError(
@@ -229,7 +229,7 @@ def _decayed_sum(values: Tensor, episode: Tensor, decay: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """What ranks add up so that each can normalise its own tokens by the whole batch."""
+    """Sums that ranks add up, so that each can normalise its own tokens by the whole batch."""
 
     count: int
     total: float
@@ -258,7 +258,7 @@ def normalise_by(advantages: Tensor, mask: Tensor, batch: Moments, *, with_std: 
 
 
 def normalise_globally(advantages: Tensor, mask: Tensor, *, with_std: bool = True) -> Tensor:
-    """`normalise_by` its own moments: for a batch that is all in one place."""
+    """Normalise a batch that is all on one rank by its own moments (see `normalise_by`)."""
     return normalise_by(advantages, mask, moments(advantages, mask), with_std=with_std)
 
 
@@ -267,12 +267,12 @@ def normalise_globally(advantages: Tensor, mask: Tensor, *, with_std: bool = Tru
 
 @dataclass(frozen=True)
 class Estimator:
-    """What is true of an advantage estimator."""
+    """Properties of an advantage estimator."""
 
-    baseline: Literal["mean", "leave_one_out"] | None  # what an episode's reward is compared with in its group
-    normalisation: Literal["batch", "group"] | None  # whose standard deviation it is divided by
+    baseline: Literal["mean", "leave_one_out"] | None  # of the group, subtracted from an episode's reward
+    normalisation: Literal["batch", "group"] | None  # divides by the standard deviation of the batch or the group
     needs_critic: bool = False
-    uses_gamma: bool = False  # the others have γ = 1, as in OpenRLHF
+    uses_gamma: bool = False  # other estimators have γ = 1, as in OpenRLHF
 
     @property
     def needs_group(self) -> bool:
@@ -293,10 +293,10 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Advantages:
-    """Per token, detached, 0 where the policy did not sample."""
+    """Advantages and returns per token, detached, 0 where the policy did not sample."""
 
     advantages: Tensor  # [num_tokens]
-    returns: Tensor  # [num_tokens] what the critic learns; never normalised
+    returns: Tensor  # [num_tokens] the critic's targets; never normalised
 
 
 @torch.no_grad()
@@ -318,21 +318,21 @@ def compute_advantages(
     eps: float = 1e-9,
     add_up: Callable[[Moments], Moments] = lambda local: local,
 ) -> Advantages:
-    """Advantages and returns of every token by one of `ESTIMATORS`.
+    """Compute advantages and returns of every token by one of `ESTIMATORS`.
 
-    In this order: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
+    The order is: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
     normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
-    rewards as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: it leaves out the std of
-    whatever would be divided by one.
+    rewards are as in `place_rewards`. `divide_by_std=False` is OpenRLHF's no_advantage_std_norm: no estimator divides
+    by a standard deviation then.
 
     With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
 
-    An episode without a sampled token is in no baseline: nothing that the policy did is compared with it.
+    An episode without a sampled token counts in no baseline: nothing that the policy did is compared with it.
 
-    With turn rewards a group's baseline goes turn by turn: the k-th turn's reward is compared with the siblings' k-th,
-    where an episode that ended earlier counts as 0 and is charged for that on its last token. So equal episodes have
-    advantage 0 on every token, and the first token's advantage is that of the sum of all rewards. The std of
-    group_norm is the std of these sums.
+    With turn rewards, a group's baseline is computed turn by turn: the k-th turn's reward is compared with the k-th of
+    its siblings. A missing turn of an episode that ended earlier counts as reward 0, and the difference is placed on
+    that episode's last token. So equal episodes have advantage 0 on every token, and the first token's advantage is
+    that of the sum of all rewards. The std of group_norm is the std of these sums.
     """
     facts = _estimator(estimator, gamma, lam)
     rewards = floating(rewards).to(layout.mask.device)
@@ -403,7 +403,7 @@ def _baselined(
     *,
     std_eps: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rewards of episodes and turns, less what their siblings got there."""
+    """Subtract from the rewards of episodes and turns the baseline of their siblings."""
     table = rewards.unsqueeze(1)  # [num_episodes, most turns of an episode + 1]: turns in order, the episode's own last
     if turn_rewards is not None and turns is not None:
         turn_episode = layout.token_episode[turns]

@@ -1,18 +1,18 @@
-"""From one loss per token to the loss of an optimizer step.
+"""Token weights that turn one loss per token into the loss of an optimizer step.
 
 The weight of every token is fixed once, over the whole step (all its micro-batches on all ranks). From then on the
 loss is
 
     Σ_t weight_t · loss_t
 
-and a sum does not care where it is cut: any micro-batching on any number of ranks has the same loss and gradient. A
-backend that averages gradients over ranks multiplies its loss by their number; one that sums them does nothing.
+which does not depend on where the sum is cut: any micro-batching on any number of ranks has the same loss and gradient.
+A backend that averages gradients over ranks multiplies its loss by their number; one that sums them does nothing.
 
     token_mean      1 / N                 N sampled tokens in the step: DAPO, OpenRLHF, TRL "dapo"
     sequence_mean   1 / (E · n_e)         E episodes, n_e sampled tokens in this token's episode: GRPO, GSPO
     constant        1 / (E · max_length)  Liu et al., "Understanding R1-Zero-Like Training" (Dr. GRPO), 2025
 
-An episode without a sampled token does not count in E: it is as if it had been dropped. (TRL counts its empty row.)
+An episode without a sampled token does not count in E, as if it had been dropped. (TRL counts its empty row.)
 
 A rank needs no other rank's layout: each sends its `step_totals`, all are added up, and `loss_weights` takes the sum.
 Only an episode has to be whole on its rank, because n_e is counted there. Losses per pair (DPO, reward model) need
@@ -35,7 +35,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What ranks, or parts of a step, add up before any of them can weigh its tokens."""
+    """Counts over a step that ranks add up before any of them can compute token weights."""
 
     num_sampled: int  # tokens that the policy sampled
     num_episodes: int  # episodes with at least one of them
@@ -45,7 +45,7 @@ class StepTotals:
 
 
 def step_totals(layout: TokenLayout) -> StepTotals:
-    """This part's share of the step's totals: a rank's, or all of them."""
+    """Count the sampled tokens and episodes of one rank's share of a step, or of a whole step."""
     return StepTotals(
         num_sampled=int(layout.mask.sum()),
         num_episodes=int((layout.sampled_per_episode > 0).sum()),
@@ -83,6 +83,6 @@ def loss_weights(
 
 
 def weighted_sum(token_losses: Tensor, weights: Tensor) -> Tensor:
-    """Σ weight·loss, scalar. A token of weight 0 is not read, so nothing that stands there can leak."""
+    """Compute the scalar Σ weight·loss. A token of weight 0 is not read, so a NaN there has no effect."""
     assert token_losses.shape == weights.shape
     return (torch.where(weights != 0, token_losses, 0.0) * weights).sum()

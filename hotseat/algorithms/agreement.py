@@ -1,4 +1,4 @@
-"""Whether an engine and the trainer compute the same policy, judged by the gaps between their log-probs.
+"""Statistics that judge whether an engine and the trainer compute the same policy, from gaps between their log-probs.
 
 gap_t = engine log-prob − trainer log-prob of the sampled token t, both of the same weights. Two correct 16-bit
 implementations of one model differ by tenths of a nat on unlikely tokens, so no single token is judged, but three
@@ -9,8 +9,9 @@ statistics over a thousand tokens or more:
     mean      |mean gap|     gaps lean to one side: rounding cancels out, an error does not (over the engine's own
                              samples the mean gap is the KL divergence between the two policies)
 
-Each has a limit: a factor times a yardstick, which is the same statistic of what rounding alone does to log-probs, and
-at least a floor. A mean of noise is near zero by chance, so its yardstick is at least an eighth of the mean of |gap|.
+The limit of each statistic is a factor times its yardstick, and at least a floor. The yardstick is the same statistic
+of the error that rounding alone causes in log-probs. A mean of noise can be near zero by chance, so the yardstick of
+the mean is at least an eighth of the mean of |gap|.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class GapStatistics:
 
 
 def gap_statistics(gaps: Tensor | Sequence[float]) -> GapStatistics:
-    """Statistics of [num_tokens] gaps. A gap that is not finite counts as infinite."""
+    """Compute the statistics of gaps [num_tokens]. A gap that is not finite counts as infinite."""
     values = torch.as_tensor(gaps, dtype=torch.float64)
     assert values.numel() > 0, "no gap to judge"
     if not values.isfinite().all():
@@ -52,23 +53,23 @@ def gap_statistics(gaps: Tensor | Sequence[float]) -> GapStatistics:
 
 
 def _quantile(ascending: Tensor, share: float) -> float:
-    """The smallest value that at least this share of the values does not exceed."""
+    """Return the smallest value that at least this share of the values does not exceed."""
     return float(ascending[max(0, math.ceil(share * len(ascending)) - 1)])
 
 
 def largest(each: Sequence[GapStatistics]) -> GapStatistics:
-    """The largest of each statistic; the mean that is largest by its size, with its sign."""
+    """Return the largest value of each statistic; for the mean, the one with the largest magnitude."""
     return GapStatistics(
-        max(found.median for found in each),
-        max(found.p90 for found in each),
-        max((found.mean for found in each), key=abs),
-        max(found.mean_size for found in each),
+        max(statistics.median for statistics in each),
+        max(statistics.p90 for statistics in each),
+        max((statistics.mean for statistics in each), key=abs),
+        max(statistics.mean_size for statistics in each),
     )
 
 
 @dataclass(frozen=True)
 class GapLimits:
-    """The largest values of the statistics that count as rounding. `basis`: what they come from, for people to read."""
+    """The largest values of the statistics that count as rounding. basis: their origin, in words for messages."""
 
     median: float
     p90: float
@@ -82,7 +83,7 @@ class GapLimits:
 def limits_from(
     yardstick: GapStatistics, factor: float, floor: GapStatistics, basis: str, scale: GapStatistics | None = None
 ) -> GapLimits:
-    """factor · max(yardstick, floor), for each statistic; times `scale`, where its entry is above 1."""
+    """Compute factor · max(yardstick, floor) for each statistic, times the entry of `scale` where that is above 1."""
 
     def limit(statistic: Statistic) -> float:
         size = yardstick.size(statistic)
@@ -115,7 +116,7 @@ class Verdict:
 
     @property
     def use(self) -> float:
-        """The value as a share of its limit: above 1 it is an alarm."""
+        """The value divided by its limit: above 1 it is an alarm."""
         return self.value / self.limit
 
     @property
@@ -123,10 +124,10 @@ class Verdict:
         return not self.value <= self.limit
 
 
-def judge(found: GapStatistics, limits: Sequence[GapLimits]) -> Verdict:
-    """The worst of all statistics under all limits."""
+def judge(statistics: GapStatistics, limits: Sequence[GapLimits]) -> Verdict:
+    """Return the verdict on the statistic that is worst under any of the limits."""
     verdicts = [
-        Verdict(statistic, found.size(statistic), each.of(statistic), each.basis)
+        Verdict(statistic, statistics.size(statistic), each.of(statistic), each.basis)
         for each in limits
         for statistic in STATISTICS
     ]

@@ -1,8 +1,8 @@
-"""Weights for the gap between the policy that sampled and the policy that the trainer computes.
+"""Importance weights that correct for the gap between the policy that sampled and the one that the trainer computes.
 
-The engine reports log π_rollout of each token it sampled; the trainer, with other kernels or newer weights, finds
+The engine reports log π_rollout of each token it sampled; the trainer, with other kernels or newer weights, computes
 log π_old. The surrogate's expectation is over π_rollout, so each token's loss is weighted by ρ = π_old / π_rollout,
-tamed in one of three ways, with bounds [low, high]:
+bounded in one of three ways, with bounds [low, high]:
 
     tis            clamp(ρ, low, high)                               Yao et al., 2025, with low = 0
     icepop         ρ where low ≤ ρ ≤ high, else 0                    Ling team, "IcePop", 2025
@@ -13,8 +13,8 @@ lower bound of tis is OpenRLHF's, whose seq-mask-tis leaves ρ of the kept token
 and so overflows; here it is clamped.
 
 The weights are constants: no gradient flows through them. They multiply the surrogate only, not the KL or entropy
-terms. They may be computed per micro-batch, if each has all segments of its episodes: an episode's mean needs them. A
-log-prob of a sampled token that is not a number stays one, and the update's own check meets it; it never becomes 0.
+terms. They may be computed per micro-batch, if each has all segments of its episodes, which an episode's mean needs. A
+NaN log-prob of a sampled token stays NaN, for the update's check of finite losses to find; it never becomes 0.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class CorrectionWeights:
-    """Per token and detached; where the policy did not sample: weight 0, ratio 1, not changed."""
+    """Correction of each token, detached. Where the policy did not sample: weight 0, ratio 1, not changed."""
 
-    weights: Tensor  # [num_tokens]: what to multiply the surrogate by
+    weights: Tensor  # [num_tokens]: factor of each token's surrogate
     ratio: Tensor  # [num_tokens]: ρ itself, within e^±20
     changed: Tensor  # [num_tokens] bool: the weight is not ρ (clamped or dropped)
 
@@ -53,7 +53,7 @@ def correction_weights(
     low: float,
     high: float,
 ) -> CorrectionWeights:
-    """The weight of each sampled token under one of the three corrections. [num_tokens] in and out."""
+    """Compute the weight of each sampled token under one of the three corrections. [num_tokens] in and out."""
     if not 0 <= low < high:
         raise UserError(
             f"the truncation thresholds are [{low}, {high}]: they bound a ratio of probabilities, so they must be"

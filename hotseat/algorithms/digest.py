@@ -10,8 +10,8 @@ dimension d, indexed by the position in the full tensor. Therefore
 - a single changed element always changes the digest, because an odd factor cannot cancel a difference;
 - moved elements, rows, columns, blocks or tensors change it but for a chance of about 2^-40.
 
-It guards against mistakes, not against an adversary. Three passes over the data, in blocks that stay in cache; on a GPU
-one pass by a kernel of its own, where Triton is installed.
+It guards against mistakes, not against an adversary. It takes three passes over the data, in blocks that stay in cache;
+on a GPU with Triton installed, one pass by a kernel of its own.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _GPU_BLOCK = 1 << 26
 
 
 def signed(value: int) -> int:
-    """The int64 with the low 64 bits of `value`: torch has no arithmetic on unsigned 64-bit integers."""
+    """Return the int64 with the low 64 bits of `value`: torch has no arithmetic on unsigned 64-bit integers."""
     value &= _MASK_64
     return value - (1 << 64) if value >> 63 else value
 
 
 def mix64(x: Tensor) -> Tensor:
-    """The output function of splitmix64 (Steele, Lea and Flood 2014) on int64, which wraps like uint64."""
+    """Apply the output function of splitmix64 (Steele, Lea and Flood 2014) to int64, which wraps like uint64."""
     # `>>` on int64 copies the sign: mask it off to shift in zeros.
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed(_MIX_1)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed(_MIX_2)
@@ -58,7 +58,7 @@ def golden_counter(key: int | Tensor, counter: Tensor) -> Tensor:
 
 @cache
 def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
-    """The kernel for CUDA, if its compiler is installed and works here: it needs a C compiler and Python's headers."""
+    """Return the CUDA kernel, or None if Triton is missing or does not work: it needs a C compiler and headers."""
     if importlib.util.find_spec("triton") is None:
         return None
     from hotseat.algorithms._digest_kernel import add_digest
@@ -67,7 +67,10 @@ def _fused() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
     try:
         add_digest(one, one[0], one[0], one.sum())
     except Exception as error:
-        warnings.warn(f"digests of weights take the slower way, Triton does not work here: {error}", stacklevel=2)
+        warnings.warn(
+            f"digests of weights are computed without the faster kernel, since Triton does not work here: {error}",
+            stacklevel=2,
+        )
         return None
     return add_digest
 
@@ -81,7 +84,7 @@ class _AxisWeights:
         self._known: dict[tuple[int, int, int, int, torch.device], Tensor] = {}
 
     def get(self, dim: int, size: int, offset: int, stride: int, device: torch.device) -> Tensor:
-        """[size] int64, odd: of positions offset, offset + stride, ... of dimension `dim`."""
+        """Return [size] odd int64 factors of positions offset, offset + stride, ... of dimension `dim`."""
         key = (dim, size, offset, stride, device)
         if key not in self._known:
             if len(self._known) >= self.MAX_KNOWN:
@@ -91,18 +94,18 @@ class _AxisWeights:
         return self._known[key]
 
 
-_axes = threading.local()  # of each thread: several may digest at once
+_axes = threading.local()  # a table for each thread, since several may compute digests at once
 
 
 def _axis_weights() -> _AxisWeights:
     if not hasattr(_axes, "weights"):
         _axes.weights = _AxisWeights()
-    found: _AxisWeights = _axes.weights
-    return found
+    weights: _AxisWeights = _axes.weights
+    return weights
 
 
 def _digest(tensor: Tensor, offset: Sequence[int], stride: Sequence[int], axes: _AxisWeights) -> Tensor:
-    """[] int64: the digest, still on the tensor's device."""
+    """Compute the digest as an int64 scalar on the tensor's device."""
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if tensor.dim() == 0:
@@ -144,7 +147,7 @@ def _digest(tensor: Tensor, offset: Sequence[int], stride: Sequence[int], axes: 
 
 
 def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[int] = ()) -> int:
-    """The digest of `tensor`, in [0, 2^64), or its share of the digest of the full tensor it is a slice of.
+    """Compute the digest of `tensor`, in [0, 2^64); for a slice, its share of the digest of the full tensor.
 
     offset, stride: per dimension, the position in the full tensor of the slice's first element, and the distance
     between neighbours (default 0 and 1 everywhere). Works on any layout; the answer does not depend on it.
@@ -155,9 +158,9 @@ def tensor_digest(tensor: Tensor, offset: Sequence[int] = (), stride: Sequence[i
 def named_digests(
     named_tensors: Iterable[tuple[str, Tensor]], offsets: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, int]:
-    """`tensor_digest` of many tensors, with one wait for the device instead of one each.
+    """Compute `tensor_digest` of many tensors, with one wait for the device instead of one each.
 
-    offsets: of those that are slices of a larger one.
+    offsets: positions in the full tensor, for tensors that are slices.
     """
     axes = _axis_weights()
     offsets = offsets or {}
@@ -171,5 +174,5 @@ def named_digests(
 
 
 def combine_digests(parts: Iterable[int]) -> int:
-    """The digest of a tensor from the digests of slices that tile it."""
+    """Compute the digest of a tensor from the digests of slices that tile it."""
     return sum(parts) & _MASK_64

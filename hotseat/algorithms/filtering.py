@@ -1,8 +1,8 @@
-"""DAPO's dynamic sampling, the pure half: which groups can teach anything. Asking for more prompts is the loop's part.
+"""DAPO's dynamic sampling: the decision which groups to keep. Asking for more prompts is the loop's part.
 
 Yu et al., "DAPO", 2025, section 3.2: a prompt that every sample solves, or none, has no advantage. OpenRLHF's form: a
-group is kept iff low < mean(scores) < high, both strict. Note that this looks at the mean, not at the spread, so it
-fits scores in [0, 1].
+group is kept iff low < mean(scores) < high, both strict. This looks at the mean, not at the variance, so it fits scores
+in [0, 1].
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hotseat.errors import UserError
 def reason_to_drop(
     scores: Sequence[float], low: float | None, high: float | None, *, min_samples: int = 1
 ) -> str | None:
-    """Say why a group is dropped, or return None to keep it: low < mean(scores) < high and enough samples.
+    """Return why a group is dropped, or None to keep it: low < mean(scores) < high and enough samples.
 
-    `scores` are those of one group. Without bounds (None) the scores are not looked at. Set `min_samples` to 2 where
-    the estimator needs siblings, so that a group whose other samples failed is dropped here and not refused later.
+    `scores` are those of one group. Without bounds (None) their values do not matter. Set `min_samples` to 2 where the
+    estimator needs siblings, so that a group whose other samples failed is dropped here and not refused later.
     """
     if low is not None and high is not None and not low < high:
         raise UserError(f"dynamic_filtering_reward_range is [{low}, {high}]: the first number must be below the second")

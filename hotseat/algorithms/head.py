@@ -1,9 +1,9 @@
 """Logits from hidden states: the head of a language model.
 
-A 16-bit product rounds its results to 16 bits, and bfloat16 numbers between 16 and 32 are 0.125 apart: about two
-fifths of the squared error of SmolLM2-135M's log-probs, the layers being the rest (bench/log_prob_error.py). The sums
-are float32 inside the product anyway; keeping them costs no more than the bytes. What goes in, hidden states and
-weights, stays 16 bits.
+A 16-bit product rounds its results to 16 bits, and bfloat16 numbers between 16 and 32 are 0.125 apart. That rounding
+makes about two fifths of the squared error of SmolLM2-135M's log-probs; the layers make the rest
+(bench/log_prob_error.py). The product sums in float32 anyway, so float32 results cost only their bytes. The inputs,
+hidden states and weights, stay 16 bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 HALVES = (torch.bfloat16, torch.float16)
-# Rows of the weight that are converted at a time where no product has results of another type: they stay in the cache.
+# Rows of the weight converted at a time where a product cannot have results of another type: they stay in the cache.
 _BLOCK = 1024
 
 

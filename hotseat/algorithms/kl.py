@@ -1,4 +1,4 @@
-"""How far the policy is from its reference, token by token, and the coefficient that this distance is charged at.
+"""Estimates of the KL divergence between policy and reference per token, and the coefficient of the KL penalty.
 
 With d = log π(token) − log π_ref(token), for tokens sampled from π (Schulman, "Approximating KL Divergence", 2020):
 
@@ -6,9 +6,9 @@ With d = log π(token) − log π_ref(token), for tokens sampled from π (Schulm
     k2 = d² / 2            biased, low variance; its gradient is that of the true KL at the sampled tokens
     k3 = e^(−d) − 1 + d    unbiased, never negative
 
-Each estimate is clamped to [−10, 10], as in OpenRLHF: one wild token cannot own the step. Beyond the clamp the gradient
-is zero. As a loss the mean gradient of k1 is zero whatever the reference, that of k2 is the gradient of KL(π || π_ref)
-and that of k3 the gradient of KL(π_ref || π): docs/algorithms.md.
+Each estimate is clamped to [−10, 10], as in OpenRLHF, so that a single outlier cannot dominate the step. Beyond the
+clamp the gradient is zero. As a loss, the mean gradient of k1 is zero whatever the reference, that of k2 is the
+gradient of KL(π || π_ref) and that of k3 the gradient of KL(π_ref || π): docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_ERROR = 0.2
 
 
 def estimate_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, estimator: KlEstimator) -> Tensor:
-    """The estimate of each sampled token, 0 elsewhere. [num_tokens] in and out."""
+    """Estimate the KL of each sampled token, 0 elsewhere. [num_tokens] in and out."""
     log_ratio = sampled_only(log_probs, mask) - sampled_only(reference_log_probs, mask).detach()
     log_ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if estimator == "k1":
@@ -48,7 +48,7 @@ def estimate_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, es
 
 @dataclass(frozen=True)
 class FixedKl:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     coefficient: float
 
@@ -75,7 +75,7 @@ class AdaptiveKl:
             raise UserError(f"kl_horizon is {self.horizon}: it counts samples, set it above 0")
 
     def updated(self, kl: float, num_samples: int) -> AdaptiveKl:
-        """The controller after `num_samples` more samples whose mean KL was `kl`."""
+        """Return the controller after `num_samples` more samples whose mean KL was `kl`."""
         if not math.isfinite(kl):
             raise NonFiniteError(f"the measured KL is {kl}: the coefficient {self.coefficient} would be lost for good")
         shortest = _MAX_ERROR * num_samples

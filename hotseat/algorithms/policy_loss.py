@@ -28,7 +28,7 @@ _MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Per token. Where the policy did not sample: loss 0, ratio 1, log-ratio 0, nothing clipped."""
+    """The loss of each token and its terms. Where the policy did not sample: loss 0, ratio 1, log-ratio 0, no clip."""
 
     loss: Tensor  # [num_tokens], with gradient
     ratio: Tensor  # [num_tokens] detached
@@ -47,7 +47,7 @@ def ppo_loss(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate with one ratio per token. [num_tokens] in and out."""
+    """Compute PPO's clipped surrogate with one ratio per token. [num_tokens] in and out."""
     log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
     return _surrogate(log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
 
@@ -63,12 +63,12 @@ def gspo_loss(
     dual_clip: float | None = None,
     ratio_base_log_probs: Tensor | None = None,
 ) -> PolicyLoss:
-    """The same surrogate with one ratio per episode: exp(mean over its sampled tokens of log π − log π_old).
+    """Compute the clipped surrogate with one ratio per episode: exp(mean over its sampled tokens of log π − log π_old).
 
-    With `ratio_base_log_probs`, the engine's, the ratio is to them instead: π/π_rollout corrects for the gap between
-    engine and trainer and for the update in one number per sequence, which the clip bounds (`rollout-ratio`). Zheng
-    et al. divide by the policy that sampled, and propose the engine's likelihoods for it, because a sequence's tolerate
-    the gap; weights per token beside the ratio would bring back the noise that they argue against.
+    With `ratio_base_log_probs`, the engine's log-probs, the ratio is π/π_rollout instead (`rollout-ratio`). It corrects
+    both for the gap between engine and trainer and for the update, in one number per sequence that the clip bounds.
+    Zheng et al. divide by the policy that sampled, and propose the engine's likelihoods for it, because likelihoods of
+    whole sequences tolerate the gap; additional weights per token would bring back the noise that they argue against.
 
     The ratio runs over all segments of an episode, so they must be in the same micro-batch. GSPO's own aggregation is
     `sequence_mean`, and its clips are much narrower than PPO's (the paper has 3e-4 and 4e-4): the ratio is a mean.

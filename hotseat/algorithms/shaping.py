@@ -1,8 +1,8 @@
-"""What happens to an episode's reward between the scorer and the baseline.
+"""Changes of an episode's reward between the scorer and the baseline: normalisation, penalties, clipping.
 
-The order is OpenRLHF's, and the caller keeps it: `normalise_rewards` (scores of a reward model only), then
-`overlong_penalty`, then `penalise_truncation`, then the baseline, and `clip_rewards` last of all, on what the baseline
-left; `compute_advantages` does the last two. Everything is per episode: [num_episodes] in and out.
+The caller keeps OpenRLHF's order: `normalise_rewards` (scores of a reward model only), then `overlong_penalty`, then
+`penalise_truncation`, then the baseline, and finally `clip_rewards`, on the rewards less their baselines;
+`compute_advantages` does the last two. All functions are per episode: [num_episodes] in and out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hotseat.errors import UserError
 
 
 def normalise_rewards(rewards: Tensor, mean: float, std: float) -> Tensor:
-    """(r − mean) / std, with the mean and std that were stored with the reward model."""
+    """Compute (r − mean) / std, with the mean and std that were stored with the reward model."""
     if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
         raise UserError(
             f"the reward model's stored mean and std are {mean} and {std}: normalising needs finite numbers and a std"
@@ -27,14 +27,14 @@ def normalise_rewards(rewards: Tensor, mean: float, std: float) -> Tensor:
 
 
 def clip_rewards(rewards: Tensor, low: float, high: float) -> Tensor:
-    """min(max(r, low), high)."""
+    """Compute min(max(r, low), high)."""
     if not low < high:
         raise UserError(f"reward_clip_range is [{low}, {high}]: the first number must be below the second")
     return floating(rewards).clamp(low, high)
 
 
 def overlong_penalty(num_sampled: Tensor, max_sampled: int, buffer_length: int, factor: float) -> Tensor:
-    """What to add to the reward of a long answer: 0 up to max − buffer tokens, then linearly down to −factor at max.
+    """Compute the penalty to add to rewards: 0 up to max − buffer tokens, then linearly down to −factor at max.
 
         −factor · clip(num_sampled − (max_sampled − buffer), 0, buffer) / buffer
 
@@ -51,9 +51,9 @@ def overlong_penalty(num_sampled: Tensor, max_sampled: int, buffer_length: int, 
 
 
 def penalise_truncation(rewards: Tensor, truncated: Tensor, coefficient: float) -> Tensor:
-    """The reward of an episode that ran into its length limit, scaled or replaced; the others as they are.
+    """Scale or replace the rewards of episodes that ran into their length limit.
 
-    A coefficient in [0, 1] multiplies the reward, a negative one takes its place (ProRL's penalty as in OpenRLHF,
+    A coefficient in [0, 1] multiplies the reward, a negative one replaces it (ProRL's penalty as in OpenRLHF,
     `stop_properly_penalty_coef`). Mind that scaling a negative reward by less than 1 rewards the truncation.
     """
     if not coefficient <= 1:

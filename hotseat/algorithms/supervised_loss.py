@@ -1,4 +1,4 @@
-"""Losses that learn from given answers: SFT per token, preferences per pair.
+"""Losses on answers from the data set: SFT per token, preferences per pair.
 
 A preference loss takes log-probs of whole answers, [num_pairs] each, as `episode_log_probs` makes them. With
 Δ = (log π − log π_ref)(chosen) − (log π − log π_ref)(rejected):
@@ -29,7 +29,7 @@ PairwiseKind = Literal["sigmoid", "logexp"]
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Per pair."""
+    """The loss of each pair, and the implicit rewards of its answers."""
 
     loss: Tensor  # [num_pairs], with gradient
     chosen_rewards: Tensor  # [num_pairs] detached: β·(log π − log π_ref) of the chosen answer
@@ -37,16 +37,16 @@ class PreferenceLoss:
 
 
 def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """−log π of each token to learn, 0 elsewhere. [num_tokens] in and out.
+    """Compute −log π of each token to learn, 0 elsewhere. [num_tokens] in and out.
 
-    With `token_mean` weights this is cross-entropy over the step's tokens, with `sequence_mean` the mean of answers'
-    means.
+    With `token_mean` weights this is the cross-entropy over the step's tokens, with `sequence_mean` the mean over
+    answers of each answer's mean.
     """
     return -sampled_only(log_probs, mask)
 
 
 def episode_log_probs(log_probs: Tensor, layout: TokenLayout) -> Tensor:
-    """log π of each whole answer, the sum over its tokens under the mask: [num_tokens] to [num_episodes]."""
+    """Sum log π over the tokens of each answer under the mask: [num_tokens] to [num_episodes]."""
     return sum_per_episode(sampled_only(log_probs, layout.mask), layout)
 
 
@@ -61,11 +61,11 @@ def dpo_loss(
     nll_coefficient: float = 0.0,
     chosen_lengths: Tensor | None = None,
 ) -> PreferenceLoss:
-    """DPO, and cDPO with a label smoothing ε > 0; log-probs summed over the answer, [num_pairs] each.
+    """Compute the loss of DPO, or of cDPO with a label smoothing ε > 0, from log-probs of answers, [num_pairs] each.
 
-    `nll_coefficient` adds that much of −log π(chosen) / its number of tokens, which is why it needs `chosen_lengths`:
-    the mean of answers' means, as in OpenRLHF. (TRL's "sft" term is the mean over tokens: use `sft_loss` on the chosen
-    answers.)
+    `nll_coefficient` times −log π(chosen) / number of tokens of the chosen answer is added, which needs
+    `chosen_lengths`: the mean over answers of each answer's mean, as in OpenRLHF. (TRL's "sft" term is the mean over
+    tokens: use `sft_loss` on the chosen answers.)
     """
     if not 0 <= label_smoothing < 0.5:
         raise UserError(
@@ -91,10 +91,10 @@ def ipo_loss(
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
 ) -> PreferenceLoss:
-    """IPO in one of its two readings; log-probs summed over the answer, [num_pairs] each.
+    """Compute the loss of IPO, in one of its two variants, from log-probs summed over each answer, [num_pairs] each.
 
-    With lengths each answer's log-ratio is divided by its number of tokens: TRL's, and by its authors' word the
-    paper's own experiments. Without lengths it is the sum: the paper's equation as printed, OpenRLHF's.
+    With lengths, each answer's log-ratio is divided by its number of tokens, as in TRL and, according to its authors,
+    in the paper's own experiments. Without lengths it is the sum, as in the paper's printed equation and in OpenRLHF.
     """
     if (chosen_lengths is None) != (rejected_lengths is None):
         raise UserError(
@@ -111,7 +111,7 @@ def ipo_loss(
 def _margins(
     chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """log π − log π_ref of the chosen and of the rejected answers."""
+    """Compute log π − log π_ref of the chosen and of the rejected answers."""
     if not beta > 0:
         raise UserError(f"beta is {beta}: it scales the implicit reward, set it above 0 (0.1 is usual)")
     assert chosen.shape == rejected.shape == reference_chosen.shape == reference_rejected.shape
@@ -124,7 +124,7 @@ def _margins(
 def pairwise_loss(
     chosen_rewards: Tensor, rejected_rewards: Tensor, *, margin: Tensor | None = None, kind: PairwiseKind = "sigmoid"
 ) -> Tensor:
-    """The reward model's loss per pair, [num_pairs], with margin m (0 if not given).
+    """Compute the reward model's loss per pair, [num_pairs], with margin m (0 without `margin`).
 
         sigmoid   −log σ(r_chosen − r_rejected − m)      Bradley-Terry; the margin is Llama 2's (Touvron et al. 2023)
         logexp    log(1 + e^(r_rejected − r_chosen + m)) Bai et al. 2022

@@ -13,7 +13,7 @@ from hotseat.errors import UserError
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Per token, 0 or False where the policy did not sample."""
+    """The loss of each token, 0 where the policy did not sample."""
 
     loss: Tensor  # [num_tokens], with gradient
     clipped: Tensor  # [num_tokens] bool: the clipped term is the larger one, no gradient flows

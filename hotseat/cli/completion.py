@@ -1,7 +1,7 @@
-"""`hotseat completion`: a script for bash, zsh or fish, made from the parser and the config tree.
+"""`hotseat completion`: a script for bash, zsh or fish, generated from the parser and the config tree.
 
-The script holds all words, so that completing starts no Python. It completes commands, options, choices, config files,
-run directories, and the keys of overrides with the words that they take.
+The script contains all words, so that completing does not start Python. It completes commands, options, choices, config
+files, run directories, and the keys of overrides with the words that they accept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BY_NAME: dict[str, Takes] = {
 
 @dataclass(frozen=True)
 class Argument:
-    """An option (with names) or a positional argument of a command, and what its value is completed from."""
+    """An option (with names) or a positional argument of a command, and the source of completions of its value."""
 
     names: tuple[str, ...]
     takes: Takes
@@ -61,7 +61,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_completion(arguments: argparse.Namespace) -> int:
-    """Print the script of a shell; the exit code."""
+    """Print the script of a shell, and return the exit code."""
     from hotseat.cli.main import make_parser
 
     print(SHELLS[arguments.shell](commands_of(make_parser())), end="")
@@ -89,7 +89,7 @@ def _argument(action: argparse.Action) -> Argument:
 
 
 def keys() -> dict[str, tuple[str, ...]]:
-    """Every key of the config tree, with the words that it takes: none if it takes numbers or any text."""
+    """Return the keys of the config tree with the words that each accepts; none for numbers and free text."""
     from hotseat.config.load import fields_of
     from hotseat.config.schema import Config
 
@@ -188,7 +188,7 @@ def bash(commands: Sequence[Command]) -> str:
 
 
 def _cases(commands: Sequence[Command], take: Callable[[Argument], str], offer_options: str) -> dict[str, str]:
-    """Make what bash and zsh have in common: cases for words that keys take, for values of options, for commands."""
+    """Make the parts that bash and zsh share: cases for values of keys, for values of options, and for commands."""
     option_values, with_value, cases = [], [], []
     for command in commands:
         for option in command.options:

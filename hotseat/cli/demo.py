@@ -1,4 +1,4 @@
-"""`hotseat demo`: a small model learns to add. Makes its files, trains by SFT in process, then by GRPO on Ray."""
+"""`hotseat demo`: teaches a small model to add. Makes its files, then trains by SFT in process and by GRPO on Ray."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def run_demo(directory: Path | None, seed: int) -> int:
 
 
 def free_directory(parent: Path) -> Path:
-    """`demo`, or the first of `demo-2`, `demo-3` that is not in use: an earlier demo stays as it is."""
+    """Return `demo`, or the first of `demo-2`, `demo-3`, ... that is not in use, so that earlier demos are kept."""
     numbered = itertools.chain(["demo"], (f"demo-{number}" for number in itertools.count(2)))
     return next(parent / name for name in numbered if not _is_used(parent / name))
 

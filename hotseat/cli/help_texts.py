@@ -1,4 +1,4 @@
-"""What `--help` says below the arguments of each command: examples, how settings are written, exit codes."""
+"""Texts of `--help` below the arguments of each command: examples, the syntax of settings, exit codes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ examples:
 
 {_SETTINGS}
   name=NAME is the run's name: its files go to runs/NAME (run_dir=DIR changes runs). Without it the name is the task
-  and the first number that is free, such as rl-1. A name that a run with steps has already is refused.
+  and the first number that is free, such as rl-1. The name of another run that has made steps is refused.
 
 see also: `hotseat config CONFIG` checks a config without running it; `hotseat plan CONFIG` shows whether it fits into
 memory.
@@ -66,8 +66,8 @@ examples:
   hotseat report runs/rl-1                      writes runs/rl-1/report.html
   hotseat report runs/rl-1 runs/rl-2            writes report.html, which compares the two
 
-The page is one file and opens without a server; `hotseat run` writes it at its end, too. It can be written while a run
-is going on.""",
+The page is one file and opens without a server; `hotseat run` writes it at its end, too. It can also be written while
+the run is still training.""",
     "demo": """\
 example:
   hotseat demo --dir runs/demo                  about two minutes on two CPU cores""",
@@ -76,8 +76,8 @@ examples:
   hotseat plan rl.yaml --inventory 1x8xH100-80G
   hotseat plan rl.yaml --inventory 2x8xH100-80G rollout.engine=vllm --explain
 
-No GPU is needed. The page says first whether it fits; where it does not, it has settings, as YAML to paste, with which
-it does.
+No GPU is needed. The output begins with whether the run fits into memory. If it does not, it shows settings with which
+it does, as YAML to paste.
 
 {_SETTINGS}
 
@@ -92,7 +92,7 @@ examples:
   hotseat config rl.yaml
   hotseat config rl.yaml rollout.engine=vllm > vllm.yaml
 
-What stands in the way of starting the run goes to standard error.
+Anything that would keep the run from starting is printed to standard error.
 
 {_SETTINGS}""",
     "options": """\

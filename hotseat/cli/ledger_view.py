@@ -1,4 +1,4 @@
-"""`hotseat ledger`: what became of a run's samples."""
+"""`hotseat ledger`: the states of a run's samples, or the history of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def show_ledger(run_dir: Path, sample: str | None, console: Console | None = Non
         raise UserError(f"{run_dir} has no ledger: there is no {run_dir / LEDGER}")
     entries = list(read_ledger(run_dir))
     if sample is None and not entries:
-        console.print("no samples: those of a step are recorded when it ends, and no step has ended")
+        console.print("no samples: they are recorded at the end of their step, and no step has ended")
         return
     if sample is None:
         table = Table("state", "samples", "reason")
@@ -32,9 +32,9 @@ def show_ledger(run_dir: Path, sample: str | None, console: Console | None = Non
     if match is None:
         raise UserError(f"--sample {sample!r}: give pass, prompt and sample, such as 0/17/3")
     key = SampleKey(int(match[1]), int(match[2]), int(match[3]))
-    found = [entry for entry in entries if key in entry.keys]
-    if not found:
+    history = [entry for entry in entries if key in entry.keys]
+    if not history:
         raise UserError(f"{run_dir} has no sample {sample}")
-    for entry in found:
+    for entry in history:
         reason = f": {entry.reason}" if entry.reason else ""
         console.print(f"{key}  {entry.state} at step {entry.step}, sampled by version {entry.version}{reason}")

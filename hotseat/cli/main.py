@@ -21,7 +21,7 @@ def entry() -> None:
     """Console entry point."""
     wait_passively()
     if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"]):
-        # They only print: `| head` ends them as it ends any such command. A run must not die of a closed pipe.
+        # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments of a command. Overrides may stand anywhere, also behind options."""
+    """Parse the arguments of a command. Overrides may stand anywhere, also after options."""
     parser = make_parser(argv[0] if argv else "")
     arguments, rest = parser.parse_known_args(argv)
     strangers = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def make_parser(command: str = "") -> argparse.ArgumentParser:
-    """Make the parser of all commands. `command`: the one that is used; what its help takes from the config is read."""
+    """Make the parser of all commands. command: the one in use, for help texts that need the config tree."""
     parser = argparse.ArgumentParser(
         prog="hotseat",
         formatter_class=argparse.RawDescriptionHelpFormatter,

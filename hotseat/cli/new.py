@@ -1,4 +1,4 @@
-"""`hotseat new`: the files of a first run, ready to be run and to be changed."""
+"""`hotseat new`: writes the files of a first run, ready to be run and to be changed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ PRETRAINED = {"critic_rate": "9e-6", "length": "1024", "answer": "256"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of first run that `hotseat new` writes the files of."""
+    """A kind of run that `hotseat new` writes the files of."""
 
     task: str
     config: str
@@ -120,7 +120,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Write the files and say what to do with them; the exit code."""
+    """Write the files, print what to do with them, and return the exit code."""
     directory = Path(arguments.directory)
     names = write_files(arguments.kind, directory, arguments.model)
     run = _next_run(directory, KINDS[arguments.kind].task)
@@ -134,13 +134,13 @@ def run_new(arguments: argparse.Namespace) -> int:
 
 
 def _next_run(directory: Path, task: str) -> str:
-    """Name the directory that the next run without a name will get."""
+    """Return the directory that the next run without a name will get."""
     paths = (Path("runs", f"{task}-{number}") for number in itertools.count(1))
     return next(str(path) for path in paths if not (directory / path).exists())
 
 
 def texts(kind: str, model: str | None = None) -> dict[str, str]:
-    """Every file but the model: its name and what is in it."""
+    """Return the name and content of every file except the model's."""
     from hotseat.loop.setup import starter
 
     chosen = KINDS[kind]
@@ -160,10 +160,10 @@ def texts(kind: str, model: str | None = None) -> dict[str, str]:
 
 
 def write_files(kind: str, directory: Path, model: str | None = None) -> list[str]:
-    """Write the files of a kind, and a tiny model unless one is given. Returns their names.
+    """Write the files of a kind, and a tiny model unless `model` names one. Returns their names.
 
-    Nothing is overwritten. Data, reward and model that another kind has written here are shared. Anything else that is
-    in the way is an error, before anything is written.
+    Nothing is overwritten. Data, reward and model that another kind has written here are shared. Any other file of the
+    same name is an error, before anything is written.
     """
     files = texts(kind, model)
     if directory.exists() and not directory.is_dir():
@@ -203,7 +203,7 @@ def _as_yaml(text: str) -> str:
 
 
 def _make_model(directory: Path) -> None:
-    """Make the tiny model, unless it is there: a model with its tokenizer is taken for it."""
+    """Make the tiny model, unless the folder has one: a model with the same tokenizer counts as such."""
     from hotseat.loop.setup.starter import make_model, make_tokenizer
 
     path = directory / MODEL

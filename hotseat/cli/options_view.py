@@ -1,6 +1,6 @@
 """`hotseat options`: the config tree as a list.
 
-A key takes two lines or more: what it takes and its default, then its meaning. Meanings are wrapped to the terminal;
+A key has two lines or more: its values and default, then its meaning. Meanings are wrapped to the terminal's width;
 keys, values and meanings are never cut, so that the list can be searched.
 """
 
@@ -21,7 +21,7 @@ INDENT = " " * 4
 
 
 def render(section: str, width: int) -> str:
-    """List every key at or below a section for people, meanings wrapped to `width` columns."""
+    """Render the keys at or below a section as text, with meanings wrapped to `width` columns."""
     lines = []
     for option in options(section):
         default = "" if option["default"] is None else f" = {_as_yaml(option['default'])}"
@@ -41,12 +41,12 @@ def render(section: str, width: int) -> str:
 
 
 def render_json(section: str) -> str:
-    """List the same for programs: an object per key."""
+    """Render the keys at or below a section as JSON, an object per key."""
     return json.dumps(options(section), indent=2)
 
 
 def options(section: str) -> list[dict[str, Any]]:
-    """Every key at or below a section: what it takes, its default (None: unset), its meaning, and what is not built."""
+    """List the keys at or below a section, each with its values, default (None: unset), meaning and unbuilt feature."""
     fields = list(fields_of(Config))
     rows = [(key, info) for key, info in fields if not section or key == section or key.startswith(section + ".")]
     if not rows:
@@ -65,7 +65,7 @@ def options(section: str) -> list[dict[str, Any]]:
 
 
 def _not_built(key: str) -> str | None:
-    """The feature that this version lacks and without which the key, or some of its values, cannot be used."""
+    """Return the unbuilt feature without which a key, or some of its values, cannot be used."""
     for unbuilt in UNBUILT:
         if unbuilt.owns(key):
             return unbuilt.what
@@ -75,12 +75,12 @@ def _not_built(key: str) -> str | None:
 
 
 def _as_yaml(value: Any) -> str:
-    """A default as YAML takes it."""
+    """Format a default as YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _words(annotation: Any) -> str:
-    """Describe in words what a field takes."""
+    """Describe the values of a field in words."""
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " | ".join(str(member) for member in members)

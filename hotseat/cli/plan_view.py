@@ -16,7 +16,7 @@ from rich.text import Text
 
 from hotseat.config import Config
 from hotseat.loop.planning.advice import MAX_SEARCHED, Advice
-from hotseat.loop.planning.budgets import Chosen, describe
+from hotseat.loop.planning.budgets import ChosenBudgets, describe
 from hotseat.placement import (
     DeviceGroup,
     GroupStep,
@@ -73,8 +73,8 @@ def render(
 ) -> None:
     """Print a plan, the verdict first.
 
-    explain: add every memory term with its arithmetic. advise: find what would make the plan fit. notes: what was
-    assumed or chosen for this plan.
+    explain: add every memory term with its arithmetic. advise: finds settings that would make the plan fit. notes:
+    assumptions and choices that this plan is based on.
     """
     _verdict(plan, console)
     if plan.verdict == "does_not_fit" and advise is not None:
@@ -96,23 +96,23 @@ def render(
         _explain(plan, console)
 
 
-def notes(config: Config, placed: Config, chosen: Chosen, plan: Plan) -> list[str]:
-    """List what `hotseat plan` assumed or chose: the placement where none is set, and the size of micro-batches."""
-    found = []
+def notes(config: Config, placed: Config, chosen: ChosenBudgets, plan: Plan) -> list[str]:
+    """List what `hotseat plan` chose itself: the placement where none is set, and the size of micro-batches."""
+    lines = []
     if placed != config:
-        found.append(
+        lines.append(
             f"placement: none is set, so this is the plan for all {plan.inventory.num_devices} devices; a run without"
             " one uses one device. To run as planned: cluster: {component_placement: {actor: all}}"
         )
     if chosen.is_priced:
-        return [*found, *chosen.notes]
+        return [*lines, *chosen.notes]
     if not chosen.notes:  # their sizes are set
-        return found
+        return lines
     lacking = "without the devices: give --inventory, such as 1x8xH100-80G, or set cluster.inventory"
     if all(group.memory_gib is not None for group in plan.groups):
         lacking = "without the shape of every model: name one that is at hand, or set actor.shape"
     return [
-        *found,
+        *lines,
         f"micro-batches: their size is not known {lacking}. A run chooses it when it starts; the figures below are for"
         f" {describe(chosen.config)}",
         *chosen.notes[1:],
@@ -143,7 +143,7 @@ def _table(*headers: str, gap: int = 2) -> Table:
 
 
 def _verdict(plan: Plan, console: Console) -> None:
-    """Print whether the plan fits, and the tightest device and phase; where it does not fit, all that are too small."""
+    """Print whether the plan fits, with its tightest device and phase; if it does not fit, all that are too small."""
     text = Text(_HEADS[plan.verdict], style=_STYLES[plan.verdict])
     text.append(f": {plan.label} on {plan.inventory}", style="bold")
     overlap = plan.flow.overlap
@@ -180,7 +180,7 @@ def _verdict(plan: Plan, console: Console) -> None:
 
 
 def _place(inventory: Inventory, spans: Sequence[tuple[int, int]]) -> str:
-    """`node 0: 0-7`, `nodes 0-3: 0-31`."""
+    """Format devices with their nodes: `node 0: 0-7`, `nodes 0-3: 0-31`."""
     nodes = sorted({inventory.node_of(device) for first, last in spans for device in range(first, last + 1)})
     return f"node{'s' * (len(nodes) > 1)} {format_ranks(nodes)}: {format_ranges(spans)}"
 
@@ -223,7 +223,7 @@ def _notes(role: PlannedRole) -> list[str]:
 
 
 def _device_tables(plan: Plan, width: int) -> list[Table]:
-    """Device groups down, steps across; more steps than fit make a second table."""
+    """Make tables with a row for each group of devices and a column for each step; two if one is too wide."""
     places = [_place(plan.inventory, group.devices) for group in plan.groups]
     first = min(max(len(place) for place in places), 24) + 2
     lines = [str(_cell(step, group)) for group in plan.groups for step in group.steps]
@@ -244,7 +244,7 @@ def _device_tables(plan: Plan, width: int) -> list[Table]:
 
 
 def _cell(step: GroupStep, group: DeviceGroup) -> Text:
-    """A line for each role, those at work first, then the memory in use."""
+    """Format one cell: a line for each role, those at work first, then the memory in use."""
     text = Text()
     for role in sorted(group.roles, key=lambda role: (role not in step.roles, group.roles.index(role))):
         held = [holding for holding in step.holdings if holding.role == role]
@@ -292,13 +292,13 @@ def _hand_over(hand_over: HandOver) -> tuple[str, str, str]:
 
 
 def _move(sign: str, move: Move, words: dict[str, str]) -> str:
-    """`- actor optimizer 11.2G to host`."""
+    """Format a move as `- actor optimizer 11.2G to host`."""
     size = "" if move.gib is None else f" {move.gib:.1f}G"
     return f"{sign} {move.role} {move.part.replace('_', ' ')}{size} {words[move.how]}"
 
 
 def _traffic(plan: Plan) -> str:
-    """What an iteration copies between a device and its host, at most."""
+    """Describe how much an iteration copies between a device and its host, at most."""
     copied = [
         sum(move.gib or 0.0 for hand_over in group.hand_overs for move in hand_over.leaves if move.how == "copied")
         for group in plan.groups
@@ -311,7 +311,7 @@ def _traffic(plan: Plan) -> str:
 
 
 def _routes(plan: Plan) -> Table:
-    """Engines that get their weights in the same way share a line."""
+    """List routes of weights; engines that get them in the same way share a line."""
     table = _table("engines", "from an actor on", "actor ranks")
     kinds: dict[tuple[str, str], list[Route]] = {}
     for route in plan.routes:
@@ -373,12 +373,12 @@ def _explain(plan: Plan, console: Console) -> None:
 
 
 def _too_small_a_share(plan: Plan, group: DeviceGroup, step: GroupStep) -> str:
-    """Say by how much an engine's memory share is too small, though the device itself has room."""
+    """Describe by how much an engine's memory share is too small, although the device itself has room."""
     assert group.memory_gib is not None
     engine = next(role for role in map(plan.role, step.roles) if role.is_engine and role.share is not None)
     assert engine.share is not None
     has = engine.share * group.memory_gib
-    # Of the cache only one sequence was counted: there was no room for more.
+    # The cache counts with one sequence only, since there was no room for more.
     needs = sum(term.gib for term in step.terms if term.role == engine.name)
     return (
         f"the engine's memory share has no room for its weights and one sequence: they take {needs:.1f} GiB,"
@@ -392,7 +392,7 @@ def _too_large(plan: Plan, console: Console) -> None:
         (step.used_gib - group.memory_gib, step, group, group.memory_gib)
         for group in plan.groups
         for step in group.steps
-        # Where no role works there is nothing to change: what is resident there is too much in its own phase too.
+        # Phases in which no role works are left out: the same parts are too much in their own phase, too.
         if step.verdict == "does_not_fit" and group.memory_gib is not None and step.roles
     ]
     for over, step, group, memory_gib in sorted(failing, key=lambda each: -each[0]):
@@ -429,7 +429,7 @@ def _advice(advice: Sequence[Advice], plan: Plan, console: Console) -> None:
 
 
 def _how(advice: Advice) -> str:
-    """` this (at most 58% of a device, 512 GiB of host memory on a node):`."""
+    """Format the result of an advice: ` this (at most 58% of a device, 512 GiB of host memory on a node):`."""
     where = f" --inventory {advice.inventory} and" if advice.inventory is not None else ""
     host = max(host.used_gib for host in advice.plan.hosts)
     return f"{where} this (at most {advice.used:.0%} of a device, {host:,.0f} GiB of host memory on a node):"

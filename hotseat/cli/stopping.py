@@ -1,4 +1,4 @@
-"""How commands end when they are interrupted, by Ctrl-C or SIGTERM."""
+"""Ending of commands that are interrupted by Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, also while libraries load. A run handles it better once it has begun."""
+    """Let SIGTERM end a command as Ctrl-C does, also while libraries load. A started run has its own handler."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -26,6 +26,6 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def last_words(command: str, interrupt: KeyboardInterrupt) -> str:
-    """Word what a command leaves behind: what its run says of itself, or that there was none yet."""
+    """Compose the last message of an interrupted command: the notes of its run, or that none had begun."""
     notes = getattr(interrupt, "__notes__", None) or ["no run had begun: start it again with the same command"]
     return "\n".join([f"{command}: stopped", *notes])

@@ -7,7 +7,7 @@ from hotseat.cluster.create_group import Worker, create_group
 from hotseat.cluster.group import Calling, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, LeaseError, Leases, LeaseTransfer
 from hotseat.cluster.pending import Pending
-from hotseat.cluster.process import Node, Process
+from hotseat.cluster.process import ClusterNode, Process
 from hotseat.cluster.refs import Ref, as_arguments
 
 __all__ = [
@@ -15,13 +15,13 @@ __all__ = [
     "Channel",
     "ChannelClosed",
     "Cluster",
+    "ClusterNode",
     "DeviceMemory",
     "Holder",
     "Lease",
     "LeaseError",
     "LeaseTransfer",
     "Leases",
-    "Node",
     "Pending",
     "Process",
     "Ref",

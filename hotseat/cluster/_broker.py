@@ -44,7 +44,7 @@ def proof(key: bytes, nonce: bytes, side: bytes) -> bytes:
 
 
 def pack_items(items: list[bytes]) -> list[bytes]:
-    """Items as the pieces of a payload: their number, then each with its length before it."""
+    """Return the pieces of a payload: the number of items, then each item after its length."""
     pieces = [COUNT.pack(len(items))]
     for item in items:
         pieces += (LENGTH.pack(len(item)), item)
@@ -117,7 +117,7 @@ class BoundedQueue:
         return False
 
     def close(self) -> None:
-        """One producer is done. The last one ends the stream."""
+        """Record that a producer is done. The last one ends the stream."""
         self._producers_left -= 1
         self._settle()
 
@@ -208,12 +208,12 @@ class _Connection:
         self._waiter: Waiter | None = None
         self._said_bye = False
         self._write(nonce)
-        # A stranger who connects and says nothing is not kept.
+        # A client that connects and never proves itself is dropped.
         server.later(10.0, lambda: None if self._served else self.end())
 
     @property
     def is_writing(self) -> bool:
-        """Whether there is more to send than the socket takes."""
+        """Tell whether there is more to send than the socket takes."""
         return bool(self._unsent)
 
     def on_readable(self) -> None:
@@ -398,7 +398,7 @@ class Server:
         self._selector.modify(connection.socket, events, connection)
 
     def forget(self, connection: _Connection) -> bool:
-        """False if it was forgotten before."""
+        """Forget a queue; return False if it was forgotten before."""
         if connection.socket.fileno() < 0:
             return False
         self._selector.unregister(connection.socket)

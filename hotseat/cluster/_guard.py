@@ -1,4 +1,4 @@
-"""Nothing of ours outlives its driver: who our processes are, and a small process that ends them.
+"""Ends every process of ours with its driver: marks of our processes, and a small process that ends them.
 
 Every process of a session is marked twice, and what it starts inherits both marks, so that engines' children are
 found too. One is `HOTSEAT_SESSION=ID` in its environment; ids nest with "/", so a session that a worker starts inside

@@ -25,7 +25,7 @@ from hotseat.cluster.group import Arguments, WorkerGroup
 from hotseat.cluster.lease import Holder
 from hotseat.cluster.pending import Pending, worker_error
 from hotseat.cluster.ports import free_port
-from hotseat.cluster.process import Node
+from hotseat.cluster.process import ClusterNode
 from hotseat.cluster.refs import Ref, resolve
 from hotseat.cluster.runtime import Launch
 from hotseat.errors import DeadlineError, UserError
@@ -35,7 +35,7 @@ W_co = TypeVar("W_co", covariant=True)
 
 
 class _Busy(DeadlineError):
-    """The wait for the object itself ran out; what the object raises is something else."""
+    """The object was busy until the deadline; unlike a timeout that the object itself raises."""
 
 
 class LocalRef(Ref[T]):
@@ -231,7 +231,7 @@ class LocalRuntime:
     kind: Literal["ray", "local"] = "local"
 
     def __init__(self, num_devices: int):
-        self.nodes = (Node(0, num_devices, num_cpus=os.cpu_count() or 1),)
+        self.nodes = (ClusterNode(0, num_devices, num_cpus=os.cpu_count() or 1),)
         self._groups: dict[str, LocalGroup[Any]] = {}
         self._env_before: dict[str, str | None] = {}
 

@@ -80,7 +80,7 @@ class Channel(Generic[Item]):
         self.put_many([item], timeout_s=timeout_s)
 
     def put_many(self, items: Sequence[Item], *, timeout_s: float | None = None) -> None:
-        """Put them in together, in one message: all or, if the deadline passes first, none."""
+        """Put items in together, in one message: all or, if the deadline passes first, none."""
         for item in items:
             if not isinstance(item, self.item_type):
                 raise TypeError(
@@ -260,7 +260,7 @@ class _BrokerClient:
     """The client of a broker. Each thread that waits has a connection to itself; idle ones are kept for the next.
 
     There is one for each channel in a process, however often the channel is sent there, and it lasts as long as the
-    process or the stream: a worker that returns from one call and goes on in the next has not gone away.
+    process or the stream: a worker that returns from one call and continues in the next has not left.
     """
 
     def __init__(self, address: Address, key: bytes, channel: str, capacity: int, num_producers: int):
@@ -303,7 +303,7 @@ class _BrokerClient:
             _send(connection, kind, pieces)
             answer, payload = _receive(connection)
         except BaseException as error:
-            # What is under way on this connection is withdrawn with it; the channel itself goes on.
+            # Requests on this connection are withdrawn with it; the channel itself stays open.
             with contextlib.suppress(OSError):
                 connection.settimeout(1.0)
                 _send(connection, wire.BYE, [])

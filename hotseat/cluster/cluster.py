@@ -23,7 +23,7 @@ from hotseat.cluster.channel import Channel
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.pending import CallObserver
-from hotseat.cluster.process import Node, Process, ProcessLike, devices_of
+from hotseat.cluster.process import ClusterNode, Process, ProcessLike, devices_of
 from hotseat.cluster.refs import Ref
 from hotseat.cluster.runtime import Launch, Runtime
 from hotseat.cluster.session import Session
@@ -85,12 +85,12 @@ class Cluster:
 
     @property
     def session(self) -> str:
-        """The id by which processes of this cluster are marked."""
+        """Return the id by which processes of this cluster are marked."""
         return self._session.id
 
     @property
     def shm_prefix(self) -> str:
-        """The first part of the names of shared-memory segments of this cluster."""
+        """Return the prefix of the names of this cluster's shared-memory segments."""
         return self._session.shm_prefix
 
     @property
@@ -98,7 +98,7 @@ class Cluster:
         return self._started_runtime.kind
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes(self) -> tuple[ClusterNode, ...]:
         return self._started_runtime.nodes
 
     @property
@@ -193,7 +193,7 @@ class Cluster:
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup[Any]]:
-        """All groups that were launched, by name."""
+        """Return the groups that were launched, by name."""
         return self._groups
 
     def _placed(self, name: str, processes: Any) -> list[ProcessLike]:
@@ -242,7 +242,7 @@ class Cluster:
         return self._started_runtime.put(value)
 
     def device_memory(self, device: int) -> DeviceMemory | None:
-        """Measure what is in use on a device of this node; None elsewhere, and where there is no GPU behind it."""
+        """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""
         return self._started_runtime.device_memory(device)
 
     def is_gone(self, holder: Holder) -> bool:
@@ -254,7 +254,7 @@ class Cluster:
     def close(self, *, grace_s: float = 5.0) -> None:
         """End everything of ours. Objects with a `close` method are asked first and have `grace_s` for it."""
         with self._lock:
-            # A fork that ends takes nothing down: it is its parent's.
+            # A fork that ends takes nothing down: the cluster belongs to its parent.
             if self._is_closed or os.getpid() != self._pid:
                 return
             self._is_closed = True

@@ -1,7 +1,7 @@
 """The hang doctor: who waits for whom, for what and since when, and who is to blame.
 
-`examine` looks at every process of some groups: its state, what it says it is doing, and its stack. `Watch` looks all
-the time, and ends a process that is stopped or does not answer, so that whoever waits for it hears of it.
+`examine` looks at every process of some groups: its state, what it says it is doing, and its stack. `Watch` looks every
+second, and ends a process that is stopped or does not answer, so that calls that wait for it fail.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def examine(groups: Iterable[WorkerGroup[Any]], error: BaseException | None = No
 
 
 def is_hang(error: BaseException) -> bool:
-    """Tell whether somebody waited in vain, here, in a worker, or in a collective there."""
+    """Tell whether an error is a wait that timed out, here, in a worker, or in a collective there."""
     return any(isinstance(each, DeadlineError) or _is_late_collective(each) for each in _chain(error))
 
 
@@ -119,7 +119,7 @@ def _blame(processes: Sequence[ProcessReport], awaited: Sequence[str]) -> str:
                 return f"{process.name} (pid {process.pid}), which is {state}"
     suspect = next((by_name[name] for name in awaited if name in by_name), None)
     if suspect is None:
-        return "nobody in particular: every process is there, and nobody said whom it waits for"
+        return "unknown: every process is alive, and none says what it waits for"
     seen: list[str] = []
     while suspect.name not in seen:
         seen.append(suspect.name)

@@ -8,11 +8,11 @@ A method is named as an attribute of the worker class, so that a type checker se
     scores = model.scatter_and_keep(Model.score, shares)            # rank r gets shares[r]; returns Refs
     actor.call(Actor.prepare, as_arguments(scores))                 # a Ref arrives as its value
 
-What is sent is the method's name: an override in the class that runs is what is called there. A protocol's method can
-stand for those of every class that has it. Every call has a deadline. What goes wrong is raised at the first rank where
-it is seen, without waiting for the others: `WorkerError` for an exception or a dead process, `DeadlineError` for
-silence. Both name group, rank and method. A coroutine method returns what it returns when awaited in the worker, though
-a type checker takes the result for the coroutine.
+Only the method's name is sent: if the worker's class overrides the method, its override runs. A protocol's method can
+stand for those of every class that has it. Every call has a deadline. The first failure of any rank is raised, without
+waiting for the others: `WorkerError` for an exception or a dead process, `DeadlineError` for silence. Both name group,
+rank and method. A coroutine method is awaited in the worker and its result returned, though a type checker takes the
+result for the coroutine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Calling(ABC, Generic[W_co]):
         return _Scope(group, group.checked_ranks(ranks), timeout_s)
 
     def within(self, timeout_s: float | None) -> Calling[W_co]:
-        """Give each call so many seconds; None: the group's own."""
+        """Set the deadline of each call in seconds; None: the group's default."""
         group, ranks, _ = self._scope()
         return _Scope(group, ranks, group.deadline(timeout_s))
 
@@ -106,7 +106,7 @@ class Calling(ABC, Generic[W_co]):
 
 
 class _Scope(Calling[W_co]):
-    """Some ranks of a group, and the deadline of calls to them."""
+    """Calls to some ranks of a group, with a deadline."""
 
     def __init__(self, group: WorkerGroup[W_co], ranks: Sequence[int], timeout_s: float):
         self._group = group
@@ -138,7 +138,7 @@ class WorkerGroup(Calling[W_co]):
     @property
     @abstractmethod
     def ranks(self) -> range:
-        """All ranks: 0 to the size of the group."""
+        """Return all ranks, from 0 on."""
 
     @property
     def size(self) -> int:
@@ -180,9 +180,9 @@ class WorkerGroup(Calling[W_co]):
         """Wait until the objects of a group that was launched with `wait=False` are made."""
 
     def when_started(self, tell: Callable[[int], object]) -> None:
-        """Call `tell` with each rank whose object is made: at once, or, from another thread, when it is.
+        """Call `tell` with each rank whose object is made: at once, or later from another thread.
 
-        A rank that fails to start is not told of, nor is one that is started again.
+        It is not called for a rank that fails to start, nor for one that is restarted.
         """
         for rank in self.ranks:
             tell(rank)

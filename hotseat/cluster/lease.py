@@ -1,8 +1,8 @@
 """The right to a device, held for a whole phase.
 
-A phase asks for all its devices at once, on behalf of its holders (processes). It gets them when nobody who asked
-before it and shares a device with it holds or waits for one: first come, first served, and no two phases can each
-hold half of what the other needs. Each holder reports, device by device, how many bytes it gave up. A device is
+A phase requests all its devices at once, on behalf of its holders (processes). It gets them when no earlier phase that
+shares a device with it holds or waits for one: first come, first served, and no two phases can each hold half of what
+the other needs. Each holder reports, device by device, how many bytes it freed. A device is
 passed on only when its last holder has reported and its memory has been measured. A holder that died keeps the device
 until its process is seen gone and the memory is seen free.
 
@@ -11,9 +11,9 @@ until its process is seen gone and the memory is seen free.
     ...
     lease.report(engine, {0: 3 << 30, 1: 3 << 30})
 
-Nothing here knows Ray or CUDA: who is gone and what a device holds are asked of the two callables. Memory is "free"
-when the next phase's `needs` fit, where it states them. Else, after a death, when the device holds no more than it
-did when the dead one's phase got it, give or take `slack_bytes`; without a death, having measured it is enough.
+Nothing here knows Ray or CUDA: the two callables tell who is gone and what a device holds. Memory counts as free when
+the next phase's `needs` fit, if it states them. Otherwise, after a death, when the device holds no more than it did
+when the dead holder's phase got it, within `slack_bytes`; without a death, any measurement is enough.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["DeviceMemory", "Holder", "Lease", "LeaseError", "LeaseTransfer", "Le
 
 
 class LeaseError(RunError):
-    """Somebody asked for a lease it holds already, or gave back one it does not hold."""
+    """A holder requested a lease that it holds already, or returned one that it does not hold."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error nobody knows what the holders still have: the devices stay theirs until they report or go.
+        # After an error it is unknown what the holders still have: the devices stay theirs until they report or end.
         if kind is None and (silent := self._leases._silent(self)):
             raise LeaseError(
                 f"phase {self.phase!r} ended, but {_names(silent)} did not report what they gave up;"
@@ -116,10 +116,10 @@ class _Device:
 
 
 class Leases:
-    """All devices and who may use them. Thread-safe; lives in the driver, whose loop asks for each phase.
+    """Grants leases on devices to phases. Thread-safe; lives in the driver, which asks for each phase.
 
-    `measure(device)` says what is in use there, or None where that cannot be measured. `is_gone(holder)` says whether
-    its process no longer exists; it is asked only about holders that have not reported, while somebody waits.
+    `measure(device)` returns the memory in use there, or None where it cannot be measured. `is_gone(holder)` tells
+    whether its process no longer exists; it is called only for holders that have not reported, while a phase waits.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Leases:
         earlier = self._queue[: self._queue.index(lease)]
         if any(set(other.devices) & set(lease.devices) for other in earlier):
             return False
-        # No device is taken before all can be: what a half-granted phase held, nobody could use.
+        # No device is granted before all can be: devices of a half-granted phase would be idle.
         measured = {}
         for device in lease.devices:
             settled, measured[device] = self._settled(device, lease.needs.get(device))

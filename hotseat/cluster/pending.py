@@ -49,11 +49,11 @@ class Pending(Generic[Result_co]):
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that were called, in the order of the results."""
+        """Return the ranks that were called, in the order of the results."""
         return sorted(self.futures)
 
     def done(self) -> bool:
-        """Tell whether every rank has answered, well or not."""
+        """Tell whether every rank has returned or failed."""
         return all(future.done() for future in self.futures.values())
 
     def result(self, timeout_s: float | None = None) -> list[Result_co]:
@@ -78,7 +78,7 @@ class Pending(Generic[Result_co]):
         answered: asyncio.Queue[Future[Any]] = asyncio.Queue()
 
         def enqueue(future: Future[Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so nothing waits any more
                 loop.call_soon_threadsafe(answered.put_nowait, future)
 
         for future in self.futures.values():

@@ -1,4 +1,4 @@
-"""Where the processes of a group run, and the nodes that there are."""
+"""Nodes of a cluster, and the places of a group's processes on them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Node", "Process", "ProcessLike", "devices_of"]
+__all__ = ["ClusterNode", "Process", "ProcessLike", "devices_of"]
 
 
 @dataclass(frozen=True)
-class Node:
-    """One machine of the cluster. Its devices are numbered on from those of the node before it."""
+class ClusterNode:
+    """Machine of the cluster. Its devices are numbered after those of the node before it."""
 
     rank: int
     num_devices: int
@@ -44,7 +44,7 @@ class Process:
     devices: tuple[int, ...] = ()
 
 
-def devices_of(nodes: Sequence[Node], node: int) -> range:
+def devices_of(nodes: Sequence[ClusterNode], node: int) -> range:
     """Return the numbers of a node's devices."""
     first = sum(before.num_devices for before in nodes[:node])
     return range(first, first + nodes[node].num_devices)

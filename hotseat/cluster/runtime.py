@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from hotseat.cluster.channel import Address
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.process import Node, ProcessLike
+from hotseat.cluster.process import ClusterNode, ProcessLike
 from hotseat.cluster.refs import Ref
 
 __all__ = ["Launch", "Runtime"]
@@ -45,7 +45,7 @@ class Runtime(Protocol):
     kind: Literal["ray", "local"]
 
     @property
-    def nodes(self) -> tuple[Node, ...]: ...
+    def nodes(self) -> tuple[ClusterNode, ...]: ...
 
     def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
         """Reserve these devices of each node, for all groups to come."""
@@ -60,7 +60,7 @@ class Runtime(Protocol):
         """Put a value where every worker can get it."""
 
     def device_memory(self, device: int) -> DeviceMemory | None:
-        """Measure what is in use on a device of this node; None elsewhere, and where there is no GPU behind it."""
+        """Measure the memory in use on a device of this node; None on other nodes, and without a GPU behind it."""
 
     def is_gone(self, holder: Holder) -> bool:
         """Tell whether a process no longer exists."""

@@ -1,4 +1,4 @@
-"""One typed, frozen tree of options, read from YAML, checked whole before anything else happens."""
+"""The config: one typed, frozen tree of options, read from YAML and checked as a whole before anything else happens."""
 
 from hotseat.config.load import load, loads, to_yaml
 from hotseat.config.roles import roles_of

@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hotseat.config.schema import Config, Rollout, Train
+from hotseat.config.schema import Config, RolloutConfig, TrainConfig
 from hotseat.errors import BatchError
 from hotseat.words import quantity
 
 
 @dataclass(frozen=True)
 class BatchAlgebra:
-    """Every count that follows from the batch sizes. `None`: not known before the data is read, or not fixed."""
+    """Counts that follow from the batch sizes. `None`: not known before the data is read, or not fixed."""
 
     num_ranks: int
     prompts_per_step: int
@@ -33,9 +33,9 @@ class BatchAlgebra:
     optimizer_steps_per_step: int
     train_micro_batches: int | None  # per rank and optimizer step
     score_micro_batches: int | None  # per rank and step, for log-probs
-    tokens_per_step: int  # at most
-    num_rows: int | None  # in all passes
-    is_bound: bool  # the rows are not counted yet: at most so many
+    tokens_per_step: int  # upper bound
+    num_rows: int | None  # of all passes together
+    is_bound: bool  # the rows are not counted yet: `num_rows` is an upper bound
     num_steps: int | None
     num_dropped_rows: int | None  # tail of the last pass
     schedule_length: int | None
@@ -43,42 +43,42 @@ class BatchAlgebra:
 
 
 def warmup_steps(schedule_length: int, ratio: float) -> int:
-    """Optimizer steps over which the learning rate rises, rounded up as in OpenRLHF."""
+    """Return the number of optimizer steps over which the learning rate rises, rounded up as in OpenRLHF."""
     return math.ceil(schedule_length * ratio)
 
 
 def nearest_multiples(number: int, of: int) -> str:
-    """The multiples around a number, as words: `96 or 128`."""
+    """Return the multiples below and above a number, as words: `96 or 128`."""
     below = number // of * of
     return f"{below} or {below + of}" if below else str(of)
 
 
 def nearest_divisors(number: int, of: int) -> str:
-    """The divisors of `of` around a number, as words."""
+    """Return the divisors of `of` below and above a number, as words."""
     small = [candidate for candidate in range(1, math.isqrt(of) + 1) if of % candidate == 0]
     divisors = sorted({*small, *(of // candidate for candidate in small)})
     below = [divisor for divisor in divisors if divisor <= number]
     above = [divisor for divisor in divisors if divisor > number]
-    return " or ".join(str(found) for found in [*below[-1:], *above[:1]])
+    return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
-def is_auto(section: Train | Rollout) -> bool:
-    """Tell whether the run chooses the size of micro-batches itself."""
+def is_auto(section: TrainConfig | RolloutConfig) -> bool:
+    """Return whether the run chooses the size of micro-batches itself."""
     return section.micro_batch_size == "auto" and section.max_tokens_per_device is None
 
 
-def token_budget(section: Train | Rollout) -> int | None:
-    """Tokens of a micro-batch on one device, as set or as chosen; `None`: sequences count, or nothing is chosen yet."""
+def token_budget(section: TrainConfig | RolloutConfig) -> int | None:
+    """Return the most tokens of a micro-batch on one device; None if samples are counted, or nothing is chosen yet."""
     return section.chosen_tokens_per_device if is_auto(section) else section.max_tokens_per_device
 
 
 def tokens_per_micro_batch(config: Config, max_tokens_per_device: int | None) -> int | None:
-    """What a token budget lets a micro-batch have: its sequences lie on `train.sequence_parallel_size` devices."""
+    """Return the most tokens of a micro-batch, whose sequences lie on `train.sequence_parallel_size` devices."""
     return None if max_tokens_per_device is None else max_tokens_per_device * config.train.sequence_parallel_size
 
 
 def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -> BatchAlgebra:
-    """Work the counts out, or raise with both numbers and the nearest sizes that fit.
+    """Compute the counts, or raise an error with both numbers and the nearest sizes that fit.
 
     `num_ranks` is the data-parallel size of the actor. `num_rows` counts the data set; unset takes `data.max_samples`,
     which bounds it.
@@ -97,7 +97,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
     train_micro_batches = _micro_batches(config, num_ranks, problems)
     score_micro_batches = None
     if is_rl and rollout.max_tokens_per_device is None and rollout.micro_batch_size != "auto":
-        # Scoring takes what comes: samples may be dropped, so it need not divide.
+        # Rounded up: samples may be dropped before scoring, so sizes need not divide.
         score_micro_batches = math.ceil(samples / (num_ranks * rollout.micro_batch_size))
     if problems:
         raise BatchError("batch sizes do not divide:\n" + "\n".join(f"  {problem}" for problem in problems))
@@ -133,7 +133,7 @@ def batch_algebra(config: Config, num_ranks: int, num_rows: int | None = None) -
 
 
 def _micro_batches(config: Config, num_ranks: int, problems: list[str]) -> int | None:
-    """Micro-batches per rank and optimizer step; `None` if a token budget decides."""
+    """Return the micro-batches per rank and optimizer step; None if a token budget decides. Appends to `problems`."""
     batch, micro = config.train.batch_size, config.train.micro_batch_size
     if config.train.max_tokens_per_device is not None or micro == "auto":
         if batch % num_ranks:
@@ -155,7 +155,7 @@ def _micro_batches(config: Config, num_ranks: int, problems: list[str]) -> int |
 
 
 def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]:
-    """(what, number, how it comes about) of every count, for people."""
+    """Return rows of (name, number, derivation) of every count, to be printed."""
     train, rollout, data = config.train, config.rollout, config.data
     is_rl = config.task == "rl"
     rows: list[tuple[str, str, str]] = []
@@ -211,7 +211,7 @@ def explain(algebra: BatchAlgebra, config: Config) -> list[tuple[str, str, str]]
 
 
 def _micro_row(
-    what: str, count: int | None, whole: int, section: Train | Rollout, algebra: BatchAlgebra
+    what: str, count: int | None, whole: int, section: TrainConfig | RolloutConfig, algebra: BatchAlgebra
 ) -> tuple[str, str, str]:
     if count is not None:
         return what, f"{count:,}", f"{whole:,} / ({algebra.num_ranks} ranks x {section.micro_batch_size})"

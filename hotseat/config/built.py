@@ -1,4 +1,4 @@
-"""What of the config tree this version cannot run yet. One line goes when its feature comes."""
+"""The list of options that this version cannot run yet. Building a feature removes its line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hotseat.config.schema import Config
 
 @dataclass(frozen=True)
 class Unbuilt:
-    """A field or section that may only have its default; or, with `values`, one that may not have these."""
+    """A feature that is not built: a field or section that must keep its default or, with `values`, not have these."""
 
     key: str
     what: str
     values: tuple[Any, ...] = ()
-    role: str | None = None  # asked for by a run that has this role
-    options: tuple[str, ...] = ()  # keys that matter to nothing else
+    role: str | None = None  # a run with this role needs the feature
+    options: tuple[str, ...] = ()  # keys that only this feature reads
 
     def is_asked_for(self, config: Config) -> bool:
         if self.role is not None:
@@ -29,7 +29,7 @@ class Unbuilt:
         return value in self.values if self.values else value != default
 
     def owns(self, key: str) -> bool:
-        """Whether a key is the feature's own, so that nothing reads it before the feature is there."""
+        """Return whether a key belongs to this feature, so that nothing reads it before the feature is built."""
         own = self.options if self.values or self.role else (self.key, *self.options)
         return any(key == each or key.startswith(each + ".") for each in own)
 
@@ -37,7 +37,6 @@ class Unbuilt:
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("task", "preference optimisation", ("dpo",), options=("algorithm.dpo",)),
     Unbuilt("flow", "flows other than the task's own"),
-    Unbuilt("overlap", "rollout beside training"),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt("reward.url", "reward servers"),
     Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),
@@ -52,7 +51,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
 
 
 def value_at(config: BaseModel, key: str) -> Any:
-    """The value of a dotted key; of a section, the section."""
+    """Return the value, or the section, at a dotted key."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -60,15 +59,15 @@ def value_at(config: BaseModel, key: str) -> Any:
 
 
 def not_built(config: Config, set_keys: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """(key, feature) of what this config asks for and this version does not have.
+    """Return (key, feature) of every feature that this config uses and this version does not have.
 
-    Of a section, the key is the first of `set_keys` in it that is not at its default: what the user wrote.
+    Where the feature is a section, the key is the first of `set_keys` in it that is not at its default.
     """
     default = Config()
     changed = [key for key in set_keys if value_at(config, key) != value_at(default, key)]
-    found = []
+    features = []
     for unbuilt in UNBUILT:
         if unbuilt.is_asked_for(config):
             inside = (key for key in changed if key.startswith(unbuilt.key + "."))
-            found.append((next(inside, unbuilt.key), unbuilt.what))
-    return found
+            features.append((next(inside, unbuilt.key), unbuilt.what))
+    return features

@@ -1,7 +1,7 @@
-"""What may be another when a run resumes, and what the differences between two configs of a run are.
+"""Changes of the config between a checkpoint and the run that resumes from it: which are allowed, and what they are.
 
-Everything that a resumed run needs to end bit for bit as if uninterrupted is refused, unless the user names its key
-(`checkpoint.allow_changes`). `may_change` lists the rest, by subject.
+A change after which the run could not end bit for bit as if uninterrupted is refused, unless the user names its key
+(`checkpoint.allow_changes`). `may_change` lists the keys that may always change, by subject.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _of_optimizers(*names: str) -> tuple[str, ...]:
     return tuple(f"{role}.optimizer.{name}" for role in ("actor", "critic") for name in names)
 
 
-# Subject and keys; a section covers all below it. What is learned changes from the next step on by the first three;
-# the others change where, how fast or how loud.
+# Subject and keys; a section covers all below it. The first three change what is learned from the next step on; the
+# others change only placement, speed or output.
 _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "learning rate and schedule",
@@ -90,14 +90,14 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
 )
-_PASSES = "train.max_epochs"  # over the data, of supervised training; over each rollout in rl, where it is maths
-_NEVER = ("task", "seed")  # not even if it is allowed: the order of prompts follows from the seed
-_SILENT = ("checkpoint.resume", "checkpoint.allow_changes", "name", "run_dir")  # how a run is resumed, not what it does
+_PASSES = "train.max_epochs"  # passes over the data in supervised training; in rl it is part of the algorithm
+_NEVER = ("task", "seed")  # refused even if the user names them: the order of prompts follows from the seed
+_SILENT = ("checkpoint.resume", "checkpoint.allow_changes", "name", "run_dir")  # not reported: they change no result
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value was another when the checkpoint was written. `is_allowed`: only because the user named it."""
+    """A key whose value differs from the checkpoint's. is_allowed: accepted only because the user named it."""
 
     key: str
     before: Any
@@ -109,17 +109,17 @@ class Change:
 
 
 def may_change(task: str | None = None) -> list[tuple[str, tuple[str, ...]]]:
-    """(subject, keys) of what may change without being asked for; of any task where none is given."""
-    found = []
+    """Return (subject, keys) of what may change without `allow_changes`, for one task or for all of them."""
+    subjects = []
     for subject, keys in _MAY_CHANGE:
         if subject == "number of steps" and task != "rl":
             keys = (_PASSES,) if task is not None else (*keys, _PASSES)
-        found.append((subject, keys))
-    return found
+        subjects.append((subject, keys))
+    return subjects
 
 
 def changes_between(saved: str, config: Config) -> list[Change]:
-    """List what has changed since a checkpoint with the `saved` config was written, or refuse what cannot."""
+    """List the changes since a checkpoint with the `saved` config was written; raise UserError for forbidden ones."""
     before = loads_saved(saved)
     resumed = with_dtype_of(config, before)
     then, now = _flat(before.model_dump(mode="json")), _flat(resumed.model_dump(mode="json"))
@@ -128,7 +128,7 @@ def changes_between(saved: str, config: Config) -> list[Change]:
     free = [key for _, keys in may_change(config.task) for key in keys]
     different = [key for key in dict.fromkeys((*now, *then)) if then.get(key) != now.get(key)]
     idle = {key for key, _ in no_effect(resumed, different)}
-    found: list[Change] = []
+    accepted: list[Change] = []
     refused: list[Change] = []
     for key in different:
         old, new = then.get(key), now.get(key)
@@ -137,38 +137,38 @@ def changes_between(saved: str, config: Config) -> list[Change]:
         if is_taken_over or key in idle or _is_below(key, _SILENT):
             continue
         if _is_below(key, free):
-            found.append(Change(key, old, new))
+            accepted.append(Change(key, old, new))
         elif _is_below(key, allowed) and not _is_below(key, _NEVER):
-            found.append(Change(key, old, new, is_allowed=True))
+            accepted.append(Change(key, old, new, is_allowed=True))
         else:
             refused.append(Change(key, old, new))
     if refused:
-        raise UserError(_refusal(refused, found, f"{config.run_dir}/{config.name or 'NAME'}"))
-    used = [change.key for change in found if change.is_allowed]
+        raise UserError(_refusal(refused, accepted, f"{config.run_dir}/{config.name or 'NAME'}"))
+    used = [change.key for change in accepted if change.is_allowed]
     unused = [key for key in allowed if not any(_is_below(each, [key]) for each in used)]
     if unused:
         raise UserError(
-            f"--allow-change {unused[0]} has no effect: it is as it was when the checkpoint was written, or may change"
-            " without; leave it out"
+            f"--allow-change {unused[0]} has no effect: its value is that of the checkpoint, or may change without"
+            " permission; leave it out"
         )
-    return found
+    return accepted
 
 
 def _refusal(refused: Sequence[Change], taken: Sequence[Change], run_dir: str) -> str:
-    """Word what was refused, and the whole command that resumes all the same. taken: changes that need no leave."""
+    """Compose the error for refused changes, with the command that resumes anyway. taken: changes that are allowed."""
     lines = [f"  {change}" for change in refused]
     keys = [change.key for change in refused if not _is_below(change.key, _NEVER)]
     hint = "set them back, or start a new run"
     if keys:
         changes = [*taken, *(change for change in refused if change.key in keys)]
-        given = "".join(f" {change.key}={_as_override(change.after)}" for change in changes)
+        overrides = "".join(f" {change.key}={_as_override(change.after)}" for change in changes)
         allow = "".join(f" --allow-change {key}" for key in keys)
-        hint += f"; to resume all the same, with results of its own: hotseat resume {run_dir}{given}{allow}"
+        hint += f"; to resume anyway, with different results: hotseat resume {run_dir}{overrides}{allow}"
     return "\n".join(["this run cannot be resumed with another config:", *lines, hint])
 
 
 def _as_override(value: Any) -> str:
-    """Write a value as an override has it, for a shell."""
+    """Format a value as an override on a shell's command line."""
     return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
@@ -184,10 +184,10 @@ def _is_below(key: str, sections: Iterable[str]) -> bool:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,7 +1,7 @@
 """Rules between fields.
 
-`no_effect` finds options that were set and can change nothing. `conflicts` finds values that contradict each other.
-`missing` finds what a run cannot start without; a config may be planned, explained and printed before it is complete.
+`no_effect` finds options that were set but can change nothing. `conflicts` finds values that contradict each other.
+`missing` finds required options that are unset; a config may be planned, explained and printed before it is complete.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hotseat.config.maths import max_sampled_tokens, shortest_kl_horizon, uses_k1_loss
+from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model, placed_roles
-from hotseat.config.schema import Config, Optimizer
+from hotseat.config.schema import Config, OptimizerConfig
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`keys` (dotted, a section covers all below it) matter only if `matters`; otherwise `because` says why not."""
+    """A condition under which keys have an effect.
+
+    keys: dotted; a section covers all below it. matters: the condition. because: says why the keys have no effect.
+    """
 
     keys: tuple[str, ...]
     matters: Callable[[Config], bool]
@@ -27,8 +30,8 @@ class Rule:
 
 
 def _task(*tasks: str) -> tuple[Callable[[Config], bool], Callable[[Config], str]]:
-    wanted = " or ".join(tasks)
-    return (lambda c: c.task in tasks, lambda c: f"task is {c.task}; this is for {wanted}")
+    names = " or ".join(tasks)
+    return (lambda c: c.task in tasks, lambda c: f"task is {c.task}; this is for {names}")
 
 
 def _is_rl(config: Config) -> bool:
@@ -36,7 +39,7 @@ def _is_rl(config: Config) -> bool:
 
 
 def _rl_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
-    """True outside rl, where the rule for the whole section speaks already."""
+    """Restrict a condition to rl: for other tasks, the rule for the whole section applies already."""
     return lambda config: not _is_rl(config) or condition(config)
 
 
@@ -48,7 +51,7 @@ def _says(text: str) -> Callable[[Config], str]:
     return lambda _: text
 
 
-def _optimizer_rules(role: str, optimizer: Callable[[Config], Optimizer]) -> tuple[Rule, ...]:
+def _optimizer_rules(role: str, optimizer: Callable[[Config], OptimizerConfig]) -> tuple[Rule, ...]:
     at = f"{role}.optimizer"
     return (
         Rule((f"{at}.muon",), lambda c: optimizer(c).kind == "muon", _says(f"{at}.kind is adamw")),
@@ -153,12 +156,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("algorithm.correction.low", "algorithm.correction.high"),
-        _rl_but(lambda c: c.algorithm.correction.kind != "none"),
+        _rl_but(lambda c: correction_kind(c) != "none"),
         _says("algorithm.correction.kind is none"),
     ),
     Rule(
         ("algorithm.correction.low", "algorithm.correction.high"),
-        _rl_but(lambda c: c.algorithm.correction.kind != "rollout-ratio"),
+        _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
         _says("algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound"),
     ),
     Rule(
@@ -235,9 +238,9 @@ RULES: tuple[Rule, ...] = (
         _says("agent.path is not set, so an episode has one turn"),
     ),
     Rule(
-        ("overlap.partial_rollout",),
-        _rl_but(lambda c: c.overlap.queue > 0 or c.overlap.staleness > 0),
-        _says("overlap.queue and overlap.staleness are 0, so no push meets a running rollout"),
+        ("overlap.queue", "overlap.order", "overlap.in_flight"),
+        _rl_but(lambda c: c.overlap.staleness > 0),
+        _says("overlap.staleness is 0, so a rollout ends before the training on it begins"),
     ),
     Rule(
         ("data.input_template",),
@@ -295,12 +298,12 @@ RULES: tuple[Rule, ...] = (
 
 
 def _is_on_actor(config: Config, role: str) -> bool:
-    """Whether the placement says in so many words that a role has the actor's devices."""
+    """Return whether the placement says explicitly that a role has the actor's devices."""
     for names, selection in config.cluster.component_placement.items():
         roles = names.replace(" ", "").split(",")
         if role in roles:
             return "actor" in roles or (isinstance(selection, str) and selection.replace(" ", "") == "@actor")
-    return not _is_placed(config, role)  # what is not placed goes where the actor is
+    return not _is_placed(config, role)  # a role that is not placed gets the actor's devices
 
 
 def _saves(config: Config) -> bool:
@@ -312,35 +315,36 @@ def _is_placed(config: Config, role: str) -> bool:
 
 
 def no_effect(config: Config, set_keys: Iterable[str]) -> list[tuple[str, str]]:
-    """(key, why) of every option that was set and can change nothing, in the order given."""
+    """Return (key, reason) of every option in `set_keys` that can change nothing, in their order."""
     idle = [rule for rule in RULES if not rule.matters(config)]
-    found = []
+    idle_keys = []
     for key in set_keys:
         rule = next((rule for rule in idle if rule.covers(key)), None)
         if rule is not None:
-            found.append((key, rule.because(config)))
-    return found
+            idle_keys.append((key, rule.because(config)))
+    return idle_keys
 
 
 def conflicts(config: Config) -> list[tuple[str, str]]:
-    """(key, message) of values that contradict each other."""
-    found: list[tuple[str, str]] = []
+    """Return (key, message) of values that contradict each other."""
+    problems: list[tuple[str, str]] = []
     algorithm, rollout, reward, data = config.algorithm, config.rollout, config.reward, config.data
     if config.train.dtype == "fp16" and config.train.backend != "deepspeed":
-        found.append(("train.dtype", "fp16 needs a scaled loss, which train.backend deepspeed has; or set bf16"))
+        problems.append(("train.dtype", "fp16 needs loss scaling: set train.backend to deepspeed, or dtype to bf16"))
     if config.train.dtype == "fp16" and not config.train.fp32_master:
-        found.append(
-            ("train.fp32_master", "false: weights in fp16 alone would not move by a small step; set it to true")
+        problems.append(
+            ("train.fp32_master", "false: small updates of fp16 weights would be rounded away; set it to true")
         )
-    found += _maths_conflicts(config)
+    problems += _maths_conflicts(config)
+    problems += _overlap_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
-        found.append(
+        problems.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
         )
     if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
-        found.append(("reward.clip", f"{list(reward.clip)}: the first must be below the second"))
+        problems.append(("reward.clip", f"{list(reward.clip)}: the first must be below the second"))
     if data.prompt_max_length is not None and data.prompt_max_length >= data.max_length:
-        found.append(
+        problems.append(
             (
                 "data.prompt_max_length",
                 f"{data.prompt_max_length} leaves no token to sample within data.max_length {data.max_length}",
@@ -354,16 +358,16 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         what, least = ("pair", 2 * data.max_length) if config.task in ("rm", "dpo") else ("sequence", data.max_length)
         if budget is not None and budget * parallel < least:
             over = f" over train.sequence_parallel_size {parallel} devices" if parallel > 1 else ""
-            found.append((key, f"{budget}{over} holds no {what} of data.max_length, {least} tokens"))
+            problems.append((key, f"{budget}{over} holds no {what} of data.max_length, {least} tokens"))
     if parallel > 1 and not config.train.packing:
-        found.append(
+        problems.append(
             (
                 "train.sequence_parallel_size",
                 f"{parallel} devices can share only packed sequences, and train.packing is false",
             )
         )
     if parallel > 1 and config.train.tensor_parallel_size > 1:
-        found.append(
+        problems.append(
             (
                 "train.deepspeed.tensor_parallel_size",
                 f"{config.train.tensor_parallel_size} ranks share layers, and train.sequence_parallel_size {parallel}"
@@ -373,16 +377,16 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     if data.probs is not None and data.path is not None:
         num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
         if num_paths != num_probs:
-            found.append(("data.probs", f"{num_probs} probabilities for {num_paths} data sets in data.path"))
+            problems.append(("data.probs", f"{num_probs} probabilities for {num_paths} data sets in data.path"))
     if data.input_template is not None and data.input_template.count("{}") != 1:
-        found.append(("data.input_template", f"{data.input_template!r} needs exactly one {{}} for the prompt"))
+        problems.append(("data.input_template", f"{data.input_template!r} needs exactly one {{}} for the prompt"))
     sources = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(sources) > 1:
         unbuilt = "; reward.url is not built yet, remove it" if "url" in sources else ""
-        found.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source{unbuilt}"))
+        problems.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source{unbuilt}"))
     heads = config.critic.value_head_prefix, reward.value_head_prefix
     if has_critic(config) and config.critic.model is None and reward.model is not None and heads[0] != heads[1]:
-        found.append(
+        problems.append(
             (
                 "critic.value_head_prefix",
                 f"{heads[0]!r}, but the critic begins as reward.model, whose head is called {heads[1]!r}"
@@ -390,39 +394,62 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     if rollout.generate_batch_size is not None and rollout.generate_batch_size < rollout.batch_size:
-        found.append(
+        problems.append(
             (
                 "rollout.generate_batch_size",
                 f"{rollout.generate_batch_size} is below rollout.batch_size, {rollout.batch_size}",
             )
         )
     if rollout.max_new_tokens is not None and rollout.max_new_tokens >= data.max_length:
-        found.append(
+        problems.append(
             (
                 "rollout.max_new_tokens",
                 f"{rollout.max_new_tokens} leaves no room for a prompt within data.max_length {data.max_length}",
             )
         )
-    return found
+    return problems
+
+
+def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of settings of overlap that exclude each other."""
+    overlap, problems = config.overlap, []
+    if config.task != "rl" or overlap.staleness == 0:
+        return []
+    if overlap_queue(config) > overlap.staleness:
+        problems.append(
+            (
+                "overlap.queue",
+                f"{overlap.queue} batches ahead would be older than overlap.staleness {overlap.staleness} allows: set"
+                f" at most {overlap.staleness}, or staleness {overlap.queue}",
+            )
+        )
+    if overlap.in_flight == "keep" and config.rollout.engine == "vllm":
+        problems.append(
+            (
+                "overlap.in_flight",
+                "keep: the vLLM engine recomputes keys and values of open requests when weights change; set recompute",
+            )
+        )
+    return problems
 
 
 def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
-    """Values of an RL run's maths that would fail, or do nothing, after the first rollout."""
+    """Return (key, message) of settings of the RL algorithm that would fail, or do nothing, after the first rollout."""
     if config.task != "rl":
         return []
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     algorithm, buffer = config.algorithm, config.reward.overlong.buffer_length
     correction, kl = algorithm.correction, algorithm.kl
     if correction.low >= correction.high:
-        found.append(
+        problems.append(
             (
                 "algorithm.correction.low",
                 f"{correction.low} is not below high, {correction.high}: a ratio of probabilities is kept between them,"
                 " usually 0.5 and 5",
             )
         )
-    if algorithm.policy_loss == "gspo" and correction.kind not in ("none", "rollout-ratio"):
-        found.append(
+    if algorithm.policy_loss == "gspo" and correction.kind not in (None, "none", "rollout-ratio"):
+        problems.append(
             (
                 "algorithm.correction.kind",
                 f"{correction.kind} weighs tokens, and algorithm.policy_loss gspo has one ratio per sequence: set"
@@ -430,7 +457,7 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     if algorithm.policy_loss == "ppo" and correction.kind == "rollout-ratio":
-        found.append(
+        problems.append(
             (
                 "algorithm.correction.kind",
                 "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or"
@@ -438,7 +465,7 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     if uses_k1_loss(config) and not kl.allow_k1_loss:
-        found.append(
+        problems.append(
             (
                 "algorithm.kl.estimator",
                 "k1 as a loss regularises nothing: its gradient is zero on average, whatever the reference; set k2 or"
@@ -447,7 +474,7 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
         )
     if kl.coef > 0 and kl.target is not None and kl.horizon <= shortest_kl_horizon(config):
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt
-        found.append(
+        problems.append(
             (
                 "algorithm.kl.horizon",
                 f"{kl.horizon} is too short for steps of {samples} samples: one of them could turn the coefficient"
@@ -456,33 +483,35 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
         )
     limit = max_sampled_tokens(config)
     if buffer > max(limit, 0):
-        found.append(
+        problems.append(
             (
                 "reward.overlong.buffer_length",
                 f"{buffer} is above the {limit} tokens that an episode may sample: set it to {limit} or less, or raise"
                 " rollout.max_new_tokens",
             )
         )
-    return found
+    return problems
 
 
 def missing(config: Config) -> list[tuple[str, str]]:
-    """(key, message) of what a run cannot start without."""
-    found: list[tuple[str, str]] = []
+    """Return (key, message) of required options that are not set."""
+    problems: list[tuple[str, str]] = []
     if config.actor.model is None:
-        found.append(("actor.model", "not set: give a checkpoint directory or a hub name"))
+        problems.append(("actor.model", "not set: give a checkpoint directory or a hub name"))
     if config.data.path is None:
-        found.append(("data.path", "not set: give a file, a saved data set or a hub name"))
+        problems.append(("data.path", "not set: give a file, a saved data set or a hub name"))
     if config.task == "rl":
         reward = config.reward
         if reward.function is None and reward.url is None and reward.model is None and config.agent.path is None:
-            found.append(("reward.function", "no source of rewards: set reward.function, reward.model or agent.path"))
+            problems.append(
+                ("reward.function", "no source of rewards: set reward.function, reward.model or agent.path")
+            )
         if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and config.rollout.samples_per_prompt < 2:
-            found.append(
+            problems.append(
                 (
                     "rollout.samples_per_prompt",
                     f"{config.rollout.samples_per_prompt}: a group of one has no advantage under"
                     f" {config.algorithm.estimator}; set it to 2 or more, usually 8",
                 )
             )
-    return found
+    return problems

@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` overrides to a checked `Config`, or to one error that lists every problem."""
+"""Loading: a YAML file and `key=value` overrides become a checked `Config`, or one error that lists every problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
-from hotseat.config.schema import Config, Evaluation
+from hotseat.config.schema import Config, EvaluationConfig
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 
@@ -29,7 +29,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def loads(text: str, overrides: Sequence[str] = (), file: str | None = None, *, forget_idle: bool = False) -> Config:
-    """Read a config's text, as `load` does. forget_idle: leave out what overrides leave without effect."""
+    """Read a config's text, as `load` does. forget_idle: remove options that overrides have left without effect."""
     document = read_yaml(text, file)
     for override in overrides:
         _apply_override(document, override)
@@ -43,7 +43,7 @@ def loads(text: str, overrides: Sequence[str] = (), file: str | None = None, *, 
 
 
 def check(document: Document) -> tuple[Config, list[Problem]]:
-    """The config with every invalid entry left out, and all that is wrong with it."""
+    """Return the config without its invalid entries, and all problems of the document."""
     config, problems = validate(document)
     keys = list(set_keys(document.values))
     bad = {problem.key for problem in problems}
@@ -58,29 +58,29 @@ def check(document: Document) -> tuple[Config, list[Problem]]:
 
 
 def validate(document: Document) -> tuple[Config, list[Problem]]:
-    """Types, ranges and unknown keys. What is wrong is left out, so that the rest can still be checked."""
+    """Check types, ranges and unknown keys. Invalid entries are left out, so that the rest can still be checked."""
     values, problems = document.values, list(document.problems)
     while True:
         try:
             return Config.model_validate(values), problems
         except ValidationError as error:
-            found: dict[KeyPath, str] = {}
+            messages: dict[KeyPath, str] = {}
             for detail in error.errors():
                 path = _key_path(values, detail["loc"], is_missing=detail["type"] == "missing")
-                found.setdefault(path, _explain(path, detail))
-            # A value that may be a scalar or a section fails as both: keep what is said of the section's own keys.
-            paths = [path for path in found if not any(other[: len(path)] == path != other for other in found)]
-            problems += [document.problem(path, found[path]) for path in paths]
+                messages.setdefault(path, _explain(path, detail))
+            # A value that may be a scalar or a section fails as both: keep the messages about the section's own keys.
+            paths = [path for path in messages if not any(other[: len(path)] == path != other for other in messages)]
+            problems += [document.problem(path, messages[path]) for path in paths]
             values = _without(values, paths)
 
 
 def to_yaml(config: Config) -> str:
-    """The shortest YAML that loads as this config: only what differs from the defaults."""
+    """Return the shortest YAML that loads as this config: only what differs from the defaults."""
     return dump(config.model_dump(mode="json", exclude_defaults=True))
 
 
 def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:
-    """Every option that a document sets: leaves, with mappings and lists of free content as one leaf."""
+    """Yield every option that a document sets: leaves, where mappings and lists of free content are one leaf."""
     known = set(valid_keys())
 
     def walk(node: Mapping[str, Any], path: KeyPath) -> Iterator[KeyPath]:
@@ -95,13 +95,13 @@ def set_keys(values: Mapping[str, Any]) -> Iterator[KeyPath]:
 
 
 def valid_keys() -> Iterator[str]:
-    """Every dotted key of the tree, in its order."""
+    """Yield every dotted key of the tree, in order."""
     for key, _ in fields_of(Config):
         yield key
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, pydantic field) of every leaf of the tree."""
+    """Yield (dotted key, pydantic field) of every leaf of the tree."""
     for name, info in model.model_fields.items():
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
@@ -111,7 +111,7 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def nearest_key(path: KeyPath) -> str:
-    """`did you mean ...` for an unknown key: a sibling, the same name elsewhere, or what its section has."""
+    """Return `did you mean ...` for an unknown key: a sibling, the same name elsewhere, or its section's keys."""
     leaf = str(path[-1])
     section = _section_at(path[:-1])
     siblings = list(section.model_fields) if section else []
@@ -126,12 +126,12 @@ def nearest_key(path: KeyPath) -> str:
 
 
 def _section_at(path: KeyPath) -> type[BaseModel] | None:
-    """The section of the tree that a path leads to, through lists, mappings and unions."""
+    """Return the section of the tree that a path leads to, through lists, mappings and unions."""
     section: type[BaseModel] | None = Config
     for part in path:
         if section is not None and part in section.model_fields:
-            found = list(_sections_in(section.model_fields[str(part)].annotation))
-            section = found[0] if found else None
+            sections = list(_sections_in(section.model_fields[str(part)].annotation))
+            section = sections[0] if sections else None
     return section
 
 
@@ -165,18 +165,18 @@ def _apply_override(document: Document, override: str) -> None:
             return
         node = child
     is_section = any(each.startswith(f"{dotted(path)}.") for each in valid_keys())
-    node[str(path[-1])] = {} if value is None and is_section else value  # `eval=null`: as if nothing of it were set
+    node[str(path[-1])] = {} if value is None and is_section else value  # `eval=null` unsets the whole section
     document.origins[path] = origin
     if path[-1] in ("micro_batch_size", "max_tokens_per_device"):
-        node.pop("chosen_tokens_per_device", None)  # that the run in the file chose, and is not to use any more
+        node.pop("chosen_tokens_per_device", None)  # chosen by an earlier run, and replaced by this override
 
 
 def _forget_evaluation(document: Document) -> None:
-    """Take out what `eval.path: null` leaves without effect: whoever writes it wants no evaluation. Runs note it."""
+    """Remove the options that `eval.path: null` leaves without effect: it stands for no evaluation. Runs note it."""
     section = document.values.get("eval")
     if not isinstance(section, dict) or "path" not in section or section["path"] is not None:
         return
-    for name in Evaluation.model_fields.keys() & section.keys() - {"path"}:
+    for name in EvaluationConfig.model_fields.keys() & section.keys() - {"path"}:
         del section[name]
     checkpoint = document.values.get("checkpoint")
     if isinstance(checkpoint, dict):
@@ -184,7 +184,7 @@ def _forget_evaluation(document: Document) -> None:
 
 
 def _forget_idle(document: Document) -> None:
-    """Take out of a document what can have no effect, unless an override has set it."""
+    """Remove options that can have no effect from a document, unless an override has set them."""
     while True:
         config, _ = validate(document)
         paths = [path for path in set_keys(document.values) if path not in document.origins]
@@ -199,7 +199,7 @@ def _path_of(key: str, paths: Iterable[KeyPath]) -> KeyPath:
 
 
 def _key_path(values: Any, loc: Sequence[str | int], is_missing: bool) -> KeyPath:
-    """Pydantic's location without the names of union members, which are no keys of the document."""
+    """Return pydantic's location without the names of union members, which are no keys of the document."""
     path: list[str | int] = []
     node = values
     for part in loc:
@@ -215,7 +215,7 @@ def _key_path(values: Any, loc: Sequence[str | int], is_missing: bool) -> KeyPat
 
 
 def _without(values: Mapping[str, Any], paths: Iterable[KeyPath]) -> dict[str, Any]:
-    """A copy of the values without some entries; of a list, and of what lacks a required key, the whole goes."""
+    """Copy the values without some entries. A list with an invalid item is left out as a whole."""
     tops = set()
     for path in paths:
         node: Any = values
@@ -249,16 +249,16 @@ _EXPECTED = {
 
 
 def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
-    """One of pydantic's findings in our words: what was given, what would fit."""
-    kind, given, context = str(detail["type"]), detail["input"], detail.get("ctx") or {}
-    shown = f"given {_shown(given)}"
+    """Word one of pydantic's errors: the value that was given, and what would fit."""
+    kind, value, context = str(detail["type"]), detail["input"], detail.get("ctx") or {}
+    shown = f"given {_shown(value)}"
     if kind == "extra_forbidden":
         return f"unknown key; {nearest_key(path)}"
     if kind == "missing":
         return "must be given"
     if kind == "literal_error":
         allowed = _literals_at(path)
-        close = difflib.get_close_matches(str(given), allowed, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.6)
         return f"{shown}, must be one of {', '.join(allowed)}" + (f"; did you mean {close[0]}?" if close else "")
     bounds = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least")}
     bounds |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
@@ -272,26 +272,26 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
     return f"{shown}, must be {expected}{''.join(words)}" if expected else f"{shown}: {detail['msg']}"
 
 
-def _shown(given: Any) -> str:
-    """A value as YAML writes it."""
-    if given is None:
+def _shown(value: Any) -> str:
+    """Format a value as YAML writes it."""
+    if value is None:
         return "nothing"
-    return str(given).lower() if isinstance(given, bool) else repr(given)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _literals_at(path: KeyPath) -> list[str]:
-    """Words that the field at a path takes."""
+    """Return the words that the field at a path accepts."""
     fields = dict(fields_of(Config))
     info = fields.get(".".join(str(part) for part in path if not isinstance(part, int)))
-    found: list[str] = []
+    words: list[str] = []
 
     def collect(annotation: Any) -> None:
         if typing.get_origin(annotation) is typing.Literal:
-            found.extend(str(value) for value in typing.get_args(annotation))
+            words.extend(str(value) for value in typing.get_args(annotation))
         elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
             for member in typing.get_args(annotation):
                 collect(member)
 
     if info is not None:
         collect(info.annotation)
-    return found
+    return words

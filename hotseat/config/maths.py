@@ -1,4 +1,4 @@
-"""What the maths of an RL run is where options are left unset, and what a run notes about the choices made.
+"""Values of an RL run's algorithm options that are left unset, and notes about unusual choices.
 
 docs/algorithms.md has the sources.
 """
@@ -11,6 +11,7 @@ from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
+CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"]
 
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
 
@@ -33,14 +34,29 @@ def kl_estimator(config: Config) -> KlEstimator:
     return kl.estimator or ("k2" if kl.as_loss else "k1")
 
 
+def overlap_queue(config: Config) -> int:
+    """Return how many batches rollout may be ahead, besides the one in progress."""
+    overlap = config.overlap
+    return overlap.staleness if overlap.queue is None else overlap.queue
+
+
+def correction_kind(config: Config) -> CorrectionKind:
+    """Return the off-policy correction of a run: the one that is set, or one that fits the age of its samples."""
+    if config.algorithm.correction.kind is not None:
+        return config.algorithm.correction.kind
+    if config.overlap.staleness == 0:
+        return "none"
+    return "rollout-ratio" if config.algorithm.policy_loss == "gspo" else "tis"
+
+
 def uses_k1_loss(config: Config) -> bool:
-    """Tell whether the KL is a loss whose gradient has mean zero."""
+    """Return whether the KL is a loss whose gradient has mean zero."""
     kl = config.algorithm.kl
     return kl.coef > 0 and kl.as_loss and kl.estimator == "k1"
 
 
 def prompt_max_length(config: Config) -> int:
-    """Return the tokens of the longest prompt that is used."""
+    """Return the most tokens that a prompt may have."""
     if config.data.prompt_max_length is not None:
         return config.data.prompt_max_length
     if config.rollout.max_new_tokens is not None and config.task == "rl":
@@ -49,7 +65,7 @@ def prompt_max_length(config: Config) -> int:
 
 
 def prompt_limit(config: Config) -> tuple[str, str]:
-    """Word where the limit of a prompt comes from, and what to raise for longer ones."""
+    """Return the origin of the limit on prompts, and what to raise to allow longer ones, both as words."""
     length, data = prompt_max_length(config), config.data
     if data.prompt_max_length is not None:
         return f"data.prompt_max_length {length}", "raise data.prompt_max_length and data.max_length"
@@ -63,17 +79,17 @@ def prompt_limit(config: Config) -> tuple[str, str]:
 
 
 def max_new_tokens(config: Config) -> int:
-    """Return the tokens that one turn may sample at most."""
+    """Return the most tokens that one turn may sample."""
     if config.rollout.max_new_tokens is not None:
         return config.rollout.max_new_tokens
     return config.data.max_length - prompt_max_length(config)
 
 
 def max_sampled_tokens(config: Config) -> int:
-    """Return the tokens that one episode may sample at most, over all of its turns.
+    """Return the most tokens that one episode may sample over all of its turns.
 
-    In one turn that is `max_new_tokens`. With an agent it is `agent.max_steps` times as many, or what `data.max_length`
-    leaves beside the longest prompt if that is less. Where no longest prompt is set, beside a prompt of one token.
+    In one turn that is `max_new_tokens`. With an agent it is `agent.max_steps` times as many, or `data.max_length` less
+    the longest prompt if that is less. Where no longest prompt is set, a prompt of one token is assumed.
     """
     per_turn, data = max_new_tokens(config), config.data
     if config.agent.path is None:
@@ -93,18 +109,24 @@ def shortest_kl_horizon(config: Config) -> float:
 
 
 def maths_notes(config: Config) -> list[str]:
-    """Return what a run says at its start about maths that is not what its name stands for."""
+    """Return the notes of a run's start about settings that differ from what the algorithm's name stands for."""
     if config.task != "rl":
         return []
     algorithm, notes = config.algorithm, []
     used, own = aggregation(config), own_aggregation(config)
     if used != own:
         whose = algorithm.estimator if own == "constant" else algorithm.policy_loss
-        notes.append(f"algorithm.aggregation is {used}; {whose} has {own} of its own, which is used if it is unset")
+        notes.append(f"algorithm.aggregation is {used}; {whose}'s own is {own}, which is used if it is unset")
     if uses_k1_loss(config):
         notes.append(
             "warning: algorithm.kl.estimator is k1 as a loss, whose gradient is zero on average whatever the reference:"
-            " it adds noise and keeps the policy near nothing; set k2 or k3 (--kl_estimator), or put it into the reward"
+            " it adds noise and does not keep the policy near the reference; set k2 or k3 (--kl_estimator), or put it"
+            " into the reward"
+        )
+    if config.overlap.staleness > 0 and correction_kind(config) == "none":
+        notes.append(
+            f"warning: overlap.staleness is {config.overlap.staleness} and algorithm.correction.kind is none: samples"
+            " of older weights are learned from as if they were of the current policy; leave it unset to correct that"
         )
     is_limit_used = config.reward.overlong.buffer_length > 0 or used == "constant"
     if config.agent.path is not None and is_limit_used:

@@ -1,4 +1,4 @@
-"""The type of the computation where `train.dtype` is unset: what the devices are good at."""
+"""The type of the computation where `train.dtype` is unset, chosen by the devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FOR_16_BITS = (("train", "fp32_master"), ("rollout", "fp32_head"))  # options t
 
 
 def dtype_of(config: Config) -> Dtype:
-    """Return the type of the computation of a config in which it is set, or was chosen."""
+    """Return the type of the computation, which must be set or chosen already."""
     assert config.train.dtype is not None, "with_dtype comes first"
     return config.train.dtype
 
@@ -23,14 +23,14 @@ def with_dtype(config: Config, has_gpus: bool) -> Config:
 
 
 def with_dtype_of(config: Config, other: Config) -> Config:
-    """Return the config with the type that another one has, such as that of a checkpoint, where it sets none itself."""
+    """Return the config with the type of another one, such as that of a checkpoint, unless it sets one itself."""
     if config.train.dtype is not None or other.train.dtype is None:
         return config
     return _with(config, other.train.dtype)
 
 
 def idle_in_fp32(config: Config) -> list[str]:
-    """List the options of 16-bit computations that a config sets, dotted."""
+    """List the keys of options for 16-bit computations that a config sets."""
     default = Config()
     return [
         f"{section}.{name}"
@@ -43,7 +43,7 @@ def _with(config: Config, dtype: Dtype) -> Config:
     config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": dtype})})
     if dtype != "fp32":
         return config
-    # What has no effect is an error in a config that is read: that of a run must load again.
+    # Reset options without effect, which are errors in a file: a run's saved config must load again.
     default = Config()
     for name, option in _FOR_16_BITS:
         section = getattr(config, name)

@@ -1,4 +1,4 @@
-"""Which roles a run has: derived from the config, never declared."""
+"""The roles of a run, derived from its config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def has_reference(config: Config) -> bool:
 
 
 def has_reward_model(config: Config) -> bool:
-    """A reward model that is placed while nothing says where rewards come from is there too: its name is missing."""
+    """Return whether the run has a reward model: named, or placed while the config names no other source of rewards."""
     if config.task != "rl" or config.reward.model is not None:
         return config.task == "rl"
     reward = config.reward
@@ -25,7 +25,7 @@ def has_reward_model(config: Config) -> bool:
 
 
 def has_inference(config: Config) -> bool:
-    """Whether a copy of the policy computes old log-probs on devices of its own: it is there if it is placed."""
+    """Return whether a copy of the policy computes old log-probs on its own devices: if the placement names it."""
     return config.task == "rl" and "inference" in placed_roles(config)
 
 
@@ -34,9 +34,9 @@ def placed_roles(config: Config) -> set[str]:
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
-    """The roles that hold models or simulators, in the order in which a step meets them.
+    """Return the roles that hold models or simulators, in the order in which they work in a step.
 
-    A role that is only placed (`inference`, `env`) is present because the placement names it.
+    The roles `inference` and `env` are present if the placement names them.
     """
     if config.task != "rl":
         return ("actor", "reference") if config.task == "dpo" else ("actor",)

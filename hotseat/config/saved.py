@@ -1,4 +1,4 @@
-"""Configs that a run has written: what they mean does not change when a default does.
+"""Saved configs of runs, whose meaning does not change when a default does.
 
 `to_yaml` leaves defaults out, so a file written under other defaults means something else when it is read again. A
 saved config begins with a line that names its format; one without that line is of the first. The defaults of earlier
@@ -19,14 +19,14 @@ SECOND = "# hotseat config, format 2\n"
 
 
 def to_saved(config: Config) -> str:
-    """The config as a run keeps it, in its directory and in its checkpoints."""
+    """Format the config as a run keeps it, in its directory and in its checkpoints."""
     return MARK + to_yaml(config)
 
 
 def loads_saved(text: str, overrides: Sequence[str] = ()) -> Config:
     """Read what `to_saved` wrote, in this version or an earlier one.
 
-    What overrides leave without effect is forgotten: nobody can take it out of the file.
+    Options that overrides leave without effect are removed, since users cannot remove them from a saved file.
     """
     if not text.startswith(MARK):
         text = _with_second_defaults(text if text.startswith(SECOND) else _with_first_defaults(text))

@@ -1,7 +1,7 @@
-"""The config tree: every option of Hotseat, its type, its range, its default and what it does.
+"""The config tree: every option of Hotseat with its type, range, default and meaning.
 
-Defaults stand here and nowhere else. `None` means "not set": the option is derived, absent, or decided as needed; the
-field's line says which. Which roles a run has is derived from the tree (`roles.py`); rules between fields are in
+Defaults are defined only here. `None` means "not set": the option is derived, absent, or decided as needed; the
+field's description says which. `roles.py` derives the roles of a run from the tree; rules between fields are in
 `checks.py`.
 """
 
@@ -37,55 +37,55 @@ class Section(BaseModel):
 # --- where things run -------------------------------------------------------------------------------------------------
 
 
-class PoolEnv(Section):
+class PoolEnvConfig(Section):
     node_ranks: str | int = "all"
     """Nodes these variables are for, counted within the cluster: `0-3`, `all`."""
     env_vars: list[dict[str, str]] = []
     """Environment variables of processes on these nodes, one mapping each."""
 
 
-class NodePool(Section):
+class NodePoolConfig(Section):
     label: str
     """Name of the pool, used as `label/SELECTION` in a placement."""
     node_ranks: str | int = "all"
     """Nodes in the pool: `0-7`, `8`, `all`."""
     ignore_hardware: bool = False
     """Treat the pool's nodes as CPU nodes: its ranks are then node ranks."""
-    env_configs: list[PoolEnv] = []
+    env_configs: list[PoolEnvConfig] = []
     """Environment variables of the pool's processes."""
 
 
-class PoolPlacement(Section):
+class PoolPlacementConfig(Section):
     node_group: str | list[str]
-    """Pool, or pools whose ranks are counted on."""
+    """Pool, or list of pools whose ranks are numbered through."""
     placement: str | int
     """Selection within the pool."""
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     runtime: Literal["ray", "local"] = "ray"
     """`ray` runs each role in processes of its own; `local` runs one rank of each in this one, without Ray."""
     num_nodes: Positive | None = None
     """Nodes to use; unset takes as many as the placement needs."""
     inventory: str | None = None
     """Machines to plan for, such as `4x8xA100-80G`; unset asks the running cluster."""
-    component_placement: dict[str, str | int | PoolPlacement] = {}
+    component_placement: dict[str, str | int | PoolPlacementConfig] = {}
     """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
-    node_groups: list[NodePool] = []
+    node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
     threads_per_process: Positive = 1
-    """CPU threads of each worker process: set, not inherited, because sums depend on it."""
+    """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0
     """Longest that one call to a worker may take before it becomes an error."""
     silence_timeout_s: Seconds = 30.0
-    """Longest that a process may be stopped, or an engine leave a ping unanswered, before it is ended or replaced."""
+    """Longest that a process may be stopped, or an engine not answer a ping, before it is ended or replaced."""
 
 
-class PhaseSpec(Section):
+class PhaseConfig(Section):
     name: str
     """Name of the phase."""
     run: list[str] | dict[str, list[str]] = []
-    """Roles that work; as a mapping, with the parts that must be on their devices meanwhile."""
+    """Roles that work; a mapping also lists the parts of each role that must be on its devices."""
     train: list[str] = []
     """Roles whose weights are updated."""
     push: list[str] = []
@@ -94,26 +94,28 @@ class PhaseSpec(Section):
     """Whether roles that share a device work at the same time or one after another."""
 
 
-class Overlap(Section):
-    queue: NotNegative = 0
-    """Rollout batches that may wait for training while the next one is generated."""
+class OverlapConfig(Section):
     staleness: NotNegative = 0
-    """Weight versions by which a sample may lag behind the policy that learns from it."""
-    partial_rollout: bool = False
-    """Let a weight push interrupt generation and finish the samples with the new weights."""
+    """Weight versions by which a sample may lag behind the policy that learns from it; 0: rollout, then training."""
+    queue: NotNegative | None = None
+    """Batches that rollout may be ahead, besides the one in progress; unset is as many as `staleness`."""
+    order: Literal["prompt", "arrival"] = "prompt"
+    """A batch is made of the next prompts, whoever is slow, or of the groups that are finished first."""
+    in_flight: Literal["wait", "keep", "recompute", "restart"] = "wait"
+    """Open requests at a push: finish first, go on with old or recomputed keys and values, or start over."""
 
 
 # --- models and roles -------------------------------------------------------------------------------------------------
 
 
-class Muon(Section):
+class MuonConfig(Section):
     learning_rate: Amount = 0.02
-    """Peak learning rate of the matrices; the optimizer's own is that of everything else."""
+    """Peak learning rate of matrices; other weights have the optimizer's own `learning_rate`."""
     momentum: Fraction = 0.95
     """Decay of the momentum."""
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     kind: Literal["adamw", "muon"] = "adamw"
     """Which optimizer."""
     learning_rate: Amount = 1e-6
@@ -132,32 +134,32 @@ class Optimizer(Section):
     """Learning rate at the end, as a share of its peak (cosine and linear)."""
     max_grad_norm: Amount = 1.0
     """Gradients are scaled down to this global norm; 0 does not clip."""
-    muon: Muon = Muon()
+    muon: MuonConfig = MuonConfig()
     """Options of Muon."""
 
 
-class CriticOptimizer(Optimizer):
+class CriticOptimizerConfig(OptimizerConfig):
     learning_rate: Amount = 9e-6
     """Peak learning rate."""
 
 
-class Actor(Section):
+class ActorConfig(Section):
     model: str | None = None
     """Checkpoint directory or hub name of the policy."""
     shape: dict[str, Any] | None = None
     """The model's config.json, or the part that sizes it, for planning without the model at hand."""
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How the policy is optimised."""
     enable_offload: bool | None = None
     """Offload weights, gradients and optimizer between phases: true always, false never, unset as needed."""
 
 
-class Critic(Section):
+class CriticConfig(Section):
     model: str | None = None
     """Checkpoint of the value model; unset takes the reward model's, then the actor's."""
     shape: dict[str, Any] | None = None
     """As `actor.shape`."""
-    optimizer: CriticOptimizer = CriticOptimizer()
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     """How the critic is optimised."""
     enable_offload: bool | None = None
     """As `actor.enable_offload`."""
@@ -169,31 +171,31 @@ class Critic(Section):
     """Name of the value head's parameters in the checkpoint."""
 
 
-class Reference(Section):
+class ReferenceConfig(Section):
     model: str | None = None
     """Checkpoint of the reference policy; unset takes the actor's."""
     enable_offload: bool | None = None
     """Offload its weights between phases: true always, false never, unset as needed."""
 
 
-class Inference(Section):
+class InferenceConfig(Section):
     enable_offload: bool | None = None
-    """For log-probs on devices of their own: as `reference.enable_offload`."""
+    """Offload the copy of the policy that computes old log-probs: as `reference.enable_offload`."""
 
 
-class Env(Section):
+class EnvConfig(Section):
     enable_offload: bool | None = None
     """Offload simulators between phases: true always, false never, unset as needed."""
 
 
-class Overlong(Section):
+class OverlongConfig(Section):
     buffer_length: NotNegative = 0
-    """Sampled tokens before the limit of all turns together over which the penalty grows; 0 is off."""
+    """Tokens before the limit of sampled tokens of an episode over which the penalty grows; 0 is off."""
     penalty_factor: Amount = 1.0
     """Penalty of an answer that reaches the limit."""
 
 
-class Reward(Section):
+class RewardConfig(Section):
     function: str | None = None
     """Python file with `reward_func(queries, prompts, labels)`."""
     url: str | list[str] | None = None
@@ -209,41 +211,41 @@ class Reward(Section):
     normalize: bool = False
     """Subtract the mean and divide by the deviation stored with the reward model."""
     retokenize: bool = False
-    """Give the reward model the episode's text in tokens of its own; without it, its vocabulary must be the actor's."""
+    """Tokenize the episode's text again for the reward model; if false, its vocabulary must be the actor's."""
     clip: Annotated[tuple[float, float], Field(strict=False)] | None = (-10.0, 10.0)
     """Rewards are clipped to this range after shaping; unset does not clip."""
-    overlong: Overlong = Overlong()
+    overlong: OverlongConfig = OverlongConfig()
     """DAPO's penalty on answers close to the length limit."""
     truncation_penalty: Annotated[float, Field(le=1)] | None = None
     """Reward of an answer that did not end by itself: 0 to 1 multiplies it, below 0 replaces it; unset keeps it."""
     timeout_s: Seconds = 60.0
     """Longest that scoring one group may take."""
     retries: NotNegative = 2
-    """Attempts after the first one that failed."""
+    """Further attempts after a failed one."""
     max_memory_gib: Annotated[float, Field(gt=0)] | None = 8.0
     """Memory that the process of a reward function may take for its data; unset is no bound."""
     trial_timeout_s: Amount = 10.0
-    """Longest that one call of a reward file may take before the run starts, to see that it works; 0: no such call."""
+    """Longest that the trial call of a reward file, before the run starts, may take; 0 makes no trial call."""
     max_failed_fraction: Fraction = 0.1
     """Share of a step's samples that may stay unscored before the run stops."""
 
 
-class Canary(Section):
+class CanaryConfig(Section):
     num_tokens: Annotated[int, Field(ge=512)] = 1024
     """Tokens of the policy's own answers whose log-probs engines and trainer compare after every push."""
     rounding_factor: Annotated[float, Field(gt=1)] = 4.0
     """How many times larger than rounding alone a gap between them must be to be an error."""
     drift_factor: Annotated[float, Field(gt=1)] = 4.0
-    """How many times larger than after the first push, besides."""
+    """How many times larger than after the first push a gap between them must be to be an error."""
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     engine: Literal["transformers", "vllm"] = "transformers"
     """Which engine samples."""
     batch_size: Positive = 128
     """Prompts per step."""
     samples_per_prompt: Positive = 1
-    """Answers sampled for each prompt: the group."""
+    """Answers sampled for each prompt, which form its group."""
     generate_batch_size: Positive | None = None
     """Prompts kept in flight, to have enough after filtering; unset is `batch_size`."""
     micro_batch_size: Positive | Literal["auto"] = "auto"
@@ -273,16 +275,16 @@ class Rollout(Section):
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs."""
     fp32_head: bool = True
-    """Give a 16-bit engine logits in fp32, as the trainer's are; false rounds them to the dtype of the model."""
+    """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None
     """Offload engine weights and cache between phases: true always, false never, unset as needed."""
-    canary: Canary = Canary()
+    canary: CanaryConfig = CanaryConfig()
     """Check that engines compute the policy that is trained, beyond the digests of their weights."""
 
 
-class Agent(Section):
+class AgentConfig(Section):
     path: str | None = None
     """Python file with an agent; unset answers in one turn."""
     max_steps: Positive | None = None
@@ -290,13 +292,13 @@ class Agent(Section):
     max_concurrent: Positive | None = None
     """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
     timeout_s: Seconds = 1200.0
-    """Longest that an episode may take; then it has failed, and is counted."""
+    """Longest that an episode may take; after that it counts as failed."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-class Data(Section):
+class DataConfig(Section):
     path: str | None = None
     """File, saved data set or hub name; several joined by commas."""
     probs: str | None = None
@@ -308,7 +310,7 @@ class Data(Section):
     input_key: str = "input"
     """Column of the prompt."""
     label_key: str | None = None
-    """Column handed to the reward as label."""
+    """Column passed to the reward as label."""
     output_key: str | None = None
     """Column of the answer (sft)."""
     chosen_key: str = "chosen"
@@ -342,13 +344,13 @@ class Data(Section):
 # --- algorithms -------------------------------------------------------------------------------------------------------
 
 
-class Kl(Section):
+class KlConfig(Section):
     coef: Amount = 0.0
     """Weight of the KL to the reference; 0 runs without a reference."""
     target: Annotated[float, Field(gt=0)] | None = None
     """Adapt the weight towards this KL; unset keeps it fixed."""
     horizon: Positive = 10000
-    """Samples over which the weight adapts; above a fifth of the samples of a step."""
+    """Samples over which the weight adapts; must be above a fifth of the samples of a step."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL from one sample; unset is `k1` in the reward and `k2` as a loss."""
     as_loss: bool = False
@@ -357,16 +359,16 @@ class Kl(Section):
     """Allow `k1` as a loss, whose gradient is zero on average: for comparisons with OpenRLHF."""
 
 
-class Correction(Section):
-    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] = "none"
-    """What to do about the gap between engine and trainer log-probs; gspo has `rollout-ratio`, ppo the others."""
+class CorrectionConfig(Section):
+    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] | None = None
+    """Correction of the gap between engine and trainer; unset is none, with staleness tis (gspo: rollout-ratio)."""
     low: Amount = 0.5
     """Lower bound of the ratio."""
     high: Amount = 5.0
     """Upper bound of the ratio."""
 
 
-class Filtering(Section):
+class FilteringConfig(Section):
     enabled: bool = False
     """Replace prompts whose mean score is outside the range."""
     low: float = 0.0
@@ -375,7 +377,7 @@ class Filtering(Section):
     """Keep a prompt if its mean score is below this."""
 
 
-class Dpo(Section):
+class DpoConfig(Section):
     beta: Amount = 0.1
     """Strength of the KL in DPO."""
     ipo: bool = False
@@ -386,7 +388,7 @@ class Dpo(Section):
     """Weight of the likelihood of the chosen answer."""
 
 
-class RewardModelling(Section):
+class RewardModellingConfig(Section):
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Pairwise loss."""
     margin: bool = False
@@ -395,7 +397,7 @@ class RewardModelling(Section):
     """Name of the reward head's parameters in the checkpoint that is written."""
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] = "group_norm"
     """Advantage estimator; `gae` is PPO and brings a critic."""
     gamma: Fraction = 1.0
@@ -413,29 +415,29 @@ class Algorithm(Section):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound on the loss of negative advantages; unset is none."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
-    """Mean of token losses: over a step's tokens, per episode, or by a constant; unset as in the loss's own paper."""
+    """Mean of token losses: over a step's tokens, per episode, or by a constant; unset is that of the loss's paper."""
     entropy_coef: Amount | None = None
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
-    kl: Kl = Kl()
+    kl: KlConfig = KlConfig()
     """KL to the reference policy."""
-    correction: Correction = Correction()
+    correction: CorrectionConfig = CorrectionConfig()
     """Off-policy correction."""
-    filtering: Filtering = Filtering()
+    filtering: FilteringConfig = FilteringConfig()
     """DAPO's dynamic filtering."""
-    dpo: Dpo = Dpo()
+    dpo: DpoConfig = DpoConfig()
     """Preference optimisation (task dpo)."""
-    reward_modelling: RewardModelling = RewardModelling()
+    reward_modelling: RewardModellingConfig = RewardModellingConfig()
     """Reward-model training (task rm)."""
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-class DeepSpeed(Section):
+class DeepSpeedConfig(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """What ZeRO shards: nothing, optimizer, gradients, weights."""
+    """What ZeRO shards: 0 nothing, 1 the optimizer, 2 also gradients, 3 also weights."""
     adam_offload: bool = False
     """Keep and step the optimizer on the CPU."""
     zpg: Positive = 1
@@ -450,25 +452,25 @@ class DeepSpeed(Section):
     """Ranks that share each layer (AutoTP); it divides the ranks, the heads and the width of MLPs."""
 
 
-class Lora(Section):
+class LoraConfig(Section):
     rank: NotNegative = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: Positive = 16
-    """Their product is scaled by alpha / rank."""
+    """The adapters' product is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout in front of the adapters, in updates alone: what is scored and sampled never has any."""
+    """Dropout before the adapters, in updates only; scoring and sampling have none."""
     target_modules: list[str] | str = "all-linear"
-    """Linear layers that get adapters: ends of their names, or a pattern for whole names."""
+    """Linear layers that get adapters: suffixes of their names, or a regular expression for whole names."""
 
 
-class Ema(Section):
+class EmaConfig(Section):
     enabled: bool = False
     """Keep a moving average of what is trained, and export it beside the model."""
     beta: Fraction = 0.992
-    """What it keeps of itself in an optimizer step."""
+    """Share of the average that is kept in each optimizer step."""
 
 
-class Train(Section):
+class TrainConfig(Section):
     backend: Literal["fsdp", "deepspeed"] = "fsdp"
     """Which backend trains."""
     batch_size: Positive = 128
@@ -504,14 +506,14 @@ class Train(Section):
     max_skipped_steps: Positive = 5
     """Non-finite updates in a row before the run stops."""
     spike_factor: Annotated[float, Field(gt=1)] = 100.0
-    """Times the usual gradient norm (the median of the last 20 steps) that is out of the ordinary."""
+    """Gradient norm that counts as a spike, as a multiple of the usual one (the median of the last 20 steps)."""
     on_spike: Literal["warn", "stop"] = "warn"
-    """What happens at an update out of the ordinary: a warning that names samples, or the end of the run."""
-    deepspeed: DeepSpeed = DeepSpeed()
+    """Reaction to a spike: `warn` prints a warning that names samples, `stop` ends the run."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """Options of the DeepSpeed backend."""
-    lora: Lora = Lora()
+    lora: LoraConfig = LoraConfig()
     """Low-rank adapters."""
-    ema: Ema = Ema()
+    ema: EmaConfig = EmaConfig()
     """Moving average of the weights."""
     full_determinism: bool = False
     """Deterministic kernels, at a price in speed."""
@@ -522,18 +524,18 @@ class Train(Section):
 
     @property
     def num_model_parallel(self) -> int:
-        """Ranks, next to each other, that get the same samples: they share sequences or layers."""
+        """Neighbouring ranks that get the same samples, because they share sequences or layers."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
+# --- evaluation, checkpoints and logs ---------------------------------------------------------------------------------
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     path: str | None = None
-    """Evaluation data; unset does not evaluate, `null` besides has the rest of `eval` ignored."""
+    """Evaluation data; unset does not evaluate; `null` also ignores the rest of `eval`."""
     split: str = "test"
-    """Its split."""
+    """Split of the evaluation data."""
     every: Positive | None = None
     """Steps between evaluations; unset evaluates before the first and after the last."""
     temperature: Amount = 0.6
@@ -543,15 +545,15 @@ class Evaluation(Section):
     max_samples: Positive | None = None
     """Evaluation rows used at most."""
     reward: str | None = None
-    """Python file like `reward.function` that scores evaluations alone; unset: what scores the rest does."""
+    """Python file like `reward.function` that scores only evaluations; unset uses the run's own rewards."""
 
     @property
     def is_switched_off(self) -> bool:
-        """Whether `path` was set to null, which is more than leaving it unset."""
+        """`path` was set to null, instead of being left unset."""
         return self.path is None and "path" in self.model_fields_set
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     path: str | None = None
     """Where checkpoints go; unset is `checkpoints` in the run directory."""
     every: Positive | None = None
@@ -565,13 +567,13 @@ class Checkpoint(Section):
     resume: bool = False
     """Resume from the newest checkpoint."""
     allow_changes: list[str] = []
-    """Keys that may differ from the checkpoint's although the results then are not those of the uninterrupted run."""
+    """Keys that may differ from the checkpoint, although results then differ from an uninterrupted run's."""
     best_metric: str | None = None
     """Evaluation metric whose best checkpoint is kept; unset is the first one, `none` keeps no best."""
     save_state: bool = True
-    """Save what resuming needs, not the model alone."""
+    """Save the state that resuming needs, not only the model."""
     background: bool | None = None
-    """Write checkpoints while training goes on, from a copy in host memory; unset: where there is room for one."""
+    """Write checkpoints while training continues, from a copy in host memory; unset: where there is room for one."""
     export_each: bool = False
     """Export a Hugging Face model with each checkpoint."""
     export_path: str | None = None
@@ -588,33 +590,33 @@ class Checkpoint(Section):
 
     @property
     def is_asked_for(self) -> bool:
-        """Tell whether the user set when to save; a checkpoint by default is skipped where it would cost too much."""
+        """The user set when to save; default checkpoints are skipped where they would cost too much."""
         return self.every is not None or bool(self.every_minutes)
 
 
-class Wandb(Section):
+class WandbConfig(Section):
     enabled: bool = False
     """Report to Weights & Biases; its key comes from WANDB_API_KEY, which also turns this on by itself."""
     org: str | None = None
-    """Entity; unset is the key's own."""
+    """Entity (user or team); unset is that of the API key."""
     project: str | None = None
     """Project; unset is that in WANDB_PROJECT, or `hotseat`."""
     group: str | None = None
-    """Group."""
+    """Group of runs."""
     run_name: str | None = None
-    """Name there; unset is the run's."""
+    """Name of the run in Weights & Biases; unset is the run's own name."""
 
 
-class Log(Section):
+class LogConfig(Section):
     every: Positive = 1
-    """Steps between lines."""
+    """Steps between printed lines of metrics."""
     tensorboard_path: str | None = None
     """Where TensorBoard's files go; unset is `tensorboard` in the run directory."""
     samples_every: Positive = 5
-    """Steps between those of which samples are recorded; the first step always is."""
+    """Steps between recordings of samples; the first step is always recorded."""
     samples_per_step: NotNegative = 8
-    """Samples recorded of such a step, with facts for every token; as many again of those that were dropped."""
-    wandb: Wandb = Wandb()
+    """Samples recorded in such a step, with values for every token, and as many of those that were dropped."""
+    wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
 
 
@@ -633,37 +635,37 @@ class Config(Section):
     """Let model repositories run code of their own."""
     use_modelscope: bool = False
     """Take hub names from ModelScope."""
-    cluster: Cluster = Cluster()
+    cluster: ClusterConfig = ClusterConfig()
     """Machines and placement."""
-    flow: list[PhaseSpec] | None = None
+    flow: list[PhaseConfig] | None = None
     """Phases of a step; unset is the task's usual flow."""
-    overlap: Overlap = Overlap()
+    overlap: OverlapConfig = OverlapConfig()
     """How far phases on separate devices may run ahead."""
-    actor: Actor = Actor()
+    actor: ActorConfig = ActorConfig()
     """The policy."""
-    critic: Critic = Critic()
+    critic: CriticConfig = CriticConfig()
     """The value model (estimator gae)."""
-    reference: Reference = Reference()
+    reference: ReferenceConfig = ReferenceConfig()
     """The reference policy (KL above 0, dpo)."""
-    inference: Inference = Inference()
-    """Log-probs on devices of their own."""
-    reward: Reward = Reward()
+    inference: InferenceConfig = InferenceConfig()
+    """Old log-probs, computed on devices of their own."""
+    reward: RewardConfig = RewardConfig()
     """Where rewards come from."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutConfig = RolloutConfig()
     """Sampling."""
-    env: Env = Env()
+    env: EnvConfig = EnvConfig()
     """Simulators."""
-    agent: Agent = Agent()
+    agent: AgentConfig = AgentConfig()
     """How prompts become episodes."""
-    data: Data = Data()
+    data: DataConfig = DataConfig()
     """Prompts, examples or pairs."""
-    algorithm: Algorithm = Algorithm()
-    """The maths."""
-    train: Train = Train()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages, losses and KL."""
+    train: TrainConfig = TrainConfig()
     """How models are trained."""
-    eval: Evaluation = Evaluation()
+    eval: EvaluationConfig = EvaluationConfig()
     """Evaluation."""
-    checkpoint: Checkpoint = Checkpoint()
-    """What is kept."""
-    log: Log = Log()
-    """What is shown."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints and exported models."""
+    log: LogConfig = LogConfig()
+    """Metrics and samples to record."""

@@ -1,4 +1,4 @@
-"""YAML in, plain values and the line of every key out.
+"""YAML reader that returns plain values and the line of every key.
 
 The loader departs from PyYAML's YAML 1.1 where that surprises people who write configs: `1:0` stays a string instead of
 becoming 60, `1e-6` is a number instead of a string, `010` is ten instead of eight, and a key given twice is a problem
@@ -60,7 +60,7 @@ KeyPath = tuple[str | int, ...]
 
 
 def dotted(path: KeyPath) -> str:
-    """`("cluster", "node_groups", 0, "label")` as `cluster.node_groups[0].label`."""
+    """Format `("cluster", "node_groups", 0, "label")` as `cluster.node_groups[0].label`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -69,22 +69,22 @@ def dotted(path: KeyPath) -> str:
 
 @dataclass
 class Document:
-    """Values of one config file and where each of them stands."""
+    """Values of one config file, with the line of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
     file: str | None = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    origins: dict[KeyPath, str] = field(default_factory=dict)  # of keys that did not come from the file
+    origins: dict[KeyPath, str] = field(default_factory=dict)  # source of each key that is not from the file
 
     def problem(self, path: KeyPath, message: str) -> Problem:
-        """A problem at a key, with the line of the key or of the nearest section around it."""
+        """Make a problem for a key, with the line of the key or of the nearest section around it."""
         for depth in range(len(path), 0, -1):
             if path[:depth] in self.origins:
                 return Problem(dotted(path), message, file=self.origins[path[:depth]])
         if path not in self.lines:  # a section that only an override has made
-            for given, origin in self.origins.items():
-                if given[: len(path)] == path:
+            for overridden, origin in self.origins.items():
+                if overridden[: len(path)] == path:
                     return Problem(dotted(path), message, file=origin)
         at = path
         while at and at not in self.lines:
@@ -93,7 +93,7 @@ class Document:
 
 
 def read_yaml(text: str, file: str | None = None) -> Document:
-    """Parse a config. What is not YAML is raised; keys given twice are collected as problems."""
+    """Parse a config. Text that is not YAML raises ConfigError; keys given twice are collected as problems."""
     document = Document(file=file)
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -110,8 +110,8 @@ def read_yaml(text: str, file: str | None = None) -> Document:
 
 
 def parse_value(text: str) -> Any:
-    """One value as it would stand in a file: `1e-6` is a number, `[1, 2]` a list, `0-7` and `@actor` text."""
-    if text.startswith("@"):  # YAML keeps it for itself; in a file a selection is quoted, on a command line it is not
+    """Parse one value as in a file: `1e-6` is a number, `[1, 2]` a list, `0-7` and `@actor` are text."""
+    if text.startswith("@"):  # reserved in YAML: a selection is quoted in a file, but not on a command line
         return text
     try:
         return yaml.load(text, Loader=_Loader)
@@ -120,7 +120,7 @@ def parse_value(text: str) -> Any:
 
 
 def dump(values: dict[str, Any]) -> str:
-    """YAML that reads back as these values."""
+    """Format values as YAML that reads back as the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=110)
 
 

@@ -1,13 +1,13 @@
-"""Rows from files, and from rows the prompts, examples and pairs that a run uses: rendered and tokenised once.
+"""Data: rows are read from files and become the prompts, examples or pairs of a run, rendered and tokenised once.
 
-    load_rows      files, saved data sets, hub names -> rows, each of which knows where it stands
+    load_rows      files, saved data sets, hub names -> rows, each with its file and line
     make_prompts   rows -> prompts (rl)
     make_examples  rows -> token sequences with a mask of what to learn (sft)
     make_pairs     rows -> a better and a worse answer each (rm, dpo)
-    PromptOrder    which prompt comes when
-    digest_of      tells whether prompts, examples or pairs are the same as before
+    PromptOrder    the order in which prompts are used
+    digest_of      digest by which a resumed run checks that its data is unchanged
 
-Everything wrong with the data raises one `DataError` that names file, line and key. None of this needs a model.
+All problems of the data raise one `DataError` that names file, line and key. None of this needs a model.
 """
 
 from hotseat.data.examples import Example, ExampleReport, make_examples

@@ -1,4 +1,4 @@
-"""Messages to text, by a chat template, with the places of the answers in it."""
+"""Rendering of messages by a chat template, with the places of the answers in the text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Messages = list[dict[str, Any]]
 
 
 def messages_of(values: Mapping[str, Any], key: str, role: str) -> Messages:
-    """The messages under a key; a plain string is one message by `role`."""
+    """Return the messages under a key; a plain string is one message by `role`."""
     value = value_of(values, key)
     if isinstance(value, str):
         if not value:
@@ -30,7 +30,7 @@ def messages_of(values: Mapping[str, Any], key: str, role: str) -> Messages:
             raise BadValue(f"{key}[{number}]: role is {kind_of(message.get('role'))}, not a string")
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadValue(f"{key}[{number}]: content is missing or null")
-    # Columnar files fill in nulls for what only other rows have; to a template a null is not the same as nothing.
+    # Columnar files fill in nulls for keys that only other rows have; a template treats a null unlike a missing key.
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
@@ -47,15 +47,15 @@ class ChatTemplate:
             template = tokenizer.get_chat_template()
         self._tokenizer = tokenizer
         self._template = template
-        # Where the template says which text the assistant generates, tokens are matched to it by their offsets.
+        # If the template marks the assistant's text, tokens are matched to it by their offsets.
         self.marks_answers = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template)) and tokenizer.is_fast
 
     def render(self, messages: Messages, key: str, *, for_generation: bool = False) -> str:
-        """The conversation as text; `for_generation` adds what stands in front of the assistant's next answer."""
+        """Render the conversation; `for_generation` adds the text that precedes the assistant's next answer."""
         return self._render(messages, key, for_generation=for_generation)[0]
 
     def render_marked(self, messages: Messages, key: str) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and from which character to which the assistant generates."""
+        """Render the conversation, and return the first and last + 1 character of each text of the assistant."""
         return self._render(messages, key, marked=True)
 
     def _render(
@@ -71,6 +71,6 @@ class ChatTemplate:
                 add_generation_prompt=for_generation,
                 **self._tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template may raise whatever it likes
+        except Exception as error:  # a template may raise any error
             raise BadValue(f"{key}: the chat template does not take these messages: {error}") from error
         return texts[0], [tuple(mark) for mark in marks[0]] if marked else []

@@ -1,4 +1,4 @@
-"""Everything wrong with some rows, in one error."""
+"""Collection of the problems of rows into one error."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from hotseat.errors import DataError
 
-_SHOWN = 5
-_ROWS_SHOWN = 3  # of those with one problem
+_SHOWN = 5  # problems in the message
+_ROWS_SHOWN = 3  # rows named for each problem
 
 
 class Problems:
-    """Collects what is wrong, so that one attempt shows it all: once for all rows that have the same problem."""
+    """Collects problems, so that one error shows them all: each once, with the rows that have it."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, list[str]] = {}  # where each message applies
+        self._rows: dict[str, list[str]] = {}  # message -> rows that it applies to
 
     def add(self, where: str, message: str) -> None:
         self._rows.setdefault(message, []).append(where)
@@ -40,7 +40,7 @@ class BadValue(Exception):
 
 
 def value_of(values: Mapping[str, Any], key: str) -> Any:
-    """The value under a key, which has to be there and not null."""
+    """Return the value under a key; a missing key or a null is a BadValue."""
     if key not in values:
         near = get_close_matches(key, values, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -51,7 +51,7 @@ def value_of(values: Mapping[str, Any], key: str) -> Any:
 
 
 def text_of(values: Mapping[str, Any], key: str) -> str:
-    """The string under a key, which has to have at least one character."""
+    """Return the string under a key; anything else, or an empty string, is a BadValue."""
     value = value_of(values, key)
     if not isinstance(value, str):
         hint = "; set data.apply_chat_template to render messages" if isinstance(value, list) else ""
@@ -62,6 +62,6 @@ def text_of(values: Mapping[str, Any], key: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """A word for a value's type, for people who wrote JSON."""
+    """Return the name of a value's type in JSON's terms."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

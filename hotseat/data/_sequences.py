@@ -1,4 +1,4 @@
-"""Texts with known answers to token sequences with an exact mask of the answers' tokens."""
+"""Tokenisation of texts with known answers into sequences with an exact mask of the answers' tokens."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _CHUNK = 1024  # texts tokenised in one call
 
 @dataclass(frozen=True)
 class Draft:
-    """A text and where the answers in it are, before tokenisation. If no field says where, all of it is learned."""
+    """A text and the places of the answers in it, before tokenisation. Without places, all of it is learned."""
 
     key: str  # of the row
     text: str
     beginnings: tuple[str, ...] = ()  # of `text`: up to the first answer, to the end of it, up to the second, ...
-    prompt: str | None = None  # the answer is what follows it in `text`
+    prompt: str | None = None  # the beginning of `text`; the rest is the answer
     marks: tuple[tuple[int, int], ...] = ()  # first and last + 1 character of each answer
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Token ids, and which of them to learn."""
+    """Token ids, and a mask of those to learn."""
 
     token_ids: Tensor  # [num_tokens] int64
     mask: Tensor  # [num_tokens] bool
     is_truncated: bool
     num_tokens: int  # before it was cut
-    first_answer_token: int  # of those to learn, before it was cut
+    first_answer_token: int  # index of the first token to learn, before it was cut
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def plain_draft(prompt: str, answer: str, key: str) -> Draft:
 
 
 def chat_draft(template: ChatTemplate, messages: Messages, key: str, *, every_turn: bool) -> Draft:
-    """A conversation whose last answer, or each of whose answers, is to be learned."""
+    """Make the draft of a conversation whose last answer, or every answer, is to be learned."""
     if messages[-1]["role"] != "assistant":
         raise BadValue(f"{key}: the last message is by {messages[-1]['role']}, and there is no answer to learn")
     if template.marks_answers:
@@ -71,21 +71,21 @@ def chat_draft(template: ChatTemplate, messages: Messages, key: str, *, every_tu
 
 
 def continued_draft(template: ChatTemplate, prompt: Messages, answer: Messages, key: str) -> Draft:
-    """A conversation of which everything after `prompt` is to be learned."""
+    """Make the draft of a conversation of which everything after `prompt` is to be learned."""
     text = template.render(prompt + answer, key)
     return Draft(key, text, beginnings=(_beginning(template, prompt, text, key, for_generation=True), text))
 
 
 def _beginning(template: ChatTemplate, messages: Messages, text: str, key: str, *, for_generation: bool) -> str:
-    """The messages as text, which has to be how the whole conversation begins."""
+    """Render messages, and check that the text of the whole conversation begins with theirs."""
     part = template.render(messages, key, for_generation=for_generation) if messages else ""
     if text.startswith(part):
         return part
     same = next(at for at, (one, other) in enumerate(zip(part + "\0", text + "\0", strict=False)) if one != other)
     raise BadValue(
         f"{key}: the chat template renders the first {len(messages)} messages differently once more follow"
-        f" ({part[same : same + 20]!r} becomes {text[same : same + 20]!r}), so it cannot be told which tokens are the"
-        " answers; mark them in the template by {% generation %}, or turn data.multiturn off"
+        f" ({part[same : same + 20]!r} becomes {text[same : same + 20]!r}), so the tokens of the answers are not known;"
+        " mark the answers in the template by {% generation %}, or turn data.multiturn off"
     )
 
 
@@ -93,9 +93,9 @@ def _beginning(template: ChatTemplate, messages: Messages, text: str, key: str, 
 
 
 class Tokeniser:
-    """Drafts to sequences: each ends with the end-of-sequence token, once, and has at most `max_length` tokens.
+    """Turns drafts into sequences of at most `max_length` tokens that end with one end-of-sequence token.
 
-    A sequence that is cut there ends otherwise, unless `keep_end`: then that token takes the place of its last.
+    A sequence that is cut does not end with that token, unless `keep_end` is set: then it replaces the last token.
     """
 
     def __init__(self, tokenizer: Any, max_length: int | None, *, keep_end: bool = False):
@@ -109,7 +109,7 @@ class Tokeniser:
         self._keep_end = keep_end
 
     def sequences(self, drafts: Sequence[Draft]) -> Iterator[TokenSequence | BadValue]:
-        """One for each draft, in order."""
+        """Yield a sequence, or what is wrong, for each draft in order."""
         for begin in range(0, len(drafts), _CHUNK):
             chunk = drafts[begin : begin + _CHUNK]
             texts = [text for draft in chunk for text in self._texts(draft)]
@@ -130,7 +130,7 @@ class Tokeniser:
             spans = _spans_by_marks(draft, offsets)
         elif draft.prompt is not None:
             if not _begins_with(ids, others[0]):
-                # The prompt by itself is what an engine will be given, so its tokens stand and the answer follows.
+                # An engine will get the prompt alone, so keep the prompt's own tokens and append the answer's.
                 ids = others[0] + encode(self._tokenizer, [draft.text[len(draft.prompt) :]])[0][0]
             spans = [(len(others[0]), len(ids))]
         elif draft.beginnings:
@@ -140,7 +140,7 @@ class Tokeniser:
         return self._finish(ids, spans)
 
     def _to_eos(self, ids: list[int], span: tuple[int, int]) -> tuple[int, int]:
-        """Without what a template puts after the end of an answer, such as a line break: no engine samples it."""
+        """Cut off what a template adds after the end of an answer, such as a line break, which no engine samples."""
         begin, end = span
         for at in range(end - 1, begin - 1, -1):
             if ids[at] == self._tokenizer.eos_token_id:
@@ -155,7 +155,7 @@ class Tokeniser:
         mask = torch.zeros(len(ids), dtype=torch.bool)
         for begin, stop in (*spans, (end, len(ids))):
             mask[begin:stop] = True
-        mask[0] = False  # the first token follows nothing: it has no log-prob
+        mask[0] = False  # the first token has no log-prob, because nothing precedes it
         first = int(mask.to(torch.uint8).argmax())
         is_truncated = self._max_length is not None and len(ids) > self._max_length
         token_ids = torch.from_numpy(np.array(ids, dtype=np.int64))
@@ -167,7 +167,7 @@ class Tokeniser:
 
 
 def encode(tokenizer: Any, texts: list[str], *, with_offsets: bool = False) -> list[tuple[list[int], Any]]:
-    """Token ids of each text, as it stands: no token is added. And from which character to which each one reaches."""
+    """Return the token ids of each text, without added tokens, and the character range of each token if asked for."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -190,9 +190,9 @@ def _spans_by_beginnings(draft: Draft, ids: list[int], beginnings: list[list[int
         if not _begins_with(ids, part):
             raise BadValue(
                 f"{draft.key}: the tokens of the conversation do not begin with those of its part up to"
-                f" {text[-20:]!r}: a token reaches over into {draft.text[len(text) : len(text) + 20]!r}, so that it"
-                " cannot be told which tokens are the answer; let the chat template end what precedes an answer with a"
-                " special token or without a space, or mark the answers in it by {% generation %}"
+                f" {text[-20:]!r}: a token reaches over into {draft.text[len(text) : len(text) + 20]!r}, so the tokens"
+                " of the answer are not known; let the chat template end the text before an answer with a special token"
+                " or without a space, or mark the answers in it by {% generation %}"
             )
     ends = [len(part) for part in beginnings]
     return list(zip(ends[::2], ends[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Rows to examples for supervised training."""
+"""Examples for supervised training, made from rows."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hotseat.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One token sequence, and which of its tokens to learn."""
+    """One token sequence, and a mask of the tokens to learn."""
 
     token_ids: Tensor  # [num_tokens] int64
-    mask: Tensor  # [num_tokens] bool: learn this token; never the first, which follows nothing
-    where: str  # the row it is from
+    mask: Tensor  # [num_tokens] bool: learn this token; never the first, which has no log-prob
+    where: str  # file and line of its row
 
 
 @dataclass(frozen=True)
 class ExampleReport:
-    """What became of the rows."""
+    """Counts of rows that were kept, cut and dropped."""
 
     num_rows: int
     num_examples: int
     num_truncated: int  # cut at `max_length`, and kept
-    num_dropped_no_answer: int  # of which nothing was left to learn
+    num_dropped_no_answer: int  # dropped, because no token was left to learn
     num_learned_tokens: int
     lost: Lost
 
@@ -52,17 +52,17 @@ def make_examples(
     multiturn: bool = False,
     pretrain_mode: bool = False,
 ) -> tuple[list[Example], ExampleReport]:
-    """Examples in the order of the rows. What is learned ends with the end-of-sequence token, once.
+    """Make examples in the order of the rows. The learned tokens end with one end-of-sequence token.
 
     - `apply_chat_template`: the input is a list of messages that ends with the answer; or, with `output_key`, messages
-      or a string, and the output is the answer. Learned is the last answer, with `multiturn` every one: by the marks
-      of the template (`{% generation %}`) if it has them; otherwise the conversation is rendered up to each answer and
-      has to begin with exactly these tokens, or an error says why it does not.
+      or a string, and the output is the answer. The last answer is learned, or every one with `multiturn`. Answers are
+      found by the marks of the template (`{% generation %}`) if it has them; otherwise the conversation is rendered up
+      to each answer and has to begin with exactly these tokens, or an error says why it does not.
     - otherwise the input, put into `input_template`, is followed by the output, which is learned. Without `output_key`
       all of it is learned.
     - `pretrain_mode`: all of it is learned.
 
-    A sequence longer than `max_length` is cut there, and does not end with the end-of-sequence token then.
+    A sequence longer than `max_length` is cut, and then does not end with the end-of-sequence token.
     """
     if multiturn and not apply_chat_template:
         raise DataError("data.multiturn needs messages: set data.apply_chat_template")
@@ -105,7 +105,7 @@ def make_examples(
 
 
 def lost_row(row: Row, draft_of: Callable[[Mapping[str, Any]], Draft], sequence: TokenSequence) -> LostRow:
-    """The row of a sequence that was cut, as it is shown."""
+    """Describe the row of a sequence that was cut, for messages."""
     draft = draft_of(row.values)
     has_prompt = draft.prompt is not None or bool(draft.beginnings) or bool(draft.marks)
     first = sequence.first_answer_token if has_prompt else None
@@ -113,7 +113,7 @@ def lost_row(row: Row, draft_of: Callable[[Mapping[str, Any]], Draft], sequence:
 
 
 def sequences_of(rows: Sequence[Row], draft_of: Any, tokeniser: Tokeniser) -> list[Any]:
-    """A sequence for each row, or one error with everything that is wrong with them."""
+    """Return a sequence for each row, or raise one error with all problems of the rows."""
     problems, drafts = Problems(), []
     for row in rows:
         try:

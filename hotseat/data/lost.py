@@ -1,4 +1,4 @@
-"""Rows of which limits on their tokens leave nothing, or only a part: counted, and one of them shown."""
+"""Counts of rows that limits on their tokens drop or cut, with the first of them as an example."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class LostRow:
-    """A row that is dropped or cut: as it is in the file, after the template, and how long that is."""
+    """A row that is dropped or cut: its values in the file, its text after the template, and its number of tokens."""
 
     where: str
     values: Mapping[str, Any]
     text: str
     num_tokens: int
-    first_answer_token: int | None = None  # from 0; None: it has no answer of its own
+    first_answer_token: int | None = None  # from 0; None: the row has no separate answer
 
     def __str__(self) -> str:
         answer = "" if self.first_answer_token is None else f", the answer from token {self.first_answer_token + 1} on"
@@ -52,11 +52,11 @@ class LostCount:
         self._first: LostRow | None = None
 
     def see(self, num_tokens: int) -> None:
-        """Take the length of a row into account, lost or not."""
+        """Note the length of a row, lost or not."""
         self._longest = max(self._longest, num_tokens)
 
     def add(self, make_row: Callable[[], LostRow], *, is_dropped: bool) -> None:
-        """Count a row; only the first is made, to be shown."""
+        """Count a lost row. make_row: describes it; called only for the first one, which messages show."""
         self._num_dropped += is_dropped
         self._num_cut += not is_dropped
         if self._first is None:
@@ -67,16 +67,16 @@ class LostCount:
 
 
 def shown(lost: Lost) -> str:
-    """The first lost row on lines of its own, or nothing."""
+    """Format the first lost row on separate lines; empty if there is none."""
     return f"\n{lost.first}" if lost.first is not None else ""
 
 
 def check_lost(
     lost: Lost, num_rows: int, *, source: str, limit: str, fix: str, max_fraction: float, warn_above: float
 ) -> list[str]:
-    """Refuse data of which a limit takes more than `max_fraction`; otherwise return a warning, if it is due.
+    """Refuse data if a limit drops or cuts more than `max_fraction` of it; return a warning above `warn_above`.
 
-    source: the key that names the data. limit: what takes it, with its value. fix: what to set instead.
+    source: the key that names the data. limit: the key of the limit, with its value. fix: what to set instead.
     """
     share = lost.count / num_rows if num_rows else 0.0
     if share <= min(max_fraction, warn_above):

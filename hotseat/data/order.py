@@ -1,4 +1,4 @@
-"""Which prompt comes when: it follows from the seed alone."""
+"""The order of prompts, which follows from the seed alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hotseat.errors import DataError
 
 
 class PromptOrder:
-    """Pass after pass over the prompts, each in an order of its own; what is left of a pass goes before the next one.
+    """Passes over the prompts, each in another order; the rest of a pass is used up before the next one begins.
 
     Pass e is a permutation made from (seed, e) by numpy's Philox stream, which numpy promises not to change, and a
     stable sort: the same on every machine and after every update.
     """
 
     def __init__(self, num_prompts: int, seed: int, digest: str = ""):
-        """`digest`: of the prompts' contents, as `digest_of` makes it; a run that goes on has to bring the same."""
+        """digest: that of the prompts' contents, by `digest_of`; a resumed run must have the same."""
         if num_prompts < 1:
             raise DataError("there are no prompts to put in order")
         self.num_prompts = num_prompts
@@ -32,7 +32,7 @@ class PromptOrder:
         self._permutation = self._permute(0)
 
     def next(self, num: int) -> list[tuple[int, int]]:
-        """The next `num` prompts, each as (pass over the data, position in the list of prompts)."""
+        """Return the next `num` prompts, each as (pass over the data, position in the list of prompts)."""
         taken: list[tuple[int, int]] = []
         while len(taken) < num:
             if self._position == self.num_prompts:
@@ -44,7 +44,7 @@ class PromptOrder:
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, for `from_state`."""
+        """Return the position in the order, for `from_state`."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self.seed,
@@ -54,12 +54,12 @@ class PromptOrder:
         }
 
     def at(self, state: Mapping[str, Any]) -> PromptOrder:
-        """The same order where `state` was taken. Raises if that was of other prompts, or of another seed."""
+        """Return the same order at a saved state. Raises DataError if that has other prompts or another seed."""
         return self.from_state(state, num_prompts=self.num_prompts, seed=self.seed, digest=self.digest)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, num_prompts: int, seed: int, digest: str = "") -> PromptOrder:
-        """Go on where `state` was taken, with the same prompts and seed."""
+        """Restore an order at a saved state, with the same prompts and seed."""
         for name, now in (("num_prompts", num_prompts), ("seed", seed)):
             if state[name] != now:
                 raise DataError(
@@ -83,11 +83,11 @@ class PromptOrder:
 
 
 def digest_of(items: Iterable[Any]) -> str:
-    """Of prompts, examples or pairs, one after another: of what the model will see of each, and its label."""
+    """Compute a digest of prompts, examples or pairs in order: of their tokens, masks and labels."""
     digest = hashlib.blake2b(digest_size=16)
-    for sequence, told in chain.from_iterable(map(_parts, items)):
+    for sequence, context in chain.from_iterable(map(_parts, items)):
         token_ids = np.asarray(sequence.token_ids, dtype=np.int64)
-        label = repr(told).encode()
+        label = repr(context).encode()
         mask = np.asarray(getattr(sequence, "mask", ()), dtype=np.bool_)
         digest.update(f"{len(token_ids)} {len(label)} {len(mask)} ".encode())
         for part in (token_ids.tobytes(), label, mask.tobytes()):
@@ -96,7 +96,7 @@ def digest_of(items: Iterable[Any]) -> str:
 
 
 def _parts(item: Any) -> list[tuple[Any, Any]]:
-    """The token sequences of an item, each with what is told with it."""
+    """Return the token sequences of an item, each with its label or margin."""
     if isinstance(item, Pair):
         return [(item.chosen, item.margin), (item.rejected, None)]
     return [(item, getattr(item, "label", None))]

@@ -1,4 +1,4 @@
-"""Rows to pairs of a better and a worse answer, for reward models and preference optimisation."""
+"""Pairs of a better and a worse answer, made from rows, for reward models and preference optimisation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairReport:
-    """What became of the rows."""
+    """Counts of rows that were kept, cut and dropped."""
 
     num_rows: int
     num_pairs: int
@@ -55,7 +55,7 @@ def make_pairs(
     max_length: int | None = None,
     keep_end: bool = False,
 ) -> tuple[list[Pair], PairReport]:
-    """Pairs in the order of the rows.
+    """Make pairs in the order of the rows.
 
     With `apply_chat_template` an answer is messages (or a string) that follow the messages (or string) under
     `prompt_key`; without `prompt_key` it is a whole conversation, of which the last message is the answer. Otherwise

@@ -1,4 +1,4 @@
-"""Rows to prompts: rendered and tokenised once, here, and never again."""
+"""Prompts, made from rows: rendered and tokenised here, once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hotseat.types import Prompt
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What became of the rows."""
+    """Counts of rows that were kept and dropped."""
 
     num_rows: int
     num_prompts: int
@@ -41,12 +41,12 @@ def make_prompts(
     prompt_max_length: int | None = None,
     limit: tuple[str, str] = ("", "raise data.prompt_max_length"),
 ) -> tuple[list[Prompt], PromptReport]:
-    """Prompts in the order of the rows, `index` counting those that were kept.
+    """Make prompts in the order of the rows; `index` counts those that are kept.
 
-    With `apply_chat_template` the input is a list of messages, or a string which becomes the user's, and
-    `input_template` is not used; otherwise the input is a string, put in the place of the `{}` in `input_template`.
-    A label that is not a string becomes its JSON text. Special tokens are only those that the text has. limit: what
-    sets `prompt_max_length`, and what to do about it, for the message where no prompt is short enough.
+    With `apply_chat_template` the input is a list of messages, or a string that becomes the user's message, and
+    `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. A label
+    that is not a string becomes its JSON text. No special tokens are added to those in the text. limit: the option that
+    sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough.
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
@@ -101,7 +101,7 @@ def _label(values: Mapping[str, Any], key: str | None) -> str | None:
 
 
 def check_input_template(template: str | None) -> None:
-    """A template that is used has exactly one place for the input."""
+    """Refuse a template without exactly one place for the input."""
     if template is None:
         return
     try:

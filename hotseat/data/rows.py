@@ -1,7 +1,7 @@
-"""Rows from wherever they are.
+"""Reading of rows from files, folders, saved data sets and the hub.
 
-A row knows where it stands: `train.jsonl:12` is line 12 (from 1) of a text file, `train.parquet[12]` is row 12 (from 0)
-of a file or data set that has no lines.
+A row knows its place: `train.jsonl:12` is line 12 (from 1) of a text file, `train.parquet[12]` is row 12 (from 0) of a
+file or data set that has no lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hotseat.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and where it stands."""
+    """One row with its file and line."""
 
     values: Mapping[str, Any]
     file: str
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Bad:
-    """What stands in the place of a row that cannot be read."""
+    """A row that cannot be read, with the reason."""
 
     where: str
     message: str
@@ -58,23 +58,23 @@ def load_rows(
     max_samples: int | None = None,
     load_from_hub: Callable[[str, str | None, str], Sequence[Mapping[str, Any]]] | None = None,
 ) -> list[Row]:
-    """All rows of `path`, or the first `max_samples` of them.
+    """Read all rows of `path`, or the first `max_samples` of them.
 
     `path` is a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow), a folder of such files, a data set saved by
     `datasets`, or, where nothing of that name exists, a data set on the hub; `NAME@FOLDER` is a folder in it. Several
-    are joined by commas: one after another without `probs`; with `probs` each row comes from a part drawn by these
-    probabilities, until every part has been used up (those that are used up earlier start again): what
-    `datasets.interleave_datasets` does with "all_exhausted".
+    parts are joined by commas. Without `probs` they follow one another. With `probs` each row comes from a part drawn
+    by these probabilities, until every part has been used up; parts that are used up earlier start again, as in
+    `datasets.interleave_datasets` with "all_exhausted".
 
-    `split` names the split of a folder, a saved data set or the hub, also as a slice: `train[:5%]`, `train[100:]`. A
-    single file is whatever split it is asked for.
+    `split` names the split of a folder, a saved data set or the hub, also as a slice: `train[:5%]`, `train[100:]`. For
+    a single file only the slice matters.
     """
     parts = [part.strip() for part in path.split(",")]
     if "" in parts:
         raise DataError(f"data.path {path!r} has an empty part: give names joined by single commas")
     shares = _shares(probs, len(parts))
     hub = load_from_hub or _load_from_hub
-    # Each part is cut too: the first n rows of a mixture contain none but the first n of each part.
+    # Each part is cut, too: the first n rows of a mixture come from the first n rows of each part.
     loaded = [list(islice(_read_part(part, split, hub), max_samples)) for part in parts]
     problems = Problems()
     for bad in (entry for entries in loaded for entry in entries if isinstance(entry, _Bad)):
@@ -93,9 +93,9 @@ def load_rows(
 def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] | None:
     if probs is None:
         return None
-    given = probs.split(",") if isinstance(probs, str) else list(probs)
+    texts = probs.split(",") if isinstance(probs, str) else list(probs)
     try:
-        shares = [float(prob) for prob in given]
+        shares = [float(prob) for prob in texts]
     except ValueError:
         raise DataError(f"data.probs {probs!r}: not numbers joined by commas") from None
     if len(shares) != num_parts:
@@ -110,7 +110,7 @@ def _shares(probs: str | Sequence[float] | None, num_parts: int) -> list[float] 
 def _interleave(
     lengths: Sequence[int], shares: Sequence[float], seed: int, max_samples: int | None
 ) -> Iterator[tuple[int, int]]:
-    """(part, row in it), until every part is used up. Draws in blocks of 1000, so that `datasets` gives the same."""
+    """Yield (part, row in it) until every part is used up. Draws in blocks of 1000, to give what `datasets` gives."""
     generator = np.random.default_rng(seed)
     taken, num_unused, num_rows = [0] * len(lengths), len(lengths), 0
     while True:
@@ -153,11 +153,11 @@ def _read_part(part: str, split: str, hub: Callable[..., Sequence[Mapping[str, A
 
 
 def _split_name(split: str) -> tuple[str, str]:
-    """`train[:5%]` -> `train`, `:5%`."""
-    found = re.fullmatch(r"([\w.-]+)(?:\[([-\d%:]+)\])?", split)
-    if not found:
+    """Split `train[:5%]` into `train` and `:5%`."""
+    match = re.fullmatch(r"([\w.-]+)(?:\[([-\d%:]+)\])?", split)
+    if not match:
         raise DataError(f"data.split {split!r}: give a name such as train, or a slice such as train[:5%]")
-    return found[1], found[2] or ""
+    return match[1], match[2] or ""
 
 
 def _sliced(rows: Iterator[_Entry], split: str | None) -> Iterator[_Entry]:
@@ -222,7 +222,7 @@ _SPLIT_WORDS = {
 
 
 def _folder_rows(path: Path, split: str) -> Iterator[_Entry]:
-    """Files whose names say a split, by the words that the hub knows too; where no name does, all of them are train."""
+    """Read the files of a split, recognised by words in their names as on the hub; without any, all are train."""
     files = sorted(file for file in path.rglob("*") if file.suffix in _READERS and file.is_file())
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not files:
@@ -234,8 +234,8 @@ def _folder_rows(path: Path, split: str) -> Iterator[_Entry]:
         by_split = {"train": files}
     chosen = by_split.get(_SPLIT_WORDS.get(split, split), [])
     if not chosen:
-        found = ", ".join(sorted(filter(None, by_split)))
-        raise DataError(f"{path} has no files of split {split!r}; by their names it has: {found}")
+        names = ", ".join(sorted(filter(None, by_split)))
+        raise DataError(f"{path} has no files of split {split!r}; by their names it has: {names}")
     suffixes = {file.suffix for file in chosen}
     if len(suffixes) > 1:
         raise DataError(f"{path} mixes {', '.join(sorted(suffixes))} files: name the ones to use, joined by commas")
@@ -243,7 +243,7 @@ def _folder_rows(path: Path, split: str) -> Iterator[_Entry]:
 
 
 def _split_of(file: Path) -> str:
-    """From the file's name, then from its folders'; "" where none says."""
+    """Return the split that a file's name, or else its folders' names, contain; "" if none does."""
     for name in (file.stem, *reversed(file.parts[:-1])):
         for word in re.findall(r"[a-z]+", name.lower()):
             if word in _SPLIT_WORDS:
@@ -281,7 +281,7 @@ def _read_json_lines(path: Path) -> Iterator[_Entry]:
 
 
 def _read_json(path: Path) -> Iterator[_Entry]:
-    """A list of objects, or JSON lines under the other name. Element by element, for the sake of line numbers."""
+    """Read a list of objects element by element, to know their lines; a file without a list is read as JSON lines."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,1 +1,1 @@
-"""The order of things: puts roles, engines, backends and rewards together and runs them."""
+"""Runs: roles, engines, backends and rewards put together, and the loops that drive them."""

@@ -43,29 +43,29 @@ RESUME = "hotseat resume {run_dir}"  # the command that continues a run
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run whose directory belongs to this process."""
+    """Run whose directory belongs to this process."""
 
     config: Config  # with the token budgets that the run kept, which may be smaller than the checkpoint's
     run_dir: Path
     saver: Saver
-    checkpoint: Checkpoint | None  # the one it resumes from
+    checkpoint: Checkpoint | None  # to resume from
     journal: Journal
-    evaluation: dict[str, float] | None  # of a run that was finished before: there is nothing left to do
+    evaluation: dict[str, float] | None  # the last one of a run that is finished already; None: there are steps to make
 
     @property
     def model_folder(self) -> Path:
-        """Return where the trained model is exported to."""
+        """Return the folder to which the trained model is exported."""
         return model_folder(self.config, self.run_dir)
 
 
 @dataclass(frozen=True)
 class OnCluster:
-    """The devices of a run."""
+    """Cluster and plan of a run, and its config for these devices."""
 
-    config: Config  # with number type and token budgets for these devices
+    config: Config  # with dtype and token budgets for these devices
     cluster: Cluster
     plan: Plan
-    has_new_budgets: bool  # they were chosen now, and not by an earlier part of the run
+    has_new_budgets: bool  # token budgets were chosen now, not by an earlier part of the run
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def open_run(
 ) -> Iterator[OpenRun]:
     """Open the run's directory for this process alone, find the checkpoint it resumes from, and begin its journal.
 
-    columns: what the screen shows of a step. command: continues the run, for messages.
+    columns: formats of the metrics to print at each step. command: how messages tell the user to resume.
     """
     with ExitStack() as stack:
         savers = stack.enter_context(stoppable())
@@ -103,10 +103,10 @@ def open_run(
 def on_cluster(run: OpenRun, dry_plan: Plan, pinged: Sequence[str] = ()) -> Iterator[OnCluster]:
     """Start or attach to a cluster, choose what depends on its devices, plan, and watch over the run's processes.
 
-    dry_plan: made without a cluster. pinged: roles that answer while they are busy, and are asked whether they live.
+    dry_plan: the plan that was made without a cluster. pinged: roles that answer pings while they work.
     """
     from hotseat.cluster import Cluster
-    from hotseat.loop.state.watchdog import looked_after
+    from hotseat.loop.state.watchdog import watch_processes
 
     journal = run.journal
     journal.stage(_starting(run.config))
@@ -116,12 +116,12 @@ def on_cluster(run: OpenRun, dry_plan: Plan, pinged: Sequence[str] = ()) -> Iter
         plan = plan_on(config, cluster)
         save_plan(run.run_dir, plan)
         silence_s = config.cluster.silence_timeout_s
-        stack.enter_context(looked_after(cluster, journal, run.run_dir, silence_s, pinged))
+        stack.enter_context(watch_processes(cluster, journal, run.run_dir, silence_s, pinged))
         yield OnCluster(config, cluster, plan, has_new_budgets)
 
 
-def say_plan(journal: Journal, place: OnCluster, notes: Sequence[str] = ()) -> None:
-    """Record which role is where, and what is to be noted of it."""
+def record_plan(journal: Journal, place: OnCluster, notes: Sequence[str] = ()) -> None:
+    """Record the placement of each role, and notes on the plan."""
     roles = ", ".join(f"{role.name} on {role.on}" for role in place.plan.roles)
     if place.config.task == "rl":
         journal.say(f"{place.plan.label}: {roles}")
@@ -132,7 +132,7 @@ def say_plan(journal: Journal, place: OnCluster, notes: Sequence[str] = ()) -> N
 def _begin_records(
     config: Config, run_dir: Path, rows: Sequence[Any], saver: Saver, checkpoint: Checkpoint | None
 ) -> None:
-    """Start the files of a new run, or record what was changed in a resumed one. Raises for other data."""
+    """Start the files of a new run, or record changed settings in a resumed one. Raises if its data changed."""
     if checkpoint is not None:
         PromptOrder(len(rows), config.seed, digest_of(rows)).at(checkpoint.state["order"])
         record_changes(run_dir, checkpoint.step, saver.changes)
@@ -144,7 +144,7 @@ def _begin_records(
 
 
 def _for_devices(run: OpenRun, cluster: Cluster) -> tuple[Config, bool]:
-    """Return the config with number type and token budgets, and whether those are new: a checkpoint has its own."""
+    """Return the config with dtype and token budgets, and whether the budgets are new, not from the checkpoint."""
     journal = run.journal
     config = with_known_dtype(run.config, run.checkpoint, not are_devices_logical(cluster), journal)
     if run.checkpoint is not None:
@@ -158,7 +158,7 @@ def _for_devices(run: OpenRun, cluster: Cluster) -> tuple[Config, bool]:
 
 
 def with_known_dtype(config: Config, checkpoint: Checkpoint | None, has_gpus: bool, journal: Journal) -> Config:
-    """Return the config with its number type: as it is set, as the checkpoint has it, or by the devices."""
+    """Return the config with its dtype: as it is set, else as in the checkpoint, else by the devices."""
     chosen = config if checkpoint is None else with_dtype_of(config, loads_saved(str(checkpoint.state["config"])))
     chosen = with_dtype(chosen, has_gpus)
     if config.train.dtype is None:
@@ -174,12 +174,12 @@ def with_known_dtype(config: Config, checkpoint: Checkpoint | None, has_gpus: bo
 
 
 def are_budgets_tried(has_gpus: bool) -> bool:
-    """Tell whether budgets are tried out: on a CPU there is no memory to measure, but a test may have it run out."""
+    """Tell whether budgets are tried out before the first step: on GPUs, and where a test simulates full memory."""
     return has_gpus or faults.is_armed("trial.forward")
 
 
 def model_folder(config: Config, run_dir: Path) -> Path:
-    """Return where the trained model is exported to."""
+    """Return the folder to which the trained model is exported."""
     return Path(config.checkpoint.export_path) if config.checkpoint.export_path else run_dir / MODEL
 
 
@@ -190,7 +190,7 @@ def export_models(run: OpenRun, export: Callable[..., object], tokenizer: Any) -
     """
     path = run.model_folder
     run.journal.phase("export")
-    # The model last: where it is, all was exported.
+    # The model last: its presence shows that everything was exported.
     if run.config.train.ema.enabled:
         average = path.with_name(f"{path.name}_ema")
         export(average, True)
@@ -208,7 +208,7 @@ def export_models(run: OpenRun, export: Callable[..., object], tokenizer: Any) -
 
 @contextmanager
 def _advice(saver: Saver, command: str) -> Iterator[None]:
-    """Add to what ends a run how it is resumed, and to an interrupt what is lost."""
+    """Add a note to the error that ends a run: how to resume it; to an interrupt also what is lost."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -217,12 +217,12 @@ def _advice(saver: Saver, command: str) -> Iterator[None]:
     except RunError as error:
         step = saver.last_step()
         if step is not None and not isinstance(error, CheckpointError):
-            error.add_note(f"go on after step {step}: {command}")
+            error.add_note(f"resume after step {step}: {command}")
         raise
 
 
 def _is_finished(config: Config, checkpoint: Checkpoint, num_steps: int, run_dir: Path) -> bool:
-    """Tell whether the checkpoint is of the last step and the model was exported; print so."""
+    """Tell whether the checkpoint is of the last step and the model was exported; if so, print that."""
     if checkpoint.step > num_steps:
         raise UserError(
             f"{checkpoint.path} is of step {checkpoint.step}, and this run would end after {num_steps}: set"
@@ -243,7 +243,7 @@ def _cluster(make: type[Cluster], config: Config, dry: Plan) -> Cluster:
     """Make a cluster with room for the plan: an existing one, or our own with a logical device per planned device."""
     num_devices: int | None = 1 + max((device for role in dry.roles for device in role.devices), default=0)
     if is_cluster_there(config):
-        num_devices = None  # that cluster has its own
+        num_devices = None  # an existing cluster has devices of its own
     return make(config.cluster.runtime, num_devices=num_devices, timeout_s=config.cluster.call_timeout_s)
 
 
@@ -255,7 +255,7 @@ def _journal(
     view: LiveView,
     checkpoint: Checkpoint | None,
 ) -> Journal:
-    """Make the journal of a run, beginning with the notes that were made before."""
+    """Make the journal of a run, and record in it the notes of its inputs."""
     from hotseat.observe import Journal
 
     num_steps = inputs.algebra.num_steps or 0
@@ -280,7 +280,7 @@ def _journal(
 
 
 def _report(run_dir: Path, journal: Any) -> None:
-    """Write the report, however the run ended. A run does not fail because its report cannot be written."""
+    """Write the report, however the run ended. If that fails, print why: the run itself did not fail."""
     from hotseat.observe.report import write_report
 
     try:
@@ -288,16 +288,16 @@ def _report(run_dir: Path, journal: Any) -> None:
         journal.timeline.flush()
         journal.say(f"report: {write_report([run_dir], run_dir / 'report.html')}")
     except Exception as error:
-        # To the screen, not to a file: a full disk may be why.
+        # To the screen, not to a file: the disk may be full.
         print(f"the report could not be written: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> Any:
-    """Make what reports to Weights & Biases, if the config or a key in the environment asks for it."""
+    """Make the sink for Weights & Biases, if the config or a key in the environment asks for it."""
     from hotseat.observe import wandb_sink
 
     section = config.log.wandb
-    if not wandb_sink.is_wanted(section.enabled, os.environ):
+    if not wandb_sink.is_requested(section.enabled, os.environ):
         return None
     if not wandb_sink.is_installed():
         say(f"{wandb_sink.KEY} is set, but {wandb_sink.HINT}")
@@ -315,7 +315,7 @@ def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed
 
 
 def _starting(config: Config) -> str:
-    """Word the stage in which a cluster is started, or met."""
+    """Describe the stage in which a cluster is started or connected to."""
     if config.cluster.runtime == "local":
         return "preparing to run in this process"
     return f"attaching to Ray at {os.environ['RAY_ADDRESS']}" if os.environ.get("RAY_ADDRESS") else "starting Ray"
@@ -323,9 +323,9 @@ def _starting(config: Config) -> str:
 
 @contextmanager
 def stoppable() -> Iterator[list[Saver]]:
-    """Make SIGTERM end a run as Ctrl-C does: through the clean-up of everything that was started.
+    """Make SIGTERM end a run as Ctrl-C does, with the clean-up of everything that was started.
 
-    With a saver in the list that it yields, the first SIGTERM lets the step under way finish and be saved.
+    With a saver in the list that this yields, the first SIGTERM lets the current step finish and be saved.
     """
     savers: list[Saver] = []
     if threading.current_thread() is not threading.main_thread():
@@ -338,7 +338,7 @@ def stoppable() -> Iterator[list[Saver]]:
             raise KeyboardInterrupt
         for saver in waiting:
             saver.is_stopping = True
-        # Straight to the file: whoever was interrupted may hold the locks of everything else.
+        # Straight to the file descriptor: the interrupted code may hold the locks of every other way to print.
         os.write(2, b"hotseat: SIGTERM: this step is finished and saved, then the run ends; a second one ends it now\n")
 
     before = signal.signal(signal.SIGTERM, stop)

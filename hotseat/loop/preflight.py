@@ -1,4 +1,4 @@
-"""Checks before anything starts: everything that can be wrong with a run is found before a model loads."""
+"""Checks everything that can be wrong with a run before a model loads."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from hotseat.loop.setup.inputs import SupervisedData
 
 MAX_LOGICAL_DEVICES = 64
-ENGINES = "rollout"  # the role whose processes do not train together
+ENGINES = "rollout"  # the only role whose processes work independently of each other
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every run reads before it starts."""
+    """Inputs that every run reads before it starts."""
 
     tokenizer: Any
-    rows: Sequence[Any]  # what is learned from, in the order of the file
-    notes: list[str]  # what was noticed on the way, to be recorded
+    rows: Sequence[Any]  # prompts, examples or pairs to learn from, in the order of the file
+    notes: list[str]  # warnings and facts for the journal
     algebra: BatchAlgebra
 
 
 @dataclass(frozen=True)
 class RlInputs(Inputs):
-    """What a reinforcement run reads."""
+    """Inputs of a reinforcement run."""
 
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
@@ -46,14 +46,14 @@ class RlInputs(Inputs):
 
 @dataclass(frozen=True)
 class SupervisedInputs(Inputs):
-    """What a supervised run reads."""
+    """Inputs of a supervised run."""
 
     data: SupervisedData
     plan: Plan | None  # None: a launcher has placed the ranks
 
 
 def rl_inputs(config: Config) -> RlInputs:
-    """Read tokenizer and data of a reinforcement run, and raise for everything that stands in its way."""
+    """Read tokenizer and data of a reinforcement run. Raises for everything that would stop it."""
     from hotseat.loop.setup.inputs import check_models, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
@@ -77,9 +77,9 @@ def rl_inputs(config: Config) -> RlInputs:
 
 
 def supervised_inputs(config: Config, num_launched: int | None = None) -> SupervisedInputs:
-    """Read tokenizer and data of a supervised run, and raise for everything that stands in its way.
+    """Read tokenizer and data of a supervised run. Raises for everything that would stop it.
 
-    num_launched: so many ranks were started by a launcher; None: the run starts its ranks itself.
+    num_launched: number of ranks that a launcher started; None: the run starts its ranks itself.
     """
     from hotseat.loop.setup.inputs import check_models, load_tokenizer, supervised
 
@@ -99,7 +99,7 @@ def supervised_inputs(config: Config, num_launched: int | None = None) -> Superv
 
 
 def _check_launched(config: Config, num_launched: int) -> int:
-    """Return how many of the launched ranks learn from different examples. Raises for what they cannot do."""
+    """Return the number of data-parallel ranks among those launched. Raises for options that they do not support."""
     from hotseat.train.sequence import check_ranks
     from hotseat.train.tensor import TENSOR_PARALLEL_SIZE
 
@@ -114,14 +114,14 @@ def _check_launched(config: Config, num_launched: int) -> int:
 
 
 def refuse_what_cannot_start(config: Config) -> None:
-    """Raise for everything that stands in the way and can be seen without reading the data."""
+    """Raise for everything that would stop the run and can be seen without reading the data."""
     refuse_at_once(config)
-    absent = _packages_not_there(config)
+    absent = _missing_packages(config)
     if absent:
         raise UserError("this run cannot start:\n" + "\n".join(f"  {key}: {message}" for key, message in absent))
 
 
-def _packages_not_there(config: Config) -> list[tuple[str, str]]:
+def _missing_packages(config: Config) -> list[tuple[str, str]]:
     from hotseat.observe import wandb_sink
     from hotseat.rollout import vllm_versions
     from hotseat.train import liger
@@ -144,7 +144,7 @@ def is_cluster_there(config: Config) -> bool:
 
 
 def _check_runtime(config: Config, plan: Plan) -> None:
-    """Raise if a role has several ranks that would have to meet in one process: its ranks would wait for each other."""
+    """Raise if a role would have several ranks in one process: their collectives would wait for each other."""
     if config.cluster.runtime != "local":
         return
     for role in plan.roles:
@@ -157,7 +157,7 @@ def _check_runtime(config: Config, plan: Plan) -> None:
 
 
 def _check_transport(config: Config, plan: Plan) -> None:
-    """Raise if weights cannot travel as asked between devices of this machine; others are asked when they are there."""
+    """Raise if this machine's devices cannot use the configured weight transport. A remote cluster is checked later."""
     import torch
 
     from hotseat.loop.setup import settings
@@ -167,7 +167,7 @@ def _check_transport(config: Config, plan: Plan) -> None:
 
 
 def check_training(config: Config, algebra: BatchAlgebra) -> None:
-    """Raise for what each rank would refuse in its own process, after engines have loaded their model."""
+    """Raise now for options that ranks would otherwise refuse only after engines have loaded their model."""
     import torch
 
     from hotseat.loop.setup import settings
@@ -188,7 +188,7 @@ def check_training(config: Config, algebra: BatchAlgebra) -> None:
 
 
 def local_inventory(config: Config) -> Inventory | None:
-    """Return the devices to plan for before a cluster is there: those of the config, or of this machine.
+    """Return the devices to plan for before a cluster is connected: those of the config, or of this machine.
 
     None if an existing cluster will be used, whose devices are not known yet.
     """

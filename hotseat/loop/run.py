@@ -9,11 +9,10 @@ from pathlib import Path
 from hotseat import clock
 from hotseat.config import Config
 from hotseat.config.maths import maths_notes
-from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, say_plan
+from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, record_plan
 from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view
-from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.state.saving import BACKEND, critic_folder
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
@@ -24,8 +23,8 @@ def start(
 ) -> dict[str, float]:
     """Run a config to its end.
 
-    launched: this process is one rank of several that a launcher started. view: shows already that the run starts.
-    notes: what was noticed before, to record in the run.
+    launched: this process is one rank of several that a launcher started. view: the live view, if it is open already.
+    notes: earlier findings, to record in the run.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
         refuse_what_cannot_start(config)
@@ -45,7 +44,6 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
     inputs.notes.extend(notes)
     from hotseat.loop.rl.assemble import COLUMNS, assemble
     from hotseat.loop.rl.launch import launch_groups
-    from hotseat.loop.rl.ledger import Ledger
     from hotseat.loop.rl.loop import train_rl
     from hotseat.loop.setup.inputs import eos_token_ids
     from hotseat.loop.state.watchdog import doing_in
@@ -55,18 +53,18 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
             return run.evaluation
         journal, saver = run.journal, run.saver
         with on_cluster(run, inputs.plan, pinged=("rollout",)) as place:
-            say_plan(journal, place, maths_notes(place.config))
+            record_plan(journal, place, maths_notes(place.config))
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
-            groups = launch_groups(place, inputs.algebra, eos, run.run_dir / LOGS, journal)
-            with assemble(place, inputs, groups, Ledger(run.run_dir), journal) as rl:
+            groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal)
+            with assemble(place, inputs, groups, run.run_dir, journal) as rl:
                 with saver.settled(journal), smaller_budget_kept(lambda: rl.micro_batches.config, saver.keep):
                     if place.has_new_budgets and are_budgets_tried(groups.have_gpus):
                         journal.phase("update")
                         rl.micro_batches.try_out(saver.keep)
                     saver.keep(rl.micro_batches.config)
                     evaluation = train_rl(rl, journal, saver, run.checkpoint)
-                if config.checkpoint.export_critic:  # first: a run with its model is finished
+                if config.checkpoint.export_critic:  # before the model, whose presence marks the run as finished
                     path = critic_folder(run.model_folder)
                     rl.checkpoints.export(path, role="critic")
                     inputs.tokenizer.save_pretrained(path)
@@ -88,7 +86,7 @@ def _start_supervised(config: Config, view: LiveView) -> dict[str, float]:
             return run.evaluation
         journal, saver = run.journal, run.saver
         with on_cluster(run, inputs.plan) as place:
-            say_plan(journal, place)
+            record_plan(journal, place)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             actor = launch_ranks(place, inputs, journal)
             if run.checkpoint is not None:
@@ -112,7 +110,7 @@ def _start_supervised(config: Config, view: LiveView) -> dict[str, float]:
 
 
 def _loading(config: Config, plan: Plan) -> str:
-    """Word the stage in which every role loads its model."""
+    """Describe the stage in which every role loads its model."""
     counts = {role.name: len(role.processes) for role in plan.roles}
     named = ", ".join(f"{name} x {count}" if count > 1 else name for name, count in counts.items())
     engine = ", vLLM compiles" if config.task == "rl" and config.rollout.engine == "vllm" else ""

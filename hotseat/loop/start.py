@@ -1,4 +1,4 @@
-"""The way into a run: refuse at once what cannot start, show that it starts, and only then load heavy libraries."""
+"""Entry of a run: refuses at once what cannot start, shows progress, and only then loads heavy libraries."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
 
 
 def make_view(config: Config, launched: bool) -> LiveView:
-    """Make what shows the run on the screen; of ranks that a launcher started, only the first shows anything."""
-    is_heard = not launched or os.environ.get("RANK", "0") == "0"
-    return LiveView(config.task, console=Console(quiet=not is_heard))
+    """Make the live view of a run; of ranks that a launcher started, only the first shows anything."""
+    is_shown = not launched or os.environ.get("RANK", "0") == "0"
+    return LiveView(config.task, console=Console(quiet=not is_shown))

@@ -1,4 +1,4 @@
-"""What people see of a run: files on disk, a live view, TensorBoard."""
+"""Output of a run: files on disk, a live view, TensorBoard, Weights & Biases."""
 
 from hotseat.observe.journal import METRICS, RECORDS, Journal, Silence
 from hotseat.observe.live import LiveView

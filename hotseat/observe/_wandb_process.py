@@ -1,8 +1,8 @@
-"""The process in which all of W&B happens. Run as a program; needs only the standard library and `wandb`.
+"""The process that runs W&B. Run as a program; needs only the standard library and `wandb`.
 
-It reads JSON lines: first what to start, then one record per step, until the pipe closes. It tells two things at
-most, as JSON lines on standard output: that it started, and the one thing that went wrong. Once the pipe is closed,
-by `close` or by the death of the run, it has so many seconds to finish, and then ends itself and all that it started.
+It reads JSON lines: first its settings, then one record per step, until the pipe closes. It writes at most two JSON
+lines to standard output: that it started, and the first failure. Once the pipe is closed, by `close` or by the death of
+the run, it has some seconds to finish, and then ends itself and all that it started.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SETTINGS = {
 def main() -> None:
     out = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # what wandb and its own processes print
+    os.dup2(nowhere, 1)  # drop the output of wandb and its processes
     os.dup2(nowhere, 2)
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_when_alone, args=(task["grace_s"],), daemon=True).start()
     try:
         run = _start(task)
-        # W&B's own count cannot go back: a run that goes on makes some steps again.
+        # W&B's own step counter cannot go back, but a resumed run repeats some steps.
         run.define_metric("*", step_metric="step")
         _tell(out, {"started": str(getattr(run, "url", None) or getattr(run, "dir", ""))})
         for line in sys.stdin:
@@ -58,7 +58,7 @@ def _start(task: dict[str, Any]) -> Any:
     import wandb
 
     known = getattr(wandb.Settings, "model_fields", SETTINGS)
-    wanted = {**SETTINGS, "init_timeout": task["start_s"]}
+    settings = {**SETTINGS, "init_timeout": task["start_s"]}
     return wandb.init(
         id=task["id"],
         resume="allow",
@@ -68,7 +68,7 @@ def _start(task: dict[str, Any]) -> Any:
         name=task["name"],
         dir=task["dir"],
         config=task["config"],
-        settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in known}),
+        settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
     )
 
 
@@ -81,9 +81,9 @@ def _tear_down() -> None:
 
 
 def _end_when_alone(grace_s: float) -> None:
-    """Waits until nobody can write to us any more, whether or not all was read; then for the end, but not for ever."""
+    """Wait until the pipe's other end is closed, even if not all is read, and end this process after a grace period."""
     poll = select.poll()
-    poll.register(0, 0)  # of a pipe that is asked for nothing, its closing is still told
+    poll.register(0, 0)  # no events: the closing of a pipe is reported anyway
     while not poll.poll():
         pass
     time.sleep(grace_s)
@@ -91,7 +91,7 @@ def _end_when_alone(grace_s: float) -> None:
 
 
 def end_with_children(pid: int, code: int | None = None) -> None:
-    """End a process and all that it started. `code`: this process is meant, and ends with it."""
+    """End a process and all that it started. code: exit code if `pid` is this process; None for another one."""
     if code is None:
         _stop(pid)
     for child in reversed(_stopped_descendants(pid)):
@@ -104,21 +104,21 @@ def end_with_children(pid: int, code: int | None = None) -> None:
 
 
 def _stop(pid: int) -> None:
-    """So that it starts nothing more."""
+    """Stop a process, so that it starts no more children."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGSTOP)
 
 
 def _stopped_descendants(pid: int) -> list[int]:
-    """Parents first. W&B's service has a session of its own, so its group does not tell."""
-    found: list[int] = []
+    """Stop and list all descendants, parents first. W&B's service has its own session and group."""
+    descendants: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 for child in map(int, file.read().split()):
                     _stop(child)
-                    found += [child, *_stopped_descendants(child)]
-    return found
+                    descendants += [child, *_stopped_descendants(child)]
+    return descendants
 
 
 def _tell(out: int, message: dict[str, str]) -> None:

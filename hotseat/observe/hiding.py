@@ -1,4 +1,4 @@
-"""What others are shown of a config: the report is sent around, and Weights & Biases is somebody else's server."""
+"""Removal of secrets from configs that others may see, in reports and at Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HIDDEN = "***"
 
 
 def without_secrets(values: Any, key: str = "") -> Any:
-    """A config as it may be shown to others: no values of environment variables, no passwords in addresses."""
+    """Return a config without the values of environment variables and without passwords in addresses."""
     if isinstance(values, Mapping):
         is_hidden = key == "env_vars"
         return {name: _HIDDEN if is_hidden else without_secrets(value, name) for name, value in values.items()}

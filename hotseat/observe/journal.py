@@ -1,4 +1,4 @@
-"""The journal: all that a run tells, to the screen and to the files of its directory."""
+"""The journal, which writes a run's output to the screen and to the files of its directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVENTS = "events.jsonl"
 TIMELINE = "timeline.json"
 RECORDS = (METRICS, DISTRIBUTIONS, SAMPLES, EVENTS, TIMELINE)
 
-# The phases in words, until each has come to its end once.
+# Descriptions of phases, shown during the first step.
 FIRST_TIME = {
     "sync": "sending the weights to the engines",
     "evaluate": "evaluating",
@@ -32,15 +32,15 @@ FIRST_TIME = {
     "save": "saving a checkpoint",
 }
 
-AFTERWARDS = ("save", "export")  # phases that come when the numbers of their step are known
+AFTERWARDS = ("save", "export")  # phases that follow after the metrics of their step are recorded
 
-MAX_VALUES = 64  # different ones in a distribution; above that they are binned
+MAX_VALUES = 64  # distinct values of a distribution; more are binned
 
-Kind = Literal["start", "note", "warning", "fault"]  # start: of a command, at its time
+Kind = Literal["start", "note", "warning", "fault"]  # start: a command began
 
 
 class Sink(Protocol):
-    """Takes the numbers of each step."""
+    """A further receiver of each step's metrics."""
 
     def write(self, step: int, values: Mapping[str, Any]) -> None: ...
 
@@ -48,7 +48,10 @@ class Sink(Protocol):
 
 
 class Journal(Closing):
-    """last_step: of the checkpoint that a run goes on from; what the files say of later steps is taken back."""
+    """Records a run: metrics, distributions, samples, events and the timeline.
+
+    last_step: that of the checkpoint that a run resumes from; records of later steps are removed from the files.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Journal(Closing):
         last_step: int | None = None,
         started_s: float | None = None,
     ):
-        """`started_s`: when the command began, for the record."""
+        """Open the files of a run directory. started_s: when the command began."""
         self._view = view
         self._num_steps = num_steps
         self._log_every = log_every
@@ -87,12 +90,12 @@ class Journal(Closing):
         self._events.write({"time": when_s, "step": max(0, self._step), "kind": "start", "text": text})
 
     def add(self, sink: Sink) -> None:
-        """Somebody else who gets the numbers, and is closed before everything here."""
+        """Add a sink, which gets the metrics of each step and is closed before the journal's own files."""
         self._sinks.append(sink)
         self._stack.callback(sink.close)
 
     def phase(self, name: str) -> None:
-        """What is going on from now on."""
+        """Begin a phase, and end the one before."""
         self.end_phase()
         self._phase = name, time.time(), self._step if name in AFTERWARDS else self._step + 1
         if self._has_stepped:
@@ -103,7 +106,7 @@ class Journal(Closing):
             self._view.stage(f"step {self._phase[2] or 1}: {FIRST_TIME.get(name, name)}")
 
     def stage(self, text: str, processes: Callable[[], list[str]] | None = None) -> None:
-        """Show a stage of the start-up. processes: describes what the processes do that it waits for, a line each."""
+        """Show a stage of the start-up. processes: returns a line about each process that the stage waits for."""
         self._view.processes = processes
         self._view.stage(text)
 
@@ -113,18 +116,18 @@ class Journal(Closing):
         self._record(text, "note")
 
     def say(self, text: str, kind: Kind = "note") -> None:
-        """A line that stays."""
+        """Print a line, and record it as an event."""
         self._view.say(text)
         self._record(text, kind)
 
     def _record(self, text: str, kind: Kind) -> None:
-        with self._lock:  # what looks after the processes has a thread of its own
+        with self._lock:  # the thread that watches the processes records events, too
             self._events.write({"time": time.time(), "step": max(0, self._step), "kind": kind, "text": text})
         if kind == "fault":
             self.timeline.instant("phases", "phases", text.splitlines()[0][:200])
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The numbers of a finished step."""
+        """Record the metrics of a finished step."""
         self._step = step
         self._has_stepped = self._has_stepped or step > 0
         self._view.processes = None
@@ -137,11 +140,11 @@ class Journal(Closing):
             self._view.step(step, metrics)
 
     def distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """How the values of a step are spread."""
-        self._distributions.write({"step": step} | {name: spread(each) for name, each in values.items() if each})
+        """Record histograms of a step's values."""
+        self._distributions.write({"step": step} | {name: histogram(each) for name, each in values.items() if each})
 
     def samples(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Recorded samples."""
+        """Record samples, a mapping each."""
         for line in lines:
             self._samples.write(line)
 
@@ -150,7 +153,7 @@ class Journal(Closing):
         self._stack.close()
 
     def end_phase(self) -> None:
-        """Nothing is going on any more."""
+        """End the current phase, if there is one."""
         if self._phase is not None:
             name, started_s, step = self._phase
             self.timeline.span("phases", "phases", name, started_s, time.time(), step=step)
@@ -175,8 +178,8 @@ class Silence(Journal):
     def close(self) -> None: ...
 
 
-def spread(values: Sequence[float]) -> list[list[float]]:
-    """(value, count) pairs of what is finite; of more than `MAX_VALUES` different ones, (middle, count) of bins."""
+def histogram(values: Sequence[float]) -> list[list[float]]:
+    """Count finite values as [value, count] pairs; more than `MAX_VALUES` distinct ones as [middle, count] of bins."""
     values = [value for value in values if math.isfinite(value)]
     counts = Counter(values)
     if len(counts) > MAX_VALUES:

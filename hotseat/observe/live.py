@@ -1,7 +1,7 @@
-"""The live view: one line per step, and below it, on a terminal, what is going on right now.
+"""The live view: one line per step and, on a terminal, the current phase below it.
 
-It begins with the command, before a model or a library is loaded. Until the first step is done, where there is no
-terminal, every stage is a dated line.
+It begins with the command, before a model or a library is loaded. Without a terminal, every stage up to the end of the
+first step is a dated line.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rich.text import Text
 
 
 class LiveView:
-    """Shows phase, step, the columns it was given, and when the run will be done. Plain lines when not a terminal."""
+    """Shows phase, step, chosen metrics and the remaining time; plain lines if the console is not a terminal."""
 
     def __init__(
         self, title: str, num_steps: int = 0, columns: Mapping[str, str] | None = None, console: Console | None = None
     ):
-        """`columns` maps a metric to how it is shown, such as `{"reward": "reward {:.3f}"}`."""
+        """Make a view. columns: maps a metric to its format, such as `{"reward": "reward {:.3f}"}`."""
         self._title = title
         self._num_steps = num_steps
         self._columns = columns or {}
@@ -32,14 +32,14 @@ class LiveView:
         self._phase = "starting"
         self._step = 0
         self._started_s = self._phase_started_s = time.monotonic()
-        self.processes: Callable[[], list[str]] | None = None  # what each process does that is being waited for
+        self.processes: Callable[[], list[str]] | None = None  # returns a line about each process that is waited for
 
     def expect(self, num_steps: int, columns: Mapping[str, str]) -> None:
-        """Take what is known only when config and data have been read."""
+        """Set the number of steps and the columns, which are known only after config and data have been read."""
         self._num_steps, self._columns = num_steps, columns
 
     def begin(self) -> None:
-        """The first step begins: what came before it has no part in the pace."""
+        """Start the clock for the remaining time, at the begin of the first step."""
         self._started_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -56,7 +56,7 @@ class LiveView:
             self._live = None
 
     def phase(self, name: str) -> None:
-        """What is going on now."""
+        """Show a phase as the current one."""
         self._phase, self._phase_started_s = name, time.monotonic()
 
     def stage(self, text: str) -> None:
@@ -66,13 +66,13 @@ class LiveView:
             self.progress(text)
 
     def progress(self, text: str) -> None:
-        """Show a line of the start-up that stays: on a terminal above what is going on, elsewhere with its date."""
+        """Print a line about the start-up: on a terminal above the status, elsewhere with its date."""
         stamp = "" if self._console.is_terminal else time.strftime("%Y-%m-%d %H:%M:%S  ")
         self._console.print(f"{stamp}{text}", highlight=False, markup=False, soft_wrap=True)
         self._console.file.flush()
 
     def step(self, step: int, values: Mapping[str, float | None]) -> None:
-        """A finished step: one line that stays."""
+        """Print the line of a finished step."""
         self._step = step
         width = len(str(self._num_steps))
         cells = [f"{self._title} {step:>{width}}/{self._num_steps}"]
@@ -80,11 +80,11 @@ class LiveView:
         self._console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:
-        """Seconds to the end at the pace so far."""
+        """Estimate the remaining seconds from the pace so far."""
         if not self._step:
             return None
         return (time.monotonic() - self._started_s) / self._step * (self._num_steps - self._step)

@@ -1,4 +1,4 @@
-"""Metrics: one JSON object per line on disk, the copy that counts, and TensorBoard beside it."""
+"""Metrics: one JSON object per line on disk, and the same numbers for TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHUNK = 1 << 16
 
 
 class Closing(ABC):
-    """What is closed when the block that it was opened for ends."""
+    """Base of objects that are closed at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -34,12 +34,12 @@ class Closing(ABC):
 
 
 class JsonLines(Closing):
-    """One object per line, appended and flushed at once, so that a run that dies has said all it knew."""
+    """Writer of one JSON object per line. Each is flushed at once, so that a run that dies loses none."""
 
     def __init__(self, path: Path, last_step: int | None = None):
-        """`last_step`: what a file that is there says of later steps is forgotten, since they are made again.
+        """Open a file to append. last_step: records of later steps are removed, since a resumed run repeats them.
 
-        Steps are written in order, and each record begins with its own.
+        That relies on records in the order of their steps, each beginning with its step.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         drop_cut_line(path)
@@ -57,7 +57,7 @@ class JsonLines(Closing):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every complete line. A last line that a crash cut short is left out."""
+    """Read all complete lines; a last line that a crash cut short is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith("\n"):
@@ -66,7 +66,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class TensorBoard:
-    """The same numbers for TensorBoard."""
+    """Writer of metrics for TensorBoard."""
 
     def __init__(self, path: Path, last_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter
@@ -84,7 +84,7 @@ class TensorBoard:
 
 
 def drop_cut_line(path: Path) -> None:
-    """Take away a last line that a crash cut short, so that what is appended begins on a line of its own."""
+    """Remove a last line that a crash cut short, so that appended text begins on a new line."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -92,9 +92,9 @@ def drop_cut_line(path: Path) -> None:
         while start > 0:
             start = max(0, start - _CHUNK)
             file.seek(start)
-            found = file.read(min(_CHUNK, end - start)).rfind(b"\n")
-            if found >= 0:
-                file.truncate(start + found + 1)
+            newline = file.read(min(_CHUNK, end - start)).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
                 return
         file.truncate(0)
 
@@ -114,7 +114,7 @@ def _drop_later(path: Path, last_step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: a number that is not finite is written as its name."""
+    """Replace numbers that are not finite by their names, since JSON has no NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What libraries say that concerns nobody."""
+"""Suppression of library messages that are of no use to anybody."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 @contextmanager
-def unheard(logger_name: str, is_noise: Callable[[str], bool]) -> Iterator[None]:
-    """Without those lines of a logger. It need not exist yet."""
+def without_log_lines(logger_name: str, is_noise: Callable[[str], bool]) -> Iterator[None]:
+    """Drop the lines of a logger for which `is_noise` is true. The logger need not exist yet."""
 
     def is_heard(record: logging.LogRecord) -> bool:
         return not is_noise(record.getMessage())
@@ -23,5 +23,5 @@ def unheard(logger_name: str, is_noise: Callable[[str], bool]) -> Iterator[None]
 
 
 def without_deepspeeds_greeting() -> AbstractContextManager[None]:
-    """Around what saves a model: transformers imports DeepSpeed then, used or not, which tells that there is no GPU."""
-    return unheard("DeepSpeed", lambda text: text.startswith("Setting accelerator to CPU"))
+    """Drop DeepSpeed's note that there is no GPU: transformers imports it to save a model, used or not."""
+    return without_log_lines("DeepSpeed", lambda text: text.startswith("Setting accelerator to CPU"))

@@ -1,4 +1,4 @@
-"""The timeline: who did what when, as trace events that Perfetto and Chrome open."""
+"""The timeline: spans of work by process and thread, as trace events that Perfetto and Chrome open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotseat.observe.metrics import drop_cut_line
 class Timeline:
     """Appends events to a file. Times are seconds of `time.time`. Threads may share it.
 
-    Numbers of processes and threads come from their names, so that a run that goes on draws on the same lines.
+    Numbers of processes and threads come from their names, so that a resumed run continues the same lanes.
     """
 
     def __init__(self, path: Path):
@@ -28,11 +28,11 @@ class Timeline:
             self._file.write("[\n")
 
     def span(self, process: str, thread: str, name: str, start_s: float, end_s: float, **facts: Any) -> None:
-        """Something that took its time. `kind` among the facts becomes the event's category."""
+        """Record a span of time. `kind` among the facts becomes the event's category."""
         self._event(process, thread, name, "X", start_s, {"dur": round(1e6 * max(0.0, end_s - start_s))}, facts)
 
     def instant(self, process: str, thread: str, name: str, **facts: Any) -> None:
-        """Something that happened now."""
+        """Record an event that happens now."""
         self._event(process, thread, name, "i", time.time(), {"s": "g"}, facts)
 
     def flush(self) -> None:
@@ -68,12 +68,12 @@ class Timeline:
 
 
 def _number(name: str) -> int:
-    """The two that everything else is read against come first."""
+    """Number a process or thread by its name; phases and devices come first."""
     return {"phases": 1, "devices": 2}.get(name) or 10 + zlib.crc32(name.encode()) % 1_000_000
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """Every complete event."""
+    """Read all complete events of a timeline."""
     events = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if line.endswith(",\n"):

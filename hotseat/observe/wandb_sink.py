@@ -1,7 +1,7 @@
-"""The same numbers for Weights & Biases, which may be slow, unreachable or broken without the run noticing.
+"""Metrics for Weights & Biases, which may be slow, unreachable or broken without an effect on the run.
 
-All of W&B happens in a process of its own (`_wandb_process`): it can hang, and it leaves exit hooks and a service
-behind where it was started. A thread feeds that process from a bounded queue. The key stays in the environment.
+W&B runs in a process of its own (`_wandb_process`), because it can hang, and leaves exit hooks and a service behind in
+the process that starts it. A thread feeds that process from a bounded queue. The key stays in the environment.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from hotseat.observe.metrics import Value
 ID_FILE = "wandb.json"
 HINT = "the wandb package is not installed: pip install 'hotseat[wandb]'"
 MAX_WAITING = 1000  # records
-START_S = 60.0  # for W&B to answer at all, while the run goes on
-CLOSE_S = 5.0  # at the end of a run: for W&B to have started, and again for what it still has to send
+START_S = 60.0  # limit for W&B's first answer, while the run continues
+CLOSE_S = 5.0  # limits at the end of a run: for W&B to have started, and again for sending the rest
 
 
 def is_installed() -> bool:
-    """A folder `wandb` that an earlier run left in the working directory is not the package."""
+    """Return whether the package is installed. A folder `wandb` that an earlier run left behind does not count."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None
 
 
-def is_wanted(is_enabled: bool, environment: Mapping[str, str]) -> bool:
-    """By the config, or by a key in the environment unless W&B is turned off there."""
+def is_requested(is_enabled: bool, environment: Mapping[str, str]) -> bool:
+    """Return whether the config, or a key in the environment, turns W&B on; WANDB_MODE=disabled overrides the key."""
     return is_enabled or bool(environment.get(KEY) and environment.get("WANDB_MODE") != "disabled")
 
 
 class WandbSink:
-    """Takes the metrics of each step and never waits, raises or says more than one line about what went wrong.
+    """Passes the metrics of each step to W&B. It never waits or raises, and prints at most one line about failures.
 
     The feeding thread takes records from the queue and waits for the process to read them; `close` and the death of
-    the process wake it. The hearing thread waits for what the process tells, until that ends.
+    the process wake it. The hearing thread reads the process's messages until it ends.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WandbSink:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most, and end everything of W&B's."""
+        """Send the remaining records, for a few seconds at most, and end W&B's processes."""
         with self._changed:
             is_first, self._is_closing = not self._is_closing, True
             self._changed.notify_all()
@@ -149,7 +149,7 @@ class WandbSink:
                 process.stdin.write(record)
                 process.stdin.flush()
         except OSError:
-            pass  # it has ended: the other thread hears why
+            pass  # the process has ended: the hearing thread reads why
         finally:
             with contextlib.suppress(OSError):
                 process.stdin.close()
@@ -169,7 +169,7 @@ class WandbSink:
         self._has_started.set()
 
     def _fail(self, what: str) -> None:
-        """It is of no more use: nothing waits for it, and nothing more is said."""
+        """Give up on W&B: drop waiting records, wake the feeding thread, and warn once."""
         with self._changed:
             self._has_failed = True
             self._waiting.clear()
@@ -185,15 +185,15 @@ class WandbSink:
 
 
 def _run_id(path: Path, is_resumed: bool) -> str:
-    """The one under which the run is known there; a run that goes on keeps it."""
+    """Return the run's id at W&B, which a resumed run keeps."""
     if is_resumed:
         try:
             return str(json.loads(path.read_text())["id"])
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # it was not reported before
-    found = secrets.token_hex(4)
-    path.write_text(json.dumps({"id": found}) + "\n")
-    return found
+            pass  # W&B was off before
+    run_id = secrets.token_hex(4)
+    path.write_text(json.dumps({"id": run_id}) + "\n")
+    return run_id
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

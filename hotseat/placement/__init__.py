@@ -1,4 +1,4 @@
-"""Where roles go and what is on which device when: a pure planner that needs no device and no cluster.
+"""The planner: which devices each role gets, and which parts are on a device when. It needs no device and no cluster.
 
 inventory = Inventory.parse("1x8xA100-80G")
 roles = [RoleSpec("actor", "all", ...), RoleSpec("rollout", "@actor", share=0.5, ...)]
@@ -9,8 +9,8 @@ from hotseat.placement.flow import (
     Flow,
     Overlap,
     Phase,
-    Step,
-    Work,
+    PhaseStep,
+    RoleWork,
     check_flow,
     default_flow,
     make_steps,
@@ -26,7 +26,7 @@ from hotseat.placement.inventory import (
     format_ranks,
     parse_node_ranks,
 )
-from hotseat.placement.locate import Located, Process, Request, locate
+from hotseat.placement.locate import Located, PlannedProcess, RoleRequest, locate
 from hotseat.placement.memory import (
     GIB,
     EngineMemory,
@@ -44,15 +44,15 @@ from hotseat.placement.plan import DeviceGroup, GroupStep, HostGroup, Plan, Plan
 from hotseat.placement.residency import HandOver, Holding, Move
 from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role
 from hotseat.placement.selection import (
-    Blocks,
     CpuProcesses,
+    DeviceBlocks,
     Elsewhere,
     InPools,
-    Ranks,
+    NumberRange,
+    RankSegment,
+    RankSelection,
     SameAs,
-    Segment,
     Selection,
-    Span,
     parse_placement,
     parse_selection,
 )
@@ -65,8 +65,8 @@ __all__ = [
     "ROLES",
     "UNKNOWN_KIND",
     "AssumedShape",
-    "Blocks",
     "CpuProcesses",
+    "DeviceBlocks",
     "DeviceGroup",
     "DeviceKind",
     "Elsewhere",
@@ -86,26 +86,26 @@ __all__ = [
     "Move",
     "Node",
     "NodePool",
+    "NumberRange",
     "Overlap",
     "Part",
     "Phase",
+    "PhaseStep",
     "Plan",
+    "PlannedProcess",
     "PlannedRole",
-    "Process",
-    "Ranks",
-    "Request",
+    "RankSegment",
+    "RankSelection",
     "RoleMemory",
+    "RoleRequest",
     "RoleSpec",
+    "RoleWork",
     "Route",
     "SameAs",
-    "Segment",
     "Selection",
     "SimulatorMemory",
-    "Span",
-    "Step",
     "Term",
     "TrainMemory",
-    "Work",
     "check_flow",
     "check_role",
     "default_flow",

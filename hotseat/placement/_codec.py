@@ -1,4 +1,4 @@
-"""Frozen dataclasses to plain JSON values and back, driven by their annotations."""
+"""Conversion of frozen dataclasses to plain JSON values and back, driven by their annotations."""
 
 from __future__ import annotations
 

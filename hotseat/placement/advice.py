@@ -1,6 +1,6 @@
-"""What a role's memory is estimated from, so that it can be estimated with another memory share.
+"""Search for engine memory shares with which a step fits.
 
-`hotseat.loop.planning.advice`, which knows configs, searches for settings that make a plan fit.
+`hotseat.loop.planning.advice`, which knows configs, searches for other settings that make a plan fit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hotseat.placement.flow import Step
+from hotseat.placement.flow import PhaseStep
 from hotseat.placement.memory import Layout, Memory, RoleMemory, estimate, total
 from hotseat.placement.residency import Holding, Tenant, working_terms, works_here
 from hotseat.placement.roles import Part
@@ -19,7 +19,7 @@ from hotseat.placement.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Settings:
-    """What a role's memory was estimated from, so that it can be estimated with something else."""
+    """Inputs of a role's memory estimate, kept so that it can be repeated with changes."""
 
     memory: Memory | None
     model: ModelShape | None
@@ -38,12 +38,12 @@ class _Step:
 
     tenants: Sequence[Tenant]
     settings: Mapping[str, Settings]
-    step: Step
+    step: PhaseStep
     holdings: Sequence[Holding]
     capacity: float
 
     def used(self, changed: Mapping[str, Settings | None]) -> float:
-        """GiB with other settings for some roles; None: without the role."""
+        """Return the GiB in use with other settings for some roles; None leaves a role out."""
         memories = {t.role: t.memory for t in self.tenants}
         for role, own in changed.items():
             memories[role] = own.estimate(role) if own is not None else None
@@ -57,8 +57,8 @@ class _Step:
         return self.used(changed) <= self.capacity and can_start(self.step, {**self.settings, **changed})
 
 
-def can_start(step: Step, settings: Mapping[str, Settings]) -> bool:
-    """Whether the share of every engine that generates here has room for its weights and the cache of one sequence."""
+def can_start(step: PhaseStep, settings: Mapping[str, Settings]) -> bool:
+    """Return whether every engine's memory share has room for its weights and the cache of one sequence."""
     for work in works_here(step, settings):
         memory = settings[work.role].estimate(work.role) if Part.KV_CACHE in work.parts else None
         if memory is not None and memory.min_share is not None:
@@ -70,18 +70,18 @@ def can_start(step: Step, settings: Mapping[str, Settings]) -> bool:
 def smaller_shares(
     tenants: Sequence[Tenant],
     settings: Mapping[str, Settings],
-    step: Step,
+    step: PhaseStep,
     holdings: Sequence[Holding],
     capacity: float,
 ) -> dict[str, float]:
-    """Return, for each engine at work, the largest memory share with which the step fits; nothing where none does."""
+    """Return, for each engine at work, the largest memory share with which the step fits, if there is one."""
     here = _Step(tenants, dict(settings), step, holdings, capacity)
     shares = {work.role: _share_that_fits(here, work.role) for work in works_here(step, settings)}
     return {role: share for role, share in shares.items() if share is not None}
 
 
 def _share_that_fits(here: _Step, role: str) -> float | None:
-    """The largest memory share, in hundredths, that leaves room for the others and lets the engine start."""
+    """Return the largest memory share, in hundredths, that leaves room for the others and lets the engine start."""
     own = here.settings[role]
     layout = own.layout
     if layout.share is None or layout.device_gib is None:
@@ -89,7 +89,7 @@ def _share_that_fits(here: _Step, role: str) -> float | None:
     memory = own.estimate(role)
     least = memory.min_share if memory is not None and memory.min_share is not None else 0.0
     others = here.used({role: None})
-    # What an engine keeps beside its share, seen where the share is large enough to be filled.
+    # Memory that the engine takes outside of its share, measured with a share large enough to be filled.
     enough = max(layout.share, least)
     filled = here.used({role: own.with_layout(share=enough)}) - others
     beside = max(0.0, filled - enough * layout.device_gib * layout.procs_per_device)

@@ -1,6 +1,6 @@
-"""What happens in one iteration: phases, who works in each, and what must be on the device meanwhile.
+"""The flow of one iteration: its phases, the roles that work in each, and the parts that must be on the device then.
 
-`parse_flow` reads the written form (its schema is in docs/placement.md), `default_flow` gives the usual one of a task.
+`parse_flow` reads the form of a config (its schema is in docs/placement.md); `default_flow` returns that of a task.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _TRAINS = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A role's work in a phase, and the parts that must be on its devices for it."""
+class RoleWork:
+    """A role at work in a phase, and the parts that must be on its devices for it."""
 
     role: str
     parts: tuple[Part, ...]
@@ -33,10 +33,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Works that belong together. `pushes` names the roles that get the actor's weights in this phase."""
+    """The work of roles at one point of the flow. `pushes` names the roles that get the actor's weights in it."""
 
     name: str
-    works: tuple[Work, ...]
+    works: tuple[RoleWork, ...]
     order: Order = "together"
     pushes: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How far the rollout of later batches may run beside the training on earlier ones.
+    """Limits within which the rollout of later batches may overlap training on earlier ones.
 
     `queue` batches may wait for training; a batch may be `staleness` weight versions old. Both 0: no overlap.
     """
@@ -74,7 +74,7 @@ class Flow:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Every role that works in some phase, in order of its first work."""
+        """Roles that work in some phase, in order of their first work."""
         return tuple(dict.fromkeys(role for phase in self.phases for role in phase.roles))
 
     @property
@@ -84,24 +84,24 @@ class Flow:
 
     @property
     def training_phases(self) -> tuple[Phase, ...]:
-        """Phases that use episodes: with overlap, the rollout of later ones goes on meanwhile."""
+        """Phases that use episodes; with overlap, the rollout of later ones continues meanwhile."""
         return tuple(phase for phase in self.phases if "rollout" not in phase.roles)
 
     def parts_of(self, role: str) -> tuple[Part, ...]:
-        """The parts of a role that some phase needs."""
+        """Return the parts of a role that some phase needs."""
         needed = {part for phase in self.phases for work in phase.works if work.role == role for part in work.parts}
         return tuple(part for part in Part if part in needed)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PhaseStep:
     """A phase, or one turn of a phase in which roles that share devices take turns: `prepare.1` is its second."""
 
     name: str
     phase: str
-    works: tuple[Work, ...]
+    works: tuple[RoleWork, ...]
     pushes: tuple[str, ...] = ()
-    beside: tuple[Work, ...] = ()  # the rollout of later batches, where overlap lets it go on during this step
+    beside: tuple[RoleWork, ...] = ()  # the rollout of later batches, where overlap allows it during this step
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Step:
 
 
 def default_flow(task: str, roles: Collection[str], overlap: Overlap | None = None) -> Flow:
-    """The usual flow of a task for the roles that are placed."""
+    """Return the usual flow of a task for the roles that are placed."""
     for role in roles:
         check_role(role)
     makers = {"rl": _rl, "embodied": _embodied, "sft": _sft, "rm": _rm, "dpo": _dpo}
@@ -134,17 +134,17 @@ def default_flow(task: str, roles: Collection[str], overlap: Overlap | None = No
 _Made = tuple[tuple[str, ...], tuple[Phase, ...]]
 
 
-def _forward(roles: frozenset[str], *names: str) -> tuple[Work, ...]:
-    return tuple(Work(name, (Part.WEIGHTS,)) for name in names if name in roles)
+def _forward(roles: frozenset[str], *names: str) -> tuple[RoleWork, ...]:
+    return tuple(RoleWork(name, (Part.WEIGHTS,)) for name in names if name in roles)
 
 
-def _train(roles: frozenset[str], *names: str) -> tuple[Work, ...]:
-    return tuple(Work(name, _TRAINS) for name in names if name in roles)
+def _train(roles: frozenset[str], *names: str) -> tuple[RoleWork, ...]:
+    return tuple(RoleWork(name, _TRAINS) for name in names if name in roles)
 
 
 def _rollout_phase(roles: frozenset[str]) -> Phase:
-    env = (Work("env", (Part.SIMULATOR,)),) if "env" in roles else ()
-    engine = (Work("rollout", (Part.WEIGHTS, Part.KV_CACHE)),) if "rollout" in roles else ()
+    env = (RoleWork("env", (Part.SIMULATOR,)),) if "env" in roles else ()
+    engine = (RoleWork("rollout", (Part.WEIGHTS, Part.KV_CACHE)),) if "rollout" in roles else ()
     return Phase("rollout", env + engine)
 
 
@@ -192,7 +192,7 @@ _PHASE_KEYS = ("name", "run", "train", "push", "order")
 
 
 def parse_flow(phases: Sequence[Mapping[str, object]], roles: Collection[str], overlap: Overlap | None = None) -> Flow:
-    """A flow from its written form, for these placed roles.
+    """Parse a flow as a config writes it, for these placed roles.
 
     Each phase has a `name`, an `order` (together or in_turn), and its works: `run` (a list of roles, or a mapping from
     role to parts), `train` (roles whose weights are updated), `push` (roles that get the actor's weights).
@@ -222,27 +222,29 @@ def _parse_phase(written: Mapping[str, object], index: int) -> Phase:
     if order not in get_args(Order):
         raise PlacementError(f"{where}: order is {order!r}: write together or in_turn")
     works = _run_works(written.get("run", ()), where)
-    works += [Work(role, _TRAINS) for role in _names(written.get("train", ()), "train", where)]
+    works += [RoleWork(role, _TRAINS) for role in _names(written.get("train", ()), "train", where)]
     pushes = _names(written.get("push", ()), "push", where)
     if pushes:
-        works += [Work(role, (Part.WEIGHTS,)) for role in ("actor", *pushes) if role not in {w.role for w in works}]
+        works += [RoleWork(role, (Part.WEIGHTS,)) for role in ("actor", *pushes) if role not in {w.role for w in works}]
     return Phase(name, tuple(works), "in_turn" if order == "in_turn" else "together", tuple(pushes))
 
 
-def _run_works(run: object, where: str) -> list[Work]:
+def _run_works(run: object, where: str) -> list[RoleWork]:
     if not isinstance(run, Mapping):
-        return [Work(role, _usual_parts(role)) for role in _names(run, "run", where)]
+        return [RoleWork(role, _usual_parts(role)) for role in _names(run, "run", where)]
     works = []
     for role, parts in run.items():
         names = [parts] if isinstance(parts, str) else parts
         if not isinstance(names, Sequence) or not names:
             raise PlacementError(f"{where}: parts of {role} are {parts!r}: write a list such as [weights, kv_cache]")
-        works.append(Work(check_role(str(role)), tuple(sorted({_part(n, where) for n in names}, key=list(Part).index))))
+        works.append(
+            RoleWork(check_role(str(role)), tuple(sorted({_part(n, where) for n in names}, key=list(Part).index)))
+        )
     return works
 
 
 def _usual_parts(role: str) -> tuple[Part, ...]:
-    """What a role needs for work that trains nothing."""
+    """Return the parts that a role needs for work without training."""
     return tuple(p for p in Part if p in PARTS_OF_ROLE[role] and p not in (Part.GRADIENTS, Part.OPTIMIZER))
 
 
@@ -256,10 +258,10 @@ def _part(name: object, where: str) -> Part:
         raise PlacementError(f"{where}: unknown part {name!r}: {hint}the parts are {', '.join(choices)}") from None
 
 
-def _names(given: object, key: str, where: str) -> list[str]:
-    names = [given] if isinstance(given, str) else given
+def _names(written: object, key: str, where: str) -> list[str]:
+    names = [written] if isinstance(written, str) else written
     if not isinstance(names, Sequence):
-        raise PlacementError(f"{where}: {key} is {given!r}: write a list of roles")
+        raise PlacementError(f"{where}: {key} is {written!r}: write a list of roles")
     return [check_role(str(name)) for name in names]
 
 
@@ -274,7 +276,7 @@ def check_flow(flow: Flow, roles: Collection[str]) -> None:
             raise PlacementError(f"flow: two phases are named {phase.name!r}: give each its own name")
         names.add(phase.name)
         if not phase.works:
-            raise PlacementError(f"{where}: nobody works: name roles under run, train or push")
+            raise PlacementError(f"{where}: no role works in it: name roles under run, train or push")
         _check_push(phase, where)
         for work in phase.works:
             _check_work(work, where, roles)
@@ -282,14 +284,14 @@ def check_flow(flow: Flow, roles: Collection[str]) -> None:
                 raise PlacementError(f"{where}: {work.role} is named twice: name it once, or make two phases")
 
 
-def _check_work(work: Work, where: str, roles: Collection[str]) -> None:
+def _check_work(work: RoleWork, where: str, roles: Collection[str]) -> None:
     for part in work.parts:
         if part not in PARTS_OF_ROLE[check_role(work.role)]:
             can = ", ".join(p for p in Part if p in PARTS_OF_ROLE[work.role])
             raise PlacementError(f"{where}: {work.role} has no {part}: it can have {can}")
     if work.role not in roles:
         raise PlacementError(
-            f"{where}: {work.role} works and is not placed: give it a selection or take it out of the phase"
+            f"{where}: {work.role} works in it but is not placed: give it a selection or take it out of the phase"
             f" (placed are {', '.join(roles) or 'none'})"
         )
 
@@ -309,13 +311,13 @@ def _check_push(phase: Phase, where: str) -> None:
             raise PlacementError(f"{where}: a push needs the weights of {role} on the device: add them to its parts")
 
 
-def make_steps(flow: Flow, devices: Mapping[str, Collection[int]]) -> tuple[Step, ...]:
-    """The flow's steps, given each role's devices.
+def make_steps(flow: Flow, devices: Mapping[str, Collection[int]]) -> tuple[PhaseStep, ...]:
+    """Cut the flow's phases into steps. devices: those of each role.
 
-    In an `in_turn` phase a work comes one turn after the last earlier work of the phase that shares a device with it;
-    works that share none go at the same time.
+    In an `in_turn` phase, a role works one step after the last of the roles before it that share a device with it;
+    roles that share none work at the same time.
     """
-    steps: list[Step] = []
+    steps: list[PhaseStep] = []
     beside = tuple(work for phase in flow.rollout_phases for work in phase.works) if flow.overlap.is_on else ()
     for phase in flow.phases:
         turns = [0] * len(phase.works)
@@ -327,5 +329,7 @@ def make_steps(flow: Flow, devices: Mapping[str, Collection[int]]) -> tuple[Step
         for turn in range(max(turns) + 1):
             name = phase.name if max(turns) == 0 else f"{phase.name}.{turn}"
             works = tuple(work for work, own in zip(phase.works, turns, strict=True) if own == turn)
-            steps.append(Step(name, phase.name, works, phase.pushes, beside if phase in flow.training_phases else ()))
+            steps.append(
+                PhaseStep(name, phase.name, works, phase.pushes, beside if phase in flow.training_phases else ())
+            )
     return tuple(steps)

@@ -1,4 +1,4 @@
-"""What there is to place roles on: nodes in order, each with devices of one kind, grouped into pools.
+"""The inventory that roles are placed on: nodes in order, each with devices of one kind, grouped into pools.
 
 Global device ids run over the nodes in order. A node may have no devices (a CPU node).
 """
@@ -14,15 +14,15 @@ from typing import Any
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import nearest
 
-DEFAULT_POOL = "cluster"  # as a selection's pool: every node, by device where there are devices
-NODE_POOL = "node"  # as a selection's pool: every node, by node, never by device
+DEFAULT_POOL = "cluster"  # pool of every node; ranks count devices, or nodes if there are no devices
+NODE_POOL = "node"  # pool of every node; ranks always count nodes
 MAX_DEVICES = 1_000_000
 RESERVED_POOLS = (DEFAULT_POOL, NODE_POOL)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """A kind of device. Memory is what a process can see as the device's total, not what the label on the box says."""
+    """A kind of device. Its memory is the total that a process sees, which is less than the advertised size."""
 
     name: str
     memory_gib: float | None = None
@@ -83,9 +83,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class NodePool:
-    """A named pool of nodes as a config gives it: which nodes, and the environment variables of each of them.
+    """A named pool of nodes as the config describes it: its nodes, and the environment variables of each of them.
 
-    `ignore_devices` places by node although the nodes have devices.
+    With `ignore_devices`, ranks in the pool count nodes even if the nodes have devices.
     """
 
     label: str
@@ -96,7 +96,7 @@ class NodePool:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All nodes, in rank order. `by_node` names the pools whose selections count nodes although they have devices."""
+    """Nodes in rank order. `by_node` names the pools whose selections count nodes although they have devices."""
 
     nodes: tuple[Node, ...]
     by_node: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Inventory:
 
     @classmethod
     def parse(cls, text: str) -> Inventory:
-        """An inventory from its short form.
+        """Parse an inventory's short form.
 
         `4x8xA100-80G` is 4 nodes of 8 devices, `2x4` devices of unknown kind, `2x8x24G` devices of 24 GiB, `2xcpu` two
         nodes without devices. Several are joined by commas, each may be a named pool: `a800=8x8xA800-80G,sim=4x8x4090`.
@@ -144,25 +144,25 @@ class Inventory:
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """The pools that nodes were given, in order of their first node; the reserved ones are not listed."""
+        """Named pools, in order of their first node, without the reserved ones."""
         return tuple(dict.fromkeys(node.pool for node in self.nodes if node.pool != DEFAULT_POOL))
 
     def devices_of(self, node: int) -> range:
-        """Global ids of a node's devices."""
+        """Return the global ids of a node's devices."""
         return range(self.first_devices[node], self.first_devices[node] + self.nodes[node].num_devices)
 
     def node_of(self, device: int) -> int:
-        """The node that has a global device id."""
+        """Return the node of a global device id."""
         if not 0 <= device < self.num_devices:
             raise PlacementError(f"device {device} does not exist: there are {self.num_devices}")
         return bisect_right(self.first_devices, device) - 1
 
     def local_index(self, device: int) -> int:
-        """A device's number on its own node, as device visibility counts."""
+        """Return a device's number on its own node, as in CUDA_VISIBLE_DEVICES."""
         return device - self.first_devices[self.node_of(device)]
 
     def pool_nodes(self, label: str) -> tuple[int, ...]:
-        """Ranks of a pool's nodes; the reserved pools hold every node."""
+        """Return the ranks of a pool's nodes; the reserved pools hold every node."""
         if label in RESERVED_POOLS:
             return tuple(range(self.num_nodes))
         ranks = tuple(node.rank for node in self.nodes if node.pool == label)
@@ -174,13 +174,13 @@ class Inventory:
         return ranks
 
     def places_by_node(self, label: str) -> bool:
-        """Whether ranks in this pool count nodes: no devices there, or asked for."""
+        """Return whether ranks in this pool count nodes: it has no devices, or the config says so."""
         if label == NODE_POOL or label in self.by_node:
             return True
         return all(self.nodes[rank].num_devices == 0 for rank in self.pool_nodes(label))
 
     def with_pools(self, pools: Sequence[NodePool]) -> Inventory:
-        """The same nodes, some of them in named pools and with environment variables."""
+        """Return an inventory of the same nodes, assigned to pools and with their environment variables."""
         nodes = list(self.nodes)
         owner: dict[int, str] = {}
         labels: set[str] = set()
@@ -211,27 +211,28 @@ class Inventory:
         return Inventory(tuple(nodes), tuple(sorted(by_node)))
 
     def with_hosts(self, *, cpus: int | None = None, memory_gib: float | None = None) -> Inventory:
-        """The same nodes, each with this many cores and this much host memory; what is None stays as it is."""
-        given = {"cpus": cpus, "host_memory_gib": memory_gib}
-        known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return replace(self, nodes=tuple(replace(node, **known) for node in self.nodes))
+        """Return an inventory of the same nodes, each with these cores and this host memory; None changes nothing."""
+        changes: dict[str, Any] = {} if cpus is None else {"cpus": cpus}
+        if memory_gib is not None:
+            changes["host_memory_gib"] = memory_gib
+        return replace(self, nodes=tuple(replace(node, **changes) for node in self.nodes))
 
     def __str__(self) -> str:
-        """`4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`."""
+        """Return `4 nodes x 8 A100-80G`, several sorts of nodes joined by `+`."""
         counts: dict[tuple[int, DeviceKind], int] = {}
         for node in self.nodes:
             counts[node.num_devices, node.device_kind] = counts.get((node.num_devices, node.device_kind), 0) + 1
         texts = []
         for (num_devices, kind), num_nodes in counts.items():
             what = f"{num_devices} {kind if kind.name else 'devices'}" if num_devices else "cpu"
-            if kind.name[:1].isdigit():  # only a memory size was given
+            if kind.name[:1].isdigit():  # the kind is only a memory size
                 what = f"{num_devices} devices of {kind}"
             texts.append(f"{num_nodes} node{'s' * (num_nodes > 1)} x {what}")
         return " + ".join(texts)
 
 
 def parse_node_ranks(text: str | int, num_nodes: int) -> tuple[int, ...]:
-    """Node ranks as a pool's config writes them: `all`, `3`, `0-7`, `0-1,4-5`."""
+    """Parse node ranks as a pool's config writes them: `all`, `3`, `0-7`, `0-1,4-5`."""
     if str(text).strip() == "all":
         return tuple(range(num_nodes))
     ranks: list[int] = []
@@ -248,14 +249,14 @@ def parse_node_ranks(text: str | int, num_nodes: int) -> tuple[int, ...]:
 
 
 def ranges(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as inclusive ranges: 0, 1, 2, 5 becomes (0, 2), (5, 5)."""
-    found: list[tuple[int, int]] = []
+    """Join ascending numbers into inclusive ranges: 0, 1, 2, 5 becomes (0, 2), (5, 5)."""
+    joined: list[tuple[int, int]] = []
     for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1] = (found[-1][0], rank)
+        if joined and rank == joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], rank)
         else:
-            found.append((rank, rank))
-    return tuple(found)
+            joined.append((rank, rank))
+    return tuple(joined)
 
 
 def format_ranges(spans: Iterable[tuple[int, int]]) -> str:
@@ -263,7 +264,7 @@ def format_ranges(spans: Iterable[tuple[int, int]]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """0, 1, 2, 5 becomes `0-2,5`."""
+    """Format numbers as ranges: 0, 1, 2, 5 becomes `0-2,5`."""
     return format_ranges(ranges(ranks))
 
 
@@ -275,7 +276,7 @@ def _check_label(label: str) -> None:
 
 
 def _parse_shape(shape: str, whole: str) -> tuple[int, int, DeviceKind]:
-    """Number of nodes, devices per node, their kind."""
+    """Parse `4x8xA100-80G` into the number of nodes, the devices per node, and their kind."""
     cpu = re.fullmatch(r"(?:(\d+)x)?cpu", shape, re.IGNORECASE)
     if cpu:
         num_nodes = int(cpu[1] or 1)

@@ -1,4 +1,4 @@
-"""From selections to processes: which devices of which node each process of each role gets."""
+"""Assignment of processes: selections in, the node and devices of each process of each role out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hotseat.placement.inventory import (
     format_ranks,
 )
 from hotseat.placement.selection import (
-    Blocks,
     CpuProcesses,
+    DeviceBlocks,
     Elsewhere,
     InPools,
-    Ranks,
+    RankSelection,
     SameAs,
     Selection,
     check_divides,
@@ -32,18 +32,18 @@ Where = Literal["devices", "cpu", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class PlannedProcess:
     """One process of a role: its rank in the role, its node, its devices (global ids, in order)."""
 
     rank: int
     node: int
     devices: tuple[int, ...] = ()
-    fraction: float = 1.0  # of each of its devices; below 1 where processes of this role share one
+    fraction: float = 1.0  # share of each of its devices; below 1 if processes of this role share a device
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Request:
-    """What `locate` needs to know of a role. `engine_size` is an engine's tensor-parallel size, None for others."""
+class RoleRequest:
+    """A role to be located. `engine_size` is an engine's tensor-parallel size, None for other roles."""
 
     role: str
     selection: Selection
@@ -53,57 +53,57 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a role is."""
+    """The processes and devices that were assigned to a role."""
 
     role: str
     where: Where
-    processes: tuple[Process, ...]
+    processes: tuple[PlannedProcess, ...]
     devices: tuple[int, ...]  # each once, in process order
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Spots:
-    """Devices or nodes in order, cut into the pieces within which processes are laid out."""
+    """Devices or nodes of a role in order, cut into pieces; each piece gets its own processes."""
 
     where: Where
     pieces: tuple[tuple[int, ...], ...]
-    procs: tuple[int | None, ...]  # processes asked for on each piece; None: not said
+    procs: tuple[int | None, ...]  # processes that the selection demands on each piece; None: no demand
 
     @property
     def items(self) -> tuple[int, ...]:
         return tuple(item for piece in self.pieces for item in piece)
 
 
-def locate(inventory: Inventory, requests: Sequence[Request]) -> dict[str, Located]:
-    """Every role's processes. Raises PlacementError where a selection cannot be had."""
+def locate(inventory: Inventory, requests: Sequence[RoleRequest]) -> dict[str, Located]:
+    """Assign the processes of every role. Raises PlacementError where a selection cannot be satisfied."""
     by_role = {request.role: request for request in requests}
     targets = {request.role: _follow(request, by_role) for request in requests}
     spots: dict[str, _Spots] = {}
     for request in requests:
         pools, selection = _split_pools(request.selection)
-        if isinstance(selection, Ranks):
+        if isinstance(selection, RankSelection):
             spots[request.role] = _spots_of_ranks(inventory, pools, selection, request.role)
         elif isinstance(selection, CpuProcesses):
             spots[request.role] = _spots_of_cpu(inventory, pools, selection)
         elif isinstance(selection, Elsewhere):
             spots[request.role] = _Spots("elsewhere", (), ())
-    spots |= _pack(inventory, [r for r in requests if isinstance(_split_pools(r.selection)[1], Blocks)], spots)
-    found: dict[str, Located] = {}
+    spots |= _pack(inventory, [r for r in requests if isinstance(_split_pools(r.selection)[1], DeviceBlocks)], spots)
+    located: dict[str, Located] = {}
     for request in sorted(requests, key=lambda request: targets[request.role] != request.role):
         target = targets[request.role]
         own = (
             spots[target]
             if target == request.role
-            else _shared_spots(request.role, target, spots[target], found[target])
+            else _shared_spots(request.role, target, spots[target], located[target])
         )
         processes = _processes(inventory, request, own, target)
         devices = own.items if own.where == "devices" else ()
-        found[request.role] = Located(request.role, own.where, processes, devices)
-    return {request.role: found[request.role] for request in requests}
+        located[request.role] = Located(request.role, own.where, processes, devices)
+    return {request.role: located[request.role] for request in requests}
 
 
 def _shared_spots(role: str, target: str, spots: _Spots, located: Located) -> _Spots:
-    """The devices of the role that `@role` leads to, or for a role without devices the nodes of its processes."""
+    """Return the devices of the role that `@role` leads to; for a role without devices, the nodes of its processes."""
     if spots.where == "elsewhere":
         raise PlacementError(
             f"{role}: @{target} has no devices to share, {target} is served elsewhere; place {role} itself"
@@ -113,8 +113,8 @@ def _shared_spots(role: str, target: str, spots: _Spots, located: Located) -> _S
     return _Spots("devices", spots.pieces, (None,) * len(spots.pieces))
 
 
-def _follow(request: Request, by_role: Mapping[str, Request]) -> str:
-    """The role whose own selection this one's `@role` leads to."""
+def _follow(request: RoleRequest, by_role: Mapping[str, RoleRequest]) -> str:
+    """Follow `@role` to the role that has a selection of its own."""
     path = [request.role]
     while isinstance(selection := by_role[path[-1]].selection, SameAs):
         if selection.role not in by_role:
@@ -142,7 +142,7 @@ def _nodes(inventory: Inventory, pools: Sequence[str]) -> tuple[int, ...]:
     return tuple(rank for label in pools for rank in inventory.pool_nodes(label))
 
 
-def _spots_of_ranks(inventory: Inventory, pools: tuple[str, ...], selection: Ranks, role: str) -> _Spots:
+def _spots_of_ranks(inventory: Inventory, pools: tuple[str, ...], selection: RankSelection, role: str) -> _Spots:
     by_node = [inventory.places_by_node(label) for label in pools]
     if any(by_node) and not all(by_node):
         raise PlacementError(
@@ -169,14 +169,14 @@ def _spots_of_ranks(inventory: Inventory, pools: tuple[str, ...], selection: Ran
 
 
 def _out_of_range(
-    role: str, selection: Ranks, rank: int, count: int, unit: str, pools: tuple[str, ...]
+    role: str, selection: RankSelection, rank: int, count: int, unit: str, pools: tuple[str, ...]
 ) -> PlacementError:
     where = "the inventory" if pools == (DEFAULT_POOL,) else f"pool {','.join(pools)}"
     plural = unit if count == 1 else f"{unit}s"
     text = f"{role}: rank {rank} is out of range: {where} has {count} {plural}, ranks 0-{count - 1}"
     if selection.from_int and rank >= 60:
         minutes, seconds = divmod(rank, 60)
-        # More devices would hide this slip, so it is not an error of that kind.
+        # Not a TooFewDevicesError: more devices would only hide this mistake.
         return PlacementError(
             f"{text}; YAML 1.1 reads an unquoted {minutes}:{seconds} as the number {rank}:"
             f' if that was meant, write "{minutes}:{seconds}" in quotes'
@@ -185,7 +185,7 @@ def _out_of_range(
 
 
 def _spots_of_cpu(inventory: Inventory, pools: tuple[str, ...], selection: CpuProcesses) -> _Spots:
-    """Spread evenly, on nodes without devices where there are any: those have no one else's host memory to share."""
+    """Distribute CPU processes evenly, over nodes without devices if there are any: their host memory is free."""
     nodes = _nodes(inventory, pools)
     nodes = tuple(rank for rank in nodes if inventory.nodes[rank].num_devices == 0) or nodes
     count = selection.count
@@ -193,8 +193,8 @@ def _spots_of_cpu(inventory: Inventory, pools: tuple[str, ...], selection: CpuPr
     return _Spots("cpu", (chosen,), (count,))
 
 
-def _pack(inventory: Inventory, requests: Sequence[Request], placed: Mapping[str, _Spots]) -> dict[str, _Spots]:
-    """Blocks onto nodes, first fit: in the order given or, where that fails, the largest blocks first."""
+def _pack(inventory: Inventory, requests: Sequence[RoleRequest], placed: Mapping[str, _Spots]) -> dict[str, _Spots]:
+    """Pack blocks onto nodes, first fit: in the order of the requests or, if that fails, the largest blocks first."""
     claimed = {device for spots in placed.values() if spots.where == "devices" for device in spots.items}
     largest_first = sorted(requests, key=lambda request: -_blocks(request).size)
     failed = None
@@ -206,16 +206,16 @@ def _pack(inventory: Inventory, requests: Sequence[Request], placed: Mapping[str
     raise TooFewDevicesError(_does_not_pack(inventory, requests, placed, failed))
 
 
-def _blocks(request: Request) -> Blocks:
+def _blocks(request: RoleRequest) -> DeviceBlocks:
     blocks = _split_pools(request.selection)[1]
-    assert isinstance(blocks, Blocks)
+    assert isinstance(blocks, DeviceBlocks)
     return blocks
 
 
 def _first_fit(
-    inventory: Inventory, requests: Sequence[Request], claimed: set[int]
-) -> tuple[dict[str, _Spots], Request | None]:
-    """The packed blocks, and the first request that found no room."""
+    inventory: Inventory, requests: Sequence[RoleRequest], claimed: set[int]
+) -> tuple[dict[str, _Spots], RoleRequest | None]:
+    """Return the packed blocks, and the first request for which there was no room."""
     free = [
         [device for device in inventory.devices_of(rank) if device not in claimed]
         for rank in range(inventory.num_nodes)
@@ -233,7 +233,7 @@ def _first_fit(
                     start += 1
                 piece = free[nodes[start]][: blocks.size] if start < len(nodes) else []
             else:
-                piece = _spread(inventory, nodes, free, blocks.size)
+                piece = _across_nodes(inventory, nodes, free, blocks.size)
             if not piece:
                 return packed, request
             taken = set(piece)
@@ -244,8 +244,8 @@ def _first_fit(
     return packed, None
 
 
-def _spread(inventory: Inventory, nodes: Sequence[int], free: list[list[int]], size: int) -> list[int]:
-    """A block larger than any node: whole free nodes, and for the rest of it the first node with room."""
+def _across_nodes(inventory: Inventory, nodes: Sequence[int], free: list[list[int]], size: int) -> list[int]:
+    """Choose devices for a block larger than any node: whole free nodes, and the first node with room for the rest."""
     piece: list[int] = []
     used: set[int] = set()
     for rank in nodes:
@@ -263,7 +263,7 @@ def _spread(inventory: Inventory, nodes: Sequence[int], free: list[list[int]], s
 
 
 def _does_not_pack(
-    inventory: Inventory, requests: Sequence[Request], placed: Mapping[str, _Spots], failed: Request
+    inventory: Inventory, requests: Sequence[RoleRequest], placed: Mapping[str, _Spots], failed: RoleRequest
 ) -> str:
     pools = _split_pools(failed.selection)[0]
     nodes = set(_nodes(inventory, pools))
@@ -290,12 +290,13 @@ def _does_not_pack(
         has = f"{where} has {total} ({_of(inventory, nodes)})"
         return f"the roles need {need} devices and {has}: {', '.join(sums)}; {share}"
     return (
-        f"{failed.role}: {failed.selection} finds no room in {where} ({_of(inventory, nodes)}): {need} of {total}"
-        f" devices are asked for ({', '.join(sums)}), a block of {_blocks(failed).size} must lie on one node; {share}"
+        f"{failed.role}: there is no room for {failed.selection} in {where} ({_of(inventory, nodes)}): the roles need"
+        f" {need} of {total} devices ({', '.join(sums)}), and a block of {_blocks(failed).size} must lie on one node;"
+        f" {share}"
     )
 
 
-def _other(here: Sequence[Request], by_rank: Mapping[str, set[int]], failed: Request) -> str | None:
+def _other(here: Sequence[RoleRequest], by_rank: Mapping[str, set[int]], failed: RoleRequest) -> str | None:
     others = [*by_rank, *(request.role for request in here if request.role != failed.role)]
     return "actor" if "actor" in others else others[0] if others else None
 
@@ -308,9 +309,9 @@ def _renumber(node: Node, rank: int) -> Node:
     return Node(rank, node.pool, node.num_devices, node.device_kind)
 
 
-def _enough_nodes(requests: Sequence[Request], size: int, num_claimed: int) -> int:
-    """How many nodes of this size hold everything, found by packing."""
-    bare = [Request(r.role, _blocks(r)) for r in requests]
+def _enough_nodes(requests: Sequence[RoleRequest], size: int, num_claimed: int) -> int:
+    """Return how many nodes of this size hold all requests, by trying to pack them."""
+    bare = [RoleRequest(r.role, _blocks(r)) for r in requests]
     need = num_claimed + sum(_blocks(r).count * _blocks(r).size for r in requests)
     fewest = -(-need // size)
     if need > MAX_DEVICES:
@@ -323,7 +324,7 @@ def _enough_nodes(requests: Sequence[Request], size: int, num_claimed: int) -> i
     raise AssertionError("a node per block is always enough")
 
 
-def _processes(inventory: Inventory, request: Request, spots: _Spots, target: str) -> tuple[Process, ...]:
+def _processes(inventory: Inventory, request: RoleRequest, spots: _Spots, target: str) -> tuple[PlannedProcess, ...]:
     if spots.where == "elsewhere":
         return ()
     if spots.where == "cpu":
@@ -340,7 +341,7 @@ def _processes(inventory: Inventory, request: Request, spots: _Spots, target: st
         num_procs = request.num_procs or len(spots.items)
         check_divides(len(spots.items), num_procs, f"{request.role}: {request.selection}")
         layout = [(spots.items, num_procs)]
-    processes: list[Process] = []
+    processes: list[PlannedProcess] = []
     for piece, count in layout:
         per_device = max(1, count // len(piece))
         width = max(1, len(piece) // count)
@@ -348,13 +349,13 @@ def _processes(inventory: Inventory, request: Request, spots: _Spots, target: st
             start = index // per_device * width
             devices = piece[start : start + width]
             node = _one_node(inventory, request, len(processes), devices)
-            processes.append(Process(len(processes), node, devices, 1 / per_device))
+            processes.append(PlannedProcess(len(processes), node, devices, 1 / per_device))
     return tuple(processes)
 
 
-def _cpu_processes(request: Request, spots: _Spots) -> tuple[Process, ...]:
+def _cpu_processes(request: RoleRequest, spots: _Spots) -> tuple[PlannedProcess, ...]:
     is_shared = isinstance(request.selection, SameAs)
-    processes: list[Process] = []
+    processes: list[PlannedProcess] = []
     for piece, said in zip(spots.pieces, spots.procs, strict=True):
         count = said or (request.num_procs if len(spots.pieces) == 1 else None) or len(piece)
         if count < len(piece) and not is_shared:
@@ -362,7 +363,9 @@ def _cpu_processes(request: Request, spots: _Spots) -> tuple[Process, ...]:
                 f"{request.role}: {request.selection} gives {count} processes {len(piece)} nodes: a process is on one"
                 f" node, so ask for at least {len(piece)} processes"
             )
-        processes += [Process(len(processes) + index, piece[index * len(piece) // count]) for index in range(count)]
+        processes += [
+            PlannedProcess(len(processes) + index, piece[index * len(piece) // count]) for index in range(count)
+        ]
     if request.num_procs not in (None, len(processes)):
         raise PlacementError(
             f"{request.role}: {request.selection} makes {len(processes)} processes and {request.num_procs} are asked"
@@ -371,8 +374,8 @@ def _cpu_processes(request: Request, spots: _Spots) -> tuple[Process, ...]:
     return tuple(processes)
 
 
-def _check_said(request: Request, spots: _Spots, counts: Sequence[int]) -> None:
-    """Explicit PROCS must agree with what else was said of the role."""
+def _check_said(request: RoleRequest, spots: _Spots, counts: Sequence[int]) -> None:
+    """Check that PROCS in the selection agree with the number of processes and the engine size of the role."""
     if request.num_procs not in (None, sum(counts)):
         raise PlacementError(
             f"{request.role}: {request.selection} makes {sum(counts)} processes and {request.num_procs} are asked"
@@ -390,12 +393,12 @@ def _check_said(request: Request, spots: _Spots, counts: Sequence[int]) -> None:
             )
 
 
-def _engine_layout(request: Request, spots: _Spots, size: int, target: str) -> list[tuple[tuple[int, ...], int]]:
-    """One process per engine of `size` devices, cut piece by piece for blocks, else over all the devices in order."""
+def _engine_layout(request: RoleRequest, spots: _Spots, size: int, target: str) -> list[tuple[tuple[int, ...], int]]:
+    """Assign one process per engine of `size` devices: within each piece for blocks, else over all devices in order."""
     role, num_devices = request.role, len(spots.items)
     if request.num_procs is not None and request.num_procs * size != num_devices:
         raise PlacementError(_engines_do_not_match(request, size, num_devices, target))
-    is_blocks = isinstance(_split_pools(request.selection)[1], Blocks)
+    is_blocks = isinstance(_split_pools(request.selection)[1], DeviceBlocks)
     pieces = spots.pieces if is_blocks else (spots.items,)
     for piece in pieces:
         if len(piece) % size:
@@ -410,7 +413,7 @@ def _engine_layout(request: Request, spots: _Spots, size: int, target: str) -> l
     return [(piece, len(piece) // size) for piece in pieces]
 
 
-def _engines_do_not_match(request: Request, size: int, num_devices: int, target: str) -> str:
+def _engines_do_not_match(request: RoleRequest, size: int, num_devices: int, target: str) -> str:
     role, num_engines = request.role, request.num_procs or 0
     owner = target if target != role else "its selection"
     why = "with colocated roles they must be equal" if target != role else "they must be equal"
@@ -436,7 +439,7 @@ def _divisor_at_most(number: int, limit: int) -> int:
     return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
-def _one_node(inventory: Inventory, request: Request, rank: int, devices: tuple[int, ...]) -> int:
+def _one_node(inventory: Inventory, request: RoleRequest, rank: int, devices: tuple[int, ...]) -> int:
     nodes = sorted({inventory.node_of(device) for device in devices})
     if len(nodes) == 1:
         return nodes[0]

@@ -1,4 +1,4 @@
-"""How much memory a role takes: named terms, each with its arithmetic, all per device unless said otherwise.
+"""Estimates of a role's memory: named terms, each with its arithmetic, per device unless said otherwise.
 
 The constants below are the assumptions; a calibration against real devices changes them and nothing else. Those marked
 "measured" come from a model of 1.5B parameters beside vLLM 0.25 on an H200 (bench/hybrid_engine.py). N is the number of
@@ -20,12 +20,12 @@ GIB = 2**30
 # --- assumptions ------------------------------------------------------------------------------------------------------
 CONTEXT_GIB = 1.0  # driver context, library handles and kernels that a process keeps on every device; measured
 COMMUNICATOR_GIB = 0.4  # collective buffers of a process that talks to others of its role
-WEIGHT_BLOCK_GIB = 0.5  # of the two blocks in which weights are sent, unless one weight is larger
-ALLOCATOR_SLACK = 0.08  # of a trainer's working memory: fragments that the caching allocator cannot use
+WEIGHT_BLOCK_GIB = 0.5  # size of each of the two blocks in which weights are sent, unless one weight is larger
+ALLOCATOR_SLACK = 0.08  # share of a trainer's working memory lost in fragments that the caching allocator cannot use
 LOGITS_CHUNK_ELEMENTS = 2**27  # logits that exist at once where log-probs are chunked (compiled: twice, in fewer bytes)
 FP32 = 4  # bytes; losses, norms and log-softmax are in fp32 whatever the model's dtype
-EAGER_ACTIVATIONS = 1.15  # times what the layer's graph says: what is kept twice where nothing is fused; measured
-COMPILED_ACTIVATIONS = 0.77  # the same of compiled layers, which compute some of it again; measured
+EAGER_ACTIVATIONS = 1.15  # factor on a layer's graph: without fusion some values are kept twice; measured
+COMPILED_ACTIVATIONS = 0.77  # the same for compiled layers, which recompute some values; measured
 RECOMPUTE_PEAK = 1.5  # a recomputed layer: its activations and the gradients on the way back through it
 FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
@@ -35,7 +35,7 @@ ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched
 ENGINE_BUFFERS_GIB = 1.0  # attention workspace, sampler and input buffers that an engine keeps; measured
 CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its memory share; measured
 HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
-FITS_BELOW = 0.9  # of a device's memory: at most this fits well
+FITS_BELOW = 0.9  # share of a device's memory up to which the verdict is "fits"
 # ----------------------------------------------------------------------------------------------------------------------
 
 Activity = Literal["forward", "train", "generate", "simulate", "push", "receive"]
@@ -43,7 +43,7 @@ Activity = Literal["forward", "train", "generate", "simulate", "push", "receive"
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One named amount of memory. `part` is what it belongs to; None: there while the role works, or always."""
+    """One named amount of memory. part: the part that it belongs to; None for fixed and working memory."""
 
     role: str
     name: str
@@ -54,7 +54,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class TrainMemory:
-    """A model that is trained: which parameters, gradients and optimizer state, in which dtype, cut how.
+    """Memory settings of a model that is trained: dtypes and sharding of parameters, gradients and optimizer state.
 
     FSDP with fp32 weights cast to bf16 is `weight_bytes=4, master_bytes=0`; bf16 weights with an fp32 copy in the
     optimizer is `weight_bytes=2, master_bytes=4`; pure bf16 is `weight_bytes=2, master_bytes=0, moment_bytes=2`.
@@ -82,11 +82,11 @@ class TrainMemory:
     is_whole: bool = False  # compiled by DeepSpeed, all of it: micro-batches are added up in a copy of the gradients
     packing: bool = True
     chunked_logprobs: bool = True
-    sends_weights: bool = False  # to engines: the blocks for it are kept from push to push
+    sends_weights: bool = False  # sends weights to engines, and keeps the blocks for it between pushes
     adapter_rank: int = 0  # 0: all weights are trained
-    batch_tokens: int | None = None  # of an optimizer step on all ranks, at most; None: it is one micro-batch
-    group_tokens: int = 0  # by which the share of one rank may exceed an even one
-    has_average: bool = False  # a moving average of what is trained is kept on the host, in fp32
+    batch_tokens: int | None = None  # most tokens of an optimizer step on all ranks; None: it is one micro-batch
+    group_tokens: int = 0  # tokens by which a rank's share of a step may exceed an even share
+    has_average: bool = False  # a moving average of the trained weights is kept on the host, in fp32
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -96,11 +96,11 @@ class TrainMemory:
             raise PlacementError(f"zero_stage is {self.zero_stage}: it must be 0, 1, 2 or 3")
 
     def num_trained(self, model: ModelShape) -> int:
-        """Parameters that have gradients and optimizer state."""
+        """Count the parameters that have gradients and optimizer state."""
         return model.num_adapter_parameters(self.adapter_rank) if self.adapter_rank else model.num_parameters
 
     def accumulates(self, num_ranks: int) -> bool:
-        """Tell whether an optimizer step may take several micro-batches, among ranks that see different samples."""
+        """Return whether an optimizer step may take several micro-batches. num_ranks: those with different samples."""
         if self.batch_tokens is None:
             return False
         share = self.batch_tokens if num_ranks == 1 else -(-self.batch_tokens // num_ranks) + self.group_tokens
@@ -108,13 +108,13 @@ class TrainMemory:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank keeps only its shard of the weights."""
+        """A rank keeps only its shard of the weights."""
         return self.zero_stage == 3 or (self.backend == "fsdp" and self.zero_stage > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardMemory:
-    """A model that only scores: reference, reward, inference."""
+    """Memory settings of a model that only scores: reference, reward, inference."""
 
     max_tokens: int
     micro_batch: int = 1
@@ -131,7 +131,7 @@ class ForwardMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """A rollout engine. With a memory share, its cache takes what the rest leaves of it; without, what `slots` need."""
+    """Memory settings of a rollout engine. Its cache fills the memory share; without a share, it is what slots need."""
 
     max_tokens: int
     slots: int  # sequences at once
@@ -146,7 +146,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class SimulatorMemory:
-    """A simulator process whose needs are known: on its device, and on the host."""
+    """Memory of a simulator process, on its device and on the host."""
 
     gib: float
     host_gib: float = 0.0
@@ -157,7 +157,7 @@ Memory = TrainMemory | ForwardMemory | EngineMemory | SimulatorMemory
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a role lies on one device: enough to turn its settings into GiB."""
+    """Distribution of a role over processes and devices, as far as its memory depends on it."""
 
     num_procs: int  # of the whole role
     tensor_parallel: int = 1
@@ -169,7 +169,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RoleMemory:
-    """A role on one of its devices. `host` is per process, `min_share` the least share an engine can start with."""
+    """Memory of a role on one device. host: per process. min_share: the least share that an engine can start with."""
 
     fixed: tuple[Term, ...]  # from the start of its processes to their end
     parts: dict[Part, tuple[Term, ...]]
@@ -186,22 +186,22 @@ def total(terms: Iterable[Term]) -> float:
 
 
 def estimate(role: str, memory: Memory | None, model: ModelShape | None, layout: Layout) -> RoleMemory | None:
-    """What a role takes on one of its devices, or None where its settings do not say."""
+    """Estimate a role's memory on one of its devices; None where its settings are not known."""
     if memory is None:
-        found = _simulator(role, None, layout) if role == "env" and layout.share is not None else None
+        role_memory = _simulator(role, None, layout) if role == "env" and layout.share is not None else None
     elif isinstance(memory, SimulatorMemory):
-        found = _simulator(role, memory, layout)
+        role_memory = _simulator(role, memory, layout)
     elif model is None:
-        found = None
+        role_memory = None
     elif isinstance(memory, TrainMemory):
-        found = _train(role, memory, model, layout)
+        role_memory = _train(role, memory, model, layout)
     elif isinstance(memory, ForwardMemory):
-        found = _forward(role, memory, model, layout)
+        role_memory = _forward(role, memory, model, layout)
     else:
-        found = _engine(role, memory, model, layout)
-    if found is None or layout.procs_per_device == 1:
-        return found
-    return _times(found, layout.procs_per_device)
+        role_memory = _engine(role, memory, model, layout)
+    if role_memory is None or layout.procs_per_device == 1:
+        return role_memory
+    return _times(role_memory, layout.procs_per_device)
 
 
 def _check_positive(what: str, memory: object, *names: str) -> None:
@@ -238,7 +238,7 @@ def _fixed(role: str, layout: Layout, is_group: bool) -> tuple[Term, ...]:
 
 
 def process_on_host(role: str) -> Term:
-    """What any process takes on its host."""
+    """Return the host memory that every process takes."""
     return Term(role, "process", HOST_PROCESS_GIB, "constant, per process")
 
 
@@ -253,7 +253,7 @@ def _slack(role: str, terms: list[Term]) -> tuple[Term, ...]:
 
 
 def _blocks(role: str, name: str, model: ModelShape, count: int, num_bytes: int) -> Term:
-    """Memory through which weights are sent, a block being read while the next is filled, or received."""
+    """Return the memory of the blocks through which weights are sent or received."""
     largest = model.vocab_size * model.hidden_size * num_bytes / GIB
     return Term(
         role,
@@ -313,7 +313,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
             parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="on the host"),)
     training: tuple[Term, ...] = ()
     if memory.backend == "fsdp":
-        # They exist from the first backward of an update to its end: no part to be kept, working memory.
+        # FSDP's gradients exist only during an update, so they are working memory and no part.
         training = (replace(gradients, part=None),)
         if gradient_cut > 1 and memory.accumulates(shards // memory.sequence_parallel):
             # Only the last micro-batch sums them over ranks and shards them; until then they add up whole, in fp32.
@@ -339,7 +339,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     forward_batch = memory.forward_micro_batch or memory.micro_batch
     forward = [*gathered, *_forward_terms(role, model, memory, forward_batch, memory.compute_bytes, tp)]
     working: dict[Activity, tuple[Term, ...]] = {
-        # Activations are gone when the optimizer steps, so the larger of the two is the peak.
+        # Activations are freed before the optimizer steps, so the peak is the larger of the two.
         "train": (*training, *_slack(role, back if total(back) >= total(step) else step)),
         "forward": _slack(role, forward),
         "push": (*gathered, *_merging(role, memory, model, tp)),
@@ -352,7 +352,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
 
 
 def _held(model: ModelShape, tp: int) -> tuple[float, str]:
-    """Parameters that a rank of a tensor group has, and in words: layers are cut, what is outside of them is not."""
+    """Count the parameters of one tensor-parallel rank, with the formula: layers are cut, the rest is not."""
     n, rest = model.num_parameters, model.num_embedding_parameters
     if tp == 1:
         return n, f"{_n(n)} parameters"
@@ -364,7 +364,7 @@ def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
 
 
 def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
-    """Whole weights that exist while the role works, beside its shard."""
+    """Return the memory of whole weights that exist beside the shard while the role works."""
     is_cast = memory.weight_bytes != memory.compute_bytes
     if not (memory.is_sharded and shards > 1) and not is_cast and not memory.weight_offload:
         return []
@@ -382,7 +382,7 @@ def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp
 
 
 def _merging(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> list[Term]:
-    """Adapters on their way to engines: whole ones, and of the largest weight their product and the sum, in fp32."""
+    """Return the memory of merging adapters for a push: all adapters, and two copies of the largest weight, in fp32."""
     if not memory.adapter_rank:
         return []
     n, largest = memory.num_trained(model), model.hidden_size * max(model.intermediate_size, model.q_size)
@@ -391,7 +391,7 @@ def _merging(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> list
 
 
 def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
-    """Gradients on their way to the ranks that keep them."""
+    """Return the memory of gradients that are being reduced to the ranks that keep them."""
     if shards == 1 and not memory.is_whole:
         return []
     if memory.adapter_rank:
@@ -411,7 +411,7 @@ def _reduce(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: 
 
 
 def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -> float:
-    """What one layer keeps of one token for the backward pass, with an attention kernel that stores no scores.
+    """Count the bytes that one layer keeps of one token for backward, with an attention kernel that stores no scores.
 
     Two norms keep their input in fp32 and their output; attention keeps q, k, v and its output; the gated MLP keeps
     gate, up, activation and product:  2 (4 + c) h + 2 c (q + kv) / tp + 4 c m / tp  bytes. (Counted from the layer's
@@ -470,11 +470,11 @@ def _mask(role: str, memory: TrainMemory | ForwardMemory, micro_batch: int, comp
 
 
 def _logits(role: str, model: ModelShape, tokens: int, is_chunked: bool, compute_bytes: int, passes: int) -> list[Term]:
-    """Logits while their log-probs are computed, in a backward pass (passes = 2) with their gradients.
+    """Return the memory of logits and, with a backward pass (passes = 2), of their gradients.
 
-    In chunks they are fp32 from the start: with a copy in the forward pass; in the backward pass with log-probs and
-    gradients, and these once more in the model's dtype. Whole they are in the model's dtype and in fp32, both twice in
-    the backward pass.
+    Chunked logits are fp32 from the start. The forward pass holds two copies; the backward pass holds logits, log-probs
+    and gradients, and the gradients once more in the model's dtype. Whole logits exist in the model's dtype and in
+    fp32, both twice in the backward pass.
     """
     if model.head == "scalar":
         return []
@@ -523,7 +523,7 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
 
 
 def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:
-    """Keys and values of one token in all layers; heads are copied where there are fewer of them than ranks."""
+    """Count the bytes of one token's keys and values in all layers. With fewer heads than ranks, heads are copied."""
     heads = max(1.0, model.num_kv_heads / tp)
     return 2 * model.num_layers * heads * model.head_dim * kv_bytes
 
@@ -539,7 +539,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         Part.WEIGHTS,
     )
     if layout.has_device and layout.share is not None and layout.device_gib is None:
-        return None  # a share of what?
+        return None  # a share of an unknown amount
     fixed = list(_fixed(role, layout, tp > 1))
     if memory.engine == "vllm" and memory.cuda_graphs and layout.has_device:
         graphs = model.num_layers * CUDA_GRAPH_GIB_PER_LAYER
@@ -561,7 +561,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     )
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
     one = memory.max_tokens * per_token / GIB
-    # The share covers weights, cache, buffers and what a step needs; context and graphs come on top.
+    # The share covers weights, cache, buffers and workspace; context and graphs come on top.
     rest = weights.gib + buffers.gib + workspace.gib
     min_share = None
     if layout.share is not None and layout.device_gib is not None:

@@ -1,6 +1,6 @@
-"""The planner: `plan(inventory, roles, flow)` says who is where, when, with what, and whether it fits.
+"""The planner: `plan(inventory, roles, flow)` assigns devices to roles, decides residency, and checks memory.
 
-Pure and deterministic: equal arguments give equal plans and equal JSON. Work is done once per class of identical
+It is pure and deterministic: equal arguments give equal plans and equal JSON. It works once per group of identical
 devices (same kind, same roles), never per device.
 """
 
@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from hotseat.errors import PlacementError
 from hotseat.placement.advice import Settings, can_start, smaller_shares
-from hotseat.placement.flow import Flow, Step, check_flow, make_steps
+from hotseat.placement.flow import Flow, PhaseStep, check_flow, make_steps
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
-from hotseat.placement.locate import Located, Process, Request, Where, locate
+from hotseat.placement.locate import Located, PlannedProcess, RoleRequest, Where, locate
 from hotseat.placement.memory import (
     FITS_BELOW,
     EngineMemory,
@@ -40,7 +40,7 @@ from hotseat.placement.residency import (
     works_here,
 )
 from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role
-from hotseat.placement.selection import Elsewhere, InPools, Ranks, Selection, parse_selection
+from hotseat.placement.selection import Elsewhere, InPools, RankSelection, Selection, parse_selection
 from hotseat.placement.shapes import ModelShape
 
 Offloading = Literal["always", "never"]
@@ -48,16 +48,16 @@ Verdict = Literal["fits", "tight", "does_not_fit", "unknown"]
 RouteKind = Literal["same_device", "same_node", "other_node"]
 Label = Literal["colocated", "disaggregated", "hybrid"]
 
-_ROUNDING = 1e-9  # GiB; sums of the same numbers in another order
+_ROUNDING = 1e-9  # GiB; tolerance for sums of the same numbers in another order
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """A role as the planner takes it.
+    """A role as input of the planner.
 
-    `on` is a selection or what `parse_selection` reads. `num_procs` counts engines for an engine, otherwise processes.
-    `share` is the part of a device's memory that each process claims. `offload` None means as needed; "always" covers
-    `offload_parts`, by default all that `can_offload` allows; what a backend can offload it must declare.
+    `on` is a selection, or the text of one for `parse_selection`. `num_procs` counts engines for an engine, otherwise
+    processes. `share` is the fraction of a device's memory that each process claims. `offload` None means as needed;
+    "always" applies to `offload_parts`, by default to all of `can_offload`, the parts that the backend can offload.
     """
 
     name: str
@@ -74,18 +74,18 @@ class RoleSpec:
 
     @property
     def is_engine(self) -> bool:
-        """One process for several devices, rather than one each."""
+        """One process uses several devices, instead of one process per device."""
         return self.name == "rollout" or isinstance(self.memory, EngineMemory)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRole:
-    """Where a role is. `on` is its selection as written."""
+    """A role with its assigned processes. `on` is its selection as text."""
 
     name: str
     on: str
     where: Where
-    processes: tuple[Process, ...]
+    processes: tuple[PlannedProcess, ...]
     tensor_parallel: int = 1
     share: float | None = None
     is_engine: bool = False
@@ -93,16 +93,16 @@ class PlannedRole:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Its devices, each once, in process order."""
+        """Devices of the role, each once, in process order."""
         return tuple(dict.fromkeys(device for process in self.processes for device in process.devices))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """A class of devices in one step. `used_gib` counts what is known; `verdict` unknown: not all of it is."""
+    """A group of devices in one step. `used_gib` counts the known memory; verdict unknown: some memory is not known."""
 
     step: str
-    roles: tuple[str, ...]  # that work here
+    roles: tuple[str, ...]  # at work in this step
     holdings: tuple[Holding, ...]
     terms: tuple[Term, ...]
     used_gib: float
@@ -111,7 +111,7 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Devices on which the same happens: ranges of global ids, both ends included."""
+    """Devices of the same kind with the same roles: ranges of global ids, both ends included."""
 
     devices: tuple[tuple[int, int], ...]
     kind: str
@@ -126,7 +126,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True)
 class HostGroup:
-    """Nodes whose hosts hold the same: ranges of node ranks."""
+    """Nodes whose host memory holds the same: ranges of node ranks, both ends included."""
 
     nodes: tuple[tuple[int, int], ...]
     memory_gib: float | None
@@ -137,7 +137,7 @@ class HostGroup:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How an engine gets the actor's weights, and from which actor ranks."""
+    """Route of the actor's weights to one engine, and the actor ranks that they come from."""
 
     role: str
     rank: int
@@ -147,12 +147,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that follows from an inventory, roles and a flow."""
+    """The planner's result for an inventory, roles and a flow."""
 
     inventory: Inventory
     flow: Flow
     roles: tuple[PlannedRole, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PhaseStep, ...]
     groups: tuple[DeviceGroup, ...]
     hosts: tuple[HostGroup, ...]
     routes: tuple[Route, ...]
@@ -167,7 +167,7 @@ class Plan:
         raise PlacementError(f"{name} is not placed: placed are {', '.join(role.name for role in self.roles)}")
 
     def group_of(self, device: int) -> DeviceGroup | None:
-        """The class that a device belongs to; None: no role uses it."""
+        """Return the group that a device belongs to; None: no role uses it."""
         return next((group for group in self.groups if device in group), None)
 
     def to_json(self) -> str:
@@ -183,12 +183,12 @@ class Plan:
 
         from hotseat.placement._codec import decode
 
-        found: Plan = decode(cls, json.loads(text))
-        return found
+        decoded: Plan = decode(cls, json.loads(text))
+        return decoded
 
 
 def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
-    """The plan, or a PlacementError that says what to change.
+    """Plan a run, or raise a PlacementError that says what to change.
 
     A plan whose memory does not fit is returned with that verdict; a part that must leave a device but may not is an
     error.
@@ -200,13 +200,15 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
     located = locate(
         inventory,
         [
-            Request(spec.name, selections[spec.name], spec.tensor_parallel if spec.is_engine else None, spec.num_procs)
+            RoleRequest(
+                spec.name, selections[spec.name], spec.tensor_parallel if spec.is_engine else None, spec.num_procs
+            )
             for spec in roles
         ],
     )
     for spec in roles:
         _check_parallel(spec, located[spec.name])
-    steps = make_steps(flow, {name: found.devices for name, found in located.items()})
+    steps = make_steps(flow, {name: place.devices for name, place in located.items()})
     _check_overlap(flow, located)
     groups = _groups(inventory, specs, located, flow, steps)
     hosts = _hosts(inventory, specs, located, flow, steps, groups)
@@ -298,21 +300,21 @@ def _check_working(specs: Mapping[str, RoleSpec], selections: Mapping[str, Selec
             raise PlacementError(f"{name}: it is trained here, so it cannot be none: give it devices or cpu*1")
 
 
-def _check_parallel(spec: RoleSpec, found: Located) -> None:
-    """The processes of a model fall into tensor- and sequence-parallel groups without a rest."""
-    if spec.is_engine or found.where != "devices":
+def _check_parallel(spec: RoleSpec, place: Located) -> None:
+    """Check that a model's processes can be divided into tensor- and sequence-parallel groups."""
+    if spec.is_engine or place.where != "devices":
         return
     sequence = spec.memory.sequence_parallel if isinstance(spec.memory, TrainMemory | ForwardMemory) else 1
     size = spec.tensor_parallel * sequence
-    if len(found.processes) % size:
+    if len(place.processes) % size:
         sizes = {
             "train.deepspeed.tensor_parallel_size": spec.tensor_parallel,
             "train.sequence_parallel_size": sequence,
         }
         product = " x ".join(f"{key} {value}" for key, value in sizes.items() if value > 1)
         raise PlacementError(
-            f"{spec.name}: {len(found.processes)} process{'es' * (len(found.processes) > 1)} cannot be cut into groups"
-            f" of {size} ({product}): choose sizes whose product divides {len(found.processes)}, or give {spec.name}"
+            f"{spec.name}: {len(place.processes)} process{'es' * (len(place.processes) > 1)} cannot be cut into groups"
+            f" of {size} ({product}): choose sizes whose product divides {len(place.processes)}, or give {spec.name}"
             f" another number of devices (cluster.component_placement.{spec.name})"
         )
 
@@ -320,17 +322,17 @@ def _check_parallel(spec: RoleSpec, found: Located) -> None:
 def _check_overlap(flow: Flow, located: Mapping[str, Located]) -> None:
     if not flow.overlap.is_on:
         return
-    given = f"overlap (queue {flow.overlap.queue}, staleness {flow.overlap.staleness})"
+    overlap = f"overlap (queue {flow.overlap.queue}, staleness {flow.overlap.staleness})"
     rollout, training = flow.rollout_phases, flow.training_phases
     if not rollout or not training:
-        raise PlacementError(f"{given} has no effect: this flow has no rollout beside training; set both to 0")
+        raise PlacementError(f"{overlap} has no effect: this flow has no rollout beside training; set both to 0")
     for first in dict.fromkeys(role for phase in rollout for role in phase.roles):
         for second in dict.fromkeys(role for phase in training for role in phase.roles):
             shared = sorted(set(located[first].devices) & set(located[second].devices))
             if shared:
                 plural = "device" if len(shared) == 1 else "devices"
                 raise PlacementError(
-                    f"{given} needs rollout and training on separate devices, and {first} and {second} share {plural}"
+                    f"{overlap} needs rollout and training on separate devices, and {first} and {second} share {plural}"
                     f" {format_ranks(shared)}: set overlap.queue and overlap.staleness to 0, or give {first} devices of"
                     f" its own"
                 )
@@ -354,12 +356,12 @@ def _groups(
     specs: Mapping[str, RoleSpec],
     located: Mapping[str, Located],
     flow: Flow,
-    steps: tuple[Step, ...],
+    steps: tuple[PhaseStep, ...],
 ) -> tuple[DeviceGroup, ...]:
     tenancy: dict[int, list[tuple[str, int]]] = {}  # device: (role, its processes there)
-    for name, found in located.items():
+    for name, place in located.items():
         counts: dict[int, int] = {}
-        for process in found.processes:
+        for process in place.processes:
             for device in process.devices:
                 counts[device] = counts.get(device, 0) + 1
         for device, count in counts.items():
@@ -396,7 +398,7 @@ def _group(
     settings: Mapping[str, Settings],
     specs: Mapping[str, RoleSpec],
     flow: Flow,
-    steps: tuple[Step, ...],
+    steps: tuple[PhaseStep, ...],
 ) -> DeviceGroup:
     text = f"device{'s' * (devices != ((devices[0][0], devices[0][0]),))} {format_ranges(devices)}"
     _check_shares(settings, steps, text)
@@ -431,8 +433,8 @@ def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mappi
     )
 
 
-def _check_shares(settings: Mapping[str, Settings], steps: Sequence[Step], devices: str) -> None:
-    """Memory shares of the processes that work at the same time cannot exceed the device."""
+def _check_shares(settings: Mapping[str, Settings], steps: Sequence[PhaseStep], devices: str) -> None:
+    """Check that the memory shares of the processes that work at the same time do not exceed the device."""
     for step in steps:
         claims = {
             work.role: layout.share * layout.procs_per_device
@@ -464,7 +466,7 @@ def _check_shares(settings: Mapping[str, Settings], steps: Sequence[Step], devic
 def _group_step(
     tenants: Sequence[Tenant],
     settings: Mapping[str, Settings],
-    step: Step,
+    step: PhaseStep,
     holdings: tuple[Holding, ...],
     capacity: float | None,
 ) -> GroupStep:
@@ -483,7 +485,7 @@ def _group_step(
     if all(memory is not None for memory in memories.values()):
         verdict = _verdict(used, capacity) if starts else "does_not_fit"
     else:
-        # Not everything is known: certain only if what the step cannot do without is too much already.
+        # Some memory is unknown: the only certain verdict is that the known needs of the step exceed the device.
         needed = total(working) + sum(
             memory.part_gib(h.part)
             for h in holdings
@@ -507,13 +509,13 @@ def _hosts(
     specs: Mapping[str, RoleSpec],
     located: Mapping[str, Located],
     flow: Flow,
-    steps: Sequence[Step],
+    steps: Sequence[PhaseStep],
     groups: Sequence[DeviceGroup],
 ) -> tuple[HostGroup, ...]:
-    """Host memory of each node that has a process: the processes themselves, and what is offloaded there."""
+    """Sum up the host memory of each node that has a process: of the processes, and of the parts offloaded there."""
     procs: list[dict[str, int]] = [{} for _ in inventory.nodes]
-    for name, found in located.items():
-        for process in found.processes:
+    for name, place in located.items():
+        for process in place.processes:
             procs[process.node][name] = procs[process.node].get(name, 0) + 1
     devices: list[dict[int, int]] = [{} for _ in inventory.nodes]  # node: group: number of its devices
     for index, group in enumerate(groups):
@@ -526,7 +528,7 @@ def _hosts(
         if procs[node.rank]:
             key = (node.host_memory_gib, tuple(procs[node.rank].items()), tuple(devices[node.rank].items()))
             classes.setdefault(key, []).append(node.rank)
-    per_process = {name: _host_terms(specs[name], found, flow, steps) for name, found in located.items()}
+    per_process = {name: _host_terms(specs[name], place, flow, steps) for name, place in located.items()}
     hosts = []
     for (memory_gib, counts, group_counts), nodes in classes.items():
         terms = [
@@ -545,14 +547,14 @@ def _hosts(
     return tuple(hosts)
 
 
-def _host_terms(spec: RoleSpec, found: Located, flow: Flow, steps: Sequence[Step]) -> tuple[Term, ...] | None:
-    """Of one process: what it always has on the host; for a role without devices, everything it has. None: unknown."""
-    if found.where != "cpu":
-        # Of a device of any size: only what is on the host matters here.
-        layout = Layout(len(found.processes), spec.tensor_parallel, share=spec.share, device_gib=1.0)
+def _host_terms(spec: RoleSpec, place: Located, flow: Flow, steps: Sequence[PhaseStep]) -> tuple[Term, ...] | None:
+    """Return the host memory of one process (all its memory, for a role without devices); None if it is unknown."""
+    if place.where != "cpu":
+        # The device's size does not matter: only the host's terms are used.
+        layout = Layout(len(place.processes), spec.tensor_parallel, share=spec.share, device_gib=1.0)
         memory = estimate(spec.name, spec.memory, spec.model, layout)
         return memory.host if memory is not None else None
-    layout = Layout(len(found.processes), spec.tensor_parallel, has_device=False)
+    layout = Layout(len(place.processes), spec.tensor_parallel, has_device=False)
     memory = estimate(spec.name, spec.memory, spec.model, layout)
     if memory is None:
         return None
@@ -563,7 +565,7 @@ def _host_terms(spec: RoleSpec, found: Located, flow: Flow, steps: Sequence[Step
 
 
 def _offloaded_terms(group: DeviceGroup, count: int) -> list[Term]:
-    """Copies on the host of what leaves these devices in some step. Their buffers stay, so they add up."""
+    """Return the host copies of parts that leave these devices in some step. Their buffers persist, so they add up."""
     copies: dict[tuple[str, Part], float] = {}
     for step in group.steps:
         for holding in step.holdings:
@@ -576,7 +578,7 @@ def _offloaded_terms(group: DeviceGroup, count: int) -> list[Term]:
 
 
 def _routes(flow: Flow, located: Mapping[str, Located]) -> tuple[Route, ...]:
-    """From the actor's process on the engine's own devices, else one on its node, else the actor's rank 0."""
+    """Choose the source of each engine's weights: an actor process on its devices, else on its node, else rank 0."""
     targets = tuple(dict.fromkeys(role for phase in flow.phases for role in phase.pushes))
     if not targets:
         return ()
@@ -600,8 +602,8 @@ def _routes(flow: Flow, located: Mapping[str, Located]) -> tuple[Route, ...]:
 
 
 def _label(located: Mapping[str, Located]) -> Label:
-    """All roles on the same devices, all on separate ones, or a mixture. Roles without devices do not count."""
-    sets = [frozenset(found.devices) for found in located.values() if found.devices]
+    """Name the placement by whether roles share all, none or some devices. Roles without devices do not count."""
+    sets = [frozenset(place.devices) for place in located.values() if place.devices]
     if len(set(sets)) <= 1:
         return "colocated"
     if sum(len(each) for each in sets) == len(frozenset().union(*sets)):
@@ -625,27 +627,31 @@ def _warnings(
 ) -> list[str]:
     warnings = _assumed_shapes(specs)
     for name, spec in specs.items():
-        found = located[name]
-        given = selections[name]
-        selection = given.selection if isinstance(given, InPools) else given
-        if isinstance(selection, Ranks) and selection.from_int and (rank := selection.segments[0].ranks) is not None:
+        place = located[name]
+        written = selections[name]
+        selection = written.selection if isinstance(written, InPools) else written
+        if (
+            isinstance(selection, RankSelection)
+            and selection.from_int
+            and (rank := selection.segments[0].ranks) is not None
+        ):
             if rank.first >= 60:
                 minutes, seconds = divmod(rank.first, 60)
                 warnings.append(
                     f"{name}: placed on rank {rank.first}; if {minutes}:{seconds} was meant, quote it,"
                     f" because YAML 1.1 reads it as {rank.first}"
                 )
-        widths = {len(process.devices) for process in found.processes}
+        widths = {len(process.devices) for process in place.processes}
         if not spec.is_engine and name != "env" and max(widths, default=0) > 1:
             warnings.append(
                 f"{name}: its processes have {max(widths)} devices each, and a trainer process uses only the first:"
                 f" leave the process ranks out to have one process per device"
             )
-        kinds = {str(inventory.nodes[process.node].device_kind) for process in found.processes if process.devices}
+        kinds = {str(inventory.nodes[process.node].device_kind) for process in place.processes if process.devices}
         if len(kinds) > 1:
             warnings.append(f"{name}: spread over devices of different kinds ({', '.join(sorted(kinds))})")
-        alone = found.devices and all(
-            set(located[other].devices).isdisjoint(found.devices) for other in specs if other != name
+        alone = place.devices and all(
+            set(located[other].devices).isdisjoint(place.devices) for other in specs if other != name
         )
         if spec.offload == "always" and not _is_ever_away(name, groups):
             warnings.append(f"{name}: enable_offload: true has no effect: no part of it is ever idle on a device")
@@ -654,18 +660,18 @@ def _warnings(
                 f"{name}: always offloaded (enable_offload: true) although no other role uses its devices: it moves for"
                 " nothing"
             )
-        if spec.share is not None and found.where != "devices":
+        if spec.share is not None and place.where != "devices":
             warnings.append(f"{name}: a memory share has no effect on a role without devices")
     warnings += _unknown_memory(specs, groups)
-    used = {device for found in located.values() for device in found.devices}
-    if any(found.where == "devices" for found in located.values()) and len(used) < inventory.num_devices:
+    used = {device for place in located.values() for device in place.devices}
+    if any(place.where == "devices" for place in located.values()) and len(used) < inventory.num_devices:
         unused = [device for device in range(inventory.num_devices) if device not in used]
         warnings.append(f"{len(unused)} of {inventory.num_devices} devices are used by no role: {format_ranks(unused)}")
     return warnings
 
 
 def _assumed_shapes(specs: Mapping[str, RoleSpec]) -> list[str]:
-    """One warning for all roles whose model's shape was taken from the same public model."""
+    """Warn once about all roles whose model's shape was taken from the same public model."""
     roles: dict[str, list[str]] = {}
     for name, spec in specs.items():
         if spec.model_assumed:
@@ -683,7 +689,7 @@ def _is_ever_away(role: str, groups: Sequence[DeviceGroup]) -> bool:
 
 
 def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]) -> list[str]:
-    """One warning for all devices that cannot be checked for the same reason."""
+    """Warn once about all devices that cannot be checked for the same reason."""
     reasons: dict[str, list[tuple[int, int]]] = {}
     for group in groups:
         if group.memory_gib is None:
@@ -695,8 +701,8 @@ def _unknown_memory(specs: Mapping[str, RoleSpec], groups: Sequence[DeviceGroup]
             why = f"the model or the settings of {', '.join(unknown)} are not known"
         reasons.setdefault(why, []).extend(group.devices)
     return [
-        f"memory is not checked on devices {format_ranges(sorted(devices))}, and nothing moves there but what is always"
-        f" offloaded: {why}"
+        f"memory is not checked on devices {format_ranges(sorted(devices))}, where only parts that are always offloaded"
+        f" move: {why}"
         for why, devices in reasons.items()
     ]
 

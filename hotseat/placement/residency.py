@@ -1,8 +1,8 @@
-"""Which parts are on a device in which step, and what moves between steps.
+"""Residency: the parts that are on a device in each step, and those that move between steps.
 
-A part that a step needs is on the device. Any other part stays if all fits; leaves if it is always offloaded, or if the
-memory is needed: first what can be dropped without a copy, then what is used again furthest from now, then the largest.
-What turns out to have left for nothing stays after all.
+A part that a step needs is on the device. Any other part stays if everything fits. It is offloaded if its mode is
+always, or if the memory is needed: first the parts that can be dropped without a copy, then those whose next use is
+furthest away, then the largest. An eviction that later ones make unnecessary is undone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hotseat.placement.flow import Step, Work
+from hotseat.placement.flow import PhaseStep, RoleWork
 from hotseat.placement.memory import FITS_BELOW, Activity, RoleMemory, Term, total
 from hotseat.placement.roles import Part
 
@@ -24,7 +24,7 @@ _WORTHLESS_WHEN_IDLE = (Part.KV_CACHE, Part.GRADIENTS)
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tenant:
-    """A role on one device: what it takes there (None: unknown) and what may become of each of its parts."""
+    """A role on one device: its memory there (None: unknown), and whether each of its parts may be offloaded."""
 
     role: str
     memory: RoleMemory | None
@@ -33,7 +33,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A part of a role in a step: needed or merely kept on the device; offloaded to the host, or dropped."""
+    """State of a role's part in a step: needed or merely kept on the device, offloaded to the host, or dropped."""
 
     role: str
     part: Part
@@ -47,7 +47,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A part that leaves (copied to the host, dropped) or comes (restored, allocated anew, pushed by the actor)."""
+    """A part that leaves a device (copied to the host, dropped) or comes (restored, allocated, pushed by the actor)."""
 
     role: str
     part: Part
@@ -57,7 +57,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """The lease of a device passes from the roles of one step to those of the next step that uses the device."""
+    """Passing of a device's lease from the roles of one step to those of the next step that uses the device."""
 
     from_step: str
     to_step: str
@@ -77,22 +77,22 @@ class _Item:
     mode: Mode
     gib: float  # 0 where unknown
     needs: tuple[bool, ...]
-    dropped: tuple[bool, ...]  # if it is away in this step: without a copy, because nobody will read it again
+    dropped: tuple[bool, ...]  # when away in this step, no copy is kept, because the values are not read again
 
     def distance(self, step: int) -> int:
-        """Steps from here to its next use."""
+        """Return the number of steps until the part's next use."""
         count = len(self.needs)
         return next(d for d in range(1, count + 1) if self.needs[(step + d) % count])
 
 
-def works_here(step: Step, roles: Iterable[str]) -> tuple[Work, ...]:
-    """The works of a step, and those that go on beside it, by roles of a device."""
+def works_here(step: PhaseStep, roles: Iterable[str]) -> tuple[RoleWork, ...]:
+    """Return the work of these roles in a step, including the rollout that overlaps it."""
     names = set(roles)
     return tuple(work for work in (*step.works, *step.beside) if work.role in names)
 
 
-def activity(step: Step, work: Work) -> Activity:
-    """What kind of work this is, as far as memory is concerned."""
+def activity(step: PhaseStep, work: RoleWork) -> Activity:
+    """Classify a role's work by the working memory that it needs."""
     if work.role in step.pushes:
         return "receive"
     if step.pushes and work.role == "actor":
@@ -104,8 +104,8 @@ def activity(step: Step, work: Work) -> Activity:
     return "simulate" if Part.SIMULATOR in work.parts else "forward"
 
 
-def working_terms(tenants: Sequence[Tenant], step: Step) -> tuple[Term, ...]:
-    """Memory that is there in this step whatever is offloaded: fixed for everybody, working memory for who works."""
+def working_terms(tenants: Sequence[Tenant], step: PhaseStep) -> tuple[Term, ...]:
+    """Return a step's memory besides parts: fixed memory of every tenant, and working memory of those at work."""
     memories = {tenant.role: tenant.memory for tenant in tenants if tenant.memory is not None}
     terms = [term for memory in memories.values() for term in memory.fixed]
     for work in works_here(step, memories):
@@ -115,21 +115,21 @@ def working_terms(tenants: Sequence[Tenant], step: Step) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Stuck:
-    """A part that would have to leave in a step and may not (mode never) or cannot."""
+    """A part that would have to leave a device in a step, but may not (mode never) or cannot."""
 
     step: int
     role: str
     part: Part
     mode: Mode
     gib: float
-    needed_gib: float  # by the step
-    free_gib: float  # for the step, with everything gone that can go
+    needed_gib: float  # memory that the step needs
+    free_gib: float  # memory that the step can get, with everything offloaded that can be
 
 
 def settle(
-    tenants: Sequence[Tenant], steps: Sequence[Step], capacity_gib: float | None
+    tenants: Sequence[Tenant], steps: Sequence[PhaseStep], capacity_gib: float | None
 ) -> tuple[tuple[tuple[Holding, ...], ...], Stuck | None]:
-    """Every part's state in every step, and the first part that is in the way and cannot leave."""
+    """Decide every part's state in every step. Returns also the first part that would have to leave but cannot."""
     items = _items(tenants, steps)
     away = [[item.mode == "always" and not need for need in item.needs] for item in items]
     known = capacity_gib is not None and all(tenant.memory is not None for tenant in tenants)
@@ -145,7 +145,7 @@ def settle(
     return holdings, stuck
 
 
-def _items(tenants: Sequence[Tenant], steps: Sequence[Step]) -> list[_Item]:
+def _items(tenants: Sequence[Tenant], steps: Sequence[PhaseStep]) -> list[_Item]:
     items = []
     for tenant in tenants:
         for part, mode in tenant.modes:
@@ -159,8 +159,8 @@ def _items(tenants: Sequence[Tenant], steps: Sequence[Step]) -> list[_Item]:
     return items
 
 
-def _is_pushed_next(role: str, part: Part, needs: tuple[bool, ...], steps: Sequence[Step], index: int) -> bool:
-    """Whether the next use of these weights is to be overwritten by the actor's."""
+def _is_pushed_next(role: str, part: Part, needs: tuple[bool, ...], steps: Sequence[PhaseStep], index: int) -> bool:
+    """Return whether these weights are overwritten by the actor's before their next use."""
     if part is not Part.WEIGHTS:
         return False
     count = len(steps)
@@ -179,7 +179,7 @@ def _holding(item: _Item, step: int, is_away: bool, known: bool) -> Holding:
 
 
 def _evict(items: Sequence[_Item], away: list[list[bool]], base: Sequence[float], limits: Sequence[float]) -> None:
-    """Mark as away, in place, what must leave so that every step has room."""
+    """Mark in `away` the parts that must leave so that every step has room."""
     count = len(base)
     used = [base[s] + sum(i.gib for i, a in zip(items, away, strict=True) if not a[s]) for s in range(count)]
     evicted: list[tuple[int, list[int]]] = []  # (item, the steps it is away for)
@@ -207,7 +207,7 @@ def _give_back(
 ) -> None:
     """Undo evictions whose room a later one has made unnecessary, copies before drops, the largest first.
 
-    A part that has left comes back at its next use, not before: what is given back must follow a step it is there in.
+    A part that has left comes back only at its next use, so an eviction can be undone only from its beginning on.
     """
     count = len(used)
     waiting = sorted(evicted, key=lambda e: (items[e[0]].dropped[e[1][0]], -items[e[0]].gib, e[0], e[1]))
@@ -230,7 +230,7 @@ def _give_back(
                     stays(row, t)
                 waiting.remove(entry)
                 changed = True
-    # What does have to leave leaves no earlier than it must.
+    # The remaining parts do have to leave: let each leave as late as possible.
     for row, gone in waiting:
         for t in gone:
             if not stays(row, t):
@@ -243,7 +243,7 @@ def _may_leave(item: _Item, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Room:
-    """Of a step: what it takes besides parts, what it should stay under, and what is in the way if that cannot be."""
+    """Memory of a step in GiB: what it takes besides parts, its limit, and the part in the way if it cannot be kept."""
 
     base: float
     limit: float
@@ -254,15 +254,15 @@ def _room(
     tenants: Sequence[Tenant],
     items: Sequence[_Item],
     away: Sequence[Sequence[bool]],
-    step: Step,
+    step: PhaseStep,
     index: int,
     capacity: float,
 ) -> _Room:
-    """A step should stay comfortably below the device's memory where that can be had, and below it in any case."""
+    """Choose a step's limit: comfortably below the device's memory where possible, else the device's memory."""
     base = total(working_terms(tenants, step))
     kinds = {activity(step, work) for work in works_here(step, (tenant.role for tenant in tenants))}
     if not kinds or (len(tenants) == 1 and kinds <= {"generate", "receive", "simulate"}):
-        return _Room(base, capacity)  # what merely lies there does not grow, nor does an engine within its own share
+        return _Room(base, capacity)  # idle parts do not grow, nor does an engine within its memory share
     resident = [item for item, a in zip(items, away, strict=True) if not a[index]]
     fixed = [item for item in resident if not item.needs[index] and not _may_leave(item, index)]
     needed = base + sum(item.gib for item in resident if item.needs[index])
@@ -277,26 +277,26 @@ def _room(
 
 
 def hand_overs(
-    tenants: Sequence[Tenant], steps: Sequence[Step], holdings: Sequence[Sequence[Holding]]
+    tenants: Sequence[Tenant], steps: Sequence[PhaseStep], holdings: Sequence[Sequence[Holding]]
 ) -> tuple[HandOver, ...]:
-    """Each passing of the device from one step that uses it to the next, round to the next iteration."""
+    """List each passing of the device from one step that uses it to the next, up to the next iteration's first."""
     roles = [tuple(w.role for w in works_here(step, (t.role for t in tenants))) for step in steps]
     busy = [index for index, names in enumerate(roles) if names]
-    found = []
+    passes = []
     for position, first in enumerate(busy):
         last = busy[(position + 1) % len(busy)]
         length = (last - first) % len(steps) or len(steps)
         between = [(first + d) % len(steps) for d in range(length + 1)]
         leaves, comes = _moves(holdings, between, steps)
         if leaves or comes or set(roles[first]) != set(roles[last]):
-            found.append(
+            passes.append(
                 HandOver(steps[first].name, steps[last].name, roles[first], roles[last], leaves, comes, last <= first)
             )
-    return tuple(found)
+    return tuple(passes)
 
 
 def _moves(
-    holdings: Sequence[Sequence[Holding]], between: Sequence[int], steps: Sequence[Step]
+    holdings: Sequence[Sequence[Holding]], between: Sequence[int], steps: Sequence[PhaseStep]
 ) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
     leaves, comes = [], []
     first, last = between[0], between[-1]
@@ -311,7 +311,7 @@ def _moves(
     return tuple(leaves), tuple(comes)
 
 
-def _coming(holding: Holding, step: Step) -> How:
+def _coming(holding: Holding, step: PhaseStep) -> How:
     if holding.part in _WORTHLESS_WHEN_IDLE:
         return "allocated"
     is_pushed = holding.part is Part.WEIGHTS and holding.role in step.pushes

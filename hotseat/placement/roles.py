@@ -1,4 +1,4 @@
-"""The words of placement: which roles there are, and which parts each can keep on a device."""
+"""Roles, and the parts that each can keep on a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hotseat.errors import PlacementError
 
 
 class Part(StrEnum):
-    """Something of a role that takes device memory for longer than one kernel."""
+    """A part of a role's state that stays on a device between computations."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -34,18 +34,18 @@ ROLES: tuple[str, ...] = tuple(PARTS_OF_ROLE)
 
 
 def nearest(word: str, choices: tuple[str, ...]) -> str | None:
-    """The choice that `word` was probably meant to be."""
+    """Return the choice that `word` was probably meant to be, or None."""
     import difflib  # only on the way to an error message
 
     for choice in choices:
         if word and (choice.startswith(word) or word.startswith(choice)):
             return choice
-    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return matches[0] if matches else None
 
 
 def check_role(name: str) -> str:
-    """`name` if it is a role, otherwise an error with the nearest one."""
+    """Return `name` if it is a role; otherwise raise an error with the nearest one."""
     if name in PARTS_OF_ROLE:
         return name
     guess = nearest(name.lower(), ROLES)

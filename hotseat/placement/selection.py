@@ -1,4 +1,4 @@
-"""The grammar that says where a role goes. Text in, a small tree out; `locate` in locate.py finds the devices.
+"""The grammar of a role's placement. Text in, a small tree out; `locate` in locate.py finds the devices.
 
     selection := RANKS[:PROCS]{,RANKS[:PROCS]} | all | NxG | @role | cpu*K | none | POOL{,POOL}/SELECTION
     RANKS     := a | a-b | all         ascending and unique over the whole text, counted from 0 within the pool
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import check_role, nearest
 
-MAX_PROCESSES = 65_536  # of one role; more is a slip of the pen
+MAX_PROCESSES = 65_536  # of one role; a larger number is a typing error
 
 FORMS = "0-3,6 or 0-3:0-7 (ranks), all, 2x8 (blocks of devices), @actor, cpu*4, none, or pool/0-3"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Whole numbers from first to last, both included."""
+class NumberRange:
+    """Consecutive whole numbers from first to last, both included."""
 
     first: int
     last: int
@@ -37,11 +37,11 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Some ranks (None: all there are) and the processes on them (None: one each)."""
+class RankSegment:
+    """One `RANKS[:PROCS]` of a selection. ranks None: all of them. procs None: one process per rank."""
 
-    ranks: Span | None
-    procs: Span | None = None
+    ranks: NumberRange | None
+    procs: NumberRange | None = None
 
     def __str__(self) -> str:
         ranks = "all" if self.ranks is None else str(self.ranks)
@@ -49,19 +49,19 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """Devices (or nodes, in a pool without devices) by number."""
+class RankSelection:
+    """Devices selected by number (or nodes, in a pool without devices)."""
 
-    segments: tuple[Segment, ...]
-    from_int: bool = field(default=False, compare=False)  # came as a number, so YAML may have eaten a colon
+    segments: tuple[RankSegment, ...]
+    from_int: bool = field(default=False, compare=False)  # YAML gave a number, which it may have made of 1:30
 
     def __str__(self) -> str:
         return ",".join(str(segment) for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """`count` blocks of `size` devices each, nobody else's."""
+class DeviceBlocks:
+    """`count` blocks of `size` devices each, shared with no other role."""
 
     count: int
     size: int
@@ -92,7 +92,7 @@ class CpuProcesses:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Served by something outside this run."""
+    """No placement: the role is served by something outside this run."""
 
     def __str__(self) -> str:
         return "none"
@@ -100,57 +100,57 @@ class Elsewhere:
 
 @dataclass(frozen=True, slots=True)
 class InPools:
-    """A selection within named pools; ranks run on from one pool to the next."""
+    """A selection within named pools; ranks are numbered through from one pool to the next."""
 
     pools: tuple[str, ...]
-    selection: Ranks | Blocks | CpuProcesses
+    selection: RankSelection | DeviceBlocks | CpuProcesses
 
     def __str__(self) -> str:
         return f"{','.join(self.pools)}/{self.selection}"
 
 
-Selection = Ranks | Blocks | SameAs | CpuProcesses | Elsewhere | InPools
+Selection = RankSelection | DeviceBlocks | SameAs | CpuProcesses | Elsewhere | InPools
 
 
-def parse_selection(given: object, role: str = "placement") -> Selection:
-    """The selection that a config gives for a role: text, a bare rank, or RLinf's `{node_group, placement}`."""
-    if isinstance(given, Mapping):
-        return _parse_mapping(given, role)
-    if isinstance(given, bool) or given is None:
-        fix = "write none in quotes for a role served elsewhere" if given is None else f"write {FORMS}"
-        raise PlacementError(f"{role}: {given!r} is no selection: {fix}")
-    if isinstance(given, int):
-        if given < 0:
-            raise PlacementError(f"{role}: rank {given} is negative: ranks count from 0")
-        return Ranks((Segment(Span(given, given)),), from_int=True)
-    if not isinstance(given, str):
-        raise PlacementError(f"{role}: {given!r} is no selection: write {FORMS}")
-    return _parse_text(given.strip(), role)
+def parse_selection(written: object, role: str = "placement") -> Selection:
+    """Parse the selection of a role in a config: text, a bare rank, or RLinf's `{node_group, placement}`."""
+    if isinstance(written, Mapping):
+        return _parse_mapping(written, role)
+    if isinstance(written, bool) or written is None:
+        fix = "write none in quotes for a role served elsewhere" if written is None else f"write {FORMS}"
+        raise PlacementError(f"{role}: {written!r} is no selection: {fix}")
+    if isinstance(written, int):
+        if written < 0:
+            raise PlacementError(f"{role}: rank {written} is negative: ranks count from 0")
+        return RankSelection((RankSegment(NumberRange(written, written)),), from_int=True)
+    if not isinstance(written, str):
+        raise PlacementError(f"{role}: {written!r} is no selection: write {FORMS}")
+    return _parse_text(written.strip(), role)
 
 
 def parse_placement(placement: Mapping[str, object]) -> dict[str, Selection]:
-    """Every role's selection. `actor,rollout: all` places both; a role is placed once."""
-    found: dict[str, Selection] = {}
-    for names, given in placement.items():
+    """Parse the selections of all roles. `actor,rollout: all` places both; each role may be placed only once."""
+    selections: dict[str, Selection] = {}
+    for names, written in placement.items():
         for name in str(names).split(","):
             role = check_role(name.strip())
-            if role in found:
+            if role in selections:
                 raise PlacementError(f"{role} is placed twice: keep one of the two entries")
-            found[role] = parse_selection(given, role)
-    return found
+            selections[role] = parse_selection(written, role)
+    return selections
 
 
-def _parse_mapping(given: Mapping[object, object], role: str) -> Selection:
+def _parse_mapping(written: Mapping[object, object], role: str) -> Selection:
     keys = ("node_group", "placement")
-    for key in given:
+    for key in written:
         if key not in keys:
             guess = nearest(str(key), keys)
             hint = f"did you mean {guess!r}? " if guess else ""
             raise PlacementError(f"{role}: unknown key {key!r}: {hint}the keys are node_group and placement")
-    if "placement" not in given:
+    if "placement" not in written:
         raise PlacementError(f"{role}: a placement by node group needs the key placement, for instance placement: 0-7")
-    inner = parse_selection(given["placement"], role)
-    group = given.get("node_group")
+    inner = parse_selection(written["placement"], role)
+    group = written.get("node_group")
     if group is None:
         return inner
     labels = group if isinstance(group, Sequence) and not isinstance(group, str) else str(group).split(",")
@@ -175,12 +175,12 @@ def _parse_text(text: str, role: str) -> Selection:
             raise PlacementError(
                 f"{role}: {text!r} has no devices: write at least 1x1, @role to share another role's devices, or none"
             )
-        return Blocks(int(match[1]), int(match[2]))
-    return Ranks(_parse_segments(text, role))
+        return DeviceBlocks(int(match[1]), int(match[2]))
+    return RankSelection(_parse_segments(text, role))
 
 
 def _in_pools(pools: tuple[str, ...], inner: Selection, role: str) -> InPools:
-    if not isinstance(inner, Ranks | Blocks | CpuProcesses):
+    if not isinstance(inner, RankSelection | DeviceBlocks | CpuProcesses):
         raise PlacementError(f"{role}: {inner} cannot be within a pool: write it without {','.join(pools)}/")
     for label in pools:
         if not re.fullmatch(r"[\w.-]+", label):
@@ -190,8 +190,8 @@ def _in_pools(pools: tuple[str, ...], inner: Selection, role: str) -> InPools:
     return InPools(pools, inner)
 
 
-def _parse_segments(text: str, role: str) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
+def _parse_segments(text: str, role: str) -> tuple[RankSegment, ...]:
+    segments: list[RankSegment] = []
     last_rank, next_proc = -1, 0
     for item in text.split(","):
         match = re.fullmatch(r"\s*(all|\d+(?:\s*-\s*\d+)?)\s*(?::\s*(\d+(?:\s*-\s*\d+)?)\s*)?", item)
@@ -202,7 +202,7 @@ def _parse_segments(text: str, role: str) -> tuple[Segment, ...]:
                 raise PlacementError(f"{role}: 'all' leaves no ranks for the rest of {text!r}: write all alone")
             ranks = None
         else:
-            ranks = _parse_span(match[1], "ranks", text, role)
+            ranks = _parse_range(match[1], "ranks", text, role)
             if ranks.first <= last_rank:
                 what = "named twice" if ranks.first == last_rank else "not in ascending order"
                 raise PlacementError(
@@ -210,11 +210,11 @@ def _parse_segments(text: str, role: str) -> tuple[Segment, ...]:
                     f" write each rank once, in ascending order"
                 )
             last_rank = ranks.last
-        procs = _parse_span(match[2], "processes", text, role) if match[2] else None
+        procs = _parse_range(match[2], "processes", text, role) if match[2] else None
         _check_number(0 if procs is None else procs.last + 1, text, role)
         if procs is not None and procs.first != next_proc:
             where = "start at 0" if next_proc == 0 else f"continue with {next_proc}"
-            fixed = Span(next_proc, next_proc + len(procs) - 1)
+            fixed = NumberRange(next_proc, next_proc + len(procs) - 1)
             raise PlacementError(
                 f"{role}: process ranks must {where} in {text!r}: write {match[1]}:{fixed}, not {match[1]}:{procs}"
             )
@@ -222,7 +222,7 @@ def _parse_segments(text: str, role: str) -> tuple[Segment, ...]:
             if procs is not None:
                 check_divides(len(ranks), len(procs), f"{role}: {item.strip()!r}")
             next_proc += len(procs or ranks)
-        segments.append(Segment(ranks, procs))
+        segments.append(RankSegment(ranks, procs))
     return tuple(segments)
 
 
@@ -232,7 +232,7 @@ def _check_number(num_procs: int, text: str, role: str) -> None:
 
 
 def check_divides(num_devices: int, num_procs: int, what: str) -> None:
-    """Processes are spread evenly over devices, or devices over processes."""
+    """Check that one of the two numbers divides the other, so that all processes get equally many devices."""
     if num_devices % num_procs and num_procs % num_devices:
         whole = num_procs // num_devices * num_devices
         below = whole or max(n for n in range(1, num_procs) if num_devices % n == 0)
@@ -243,9 +243,9 @@ def check_divides(num_devices: int, num_procs: int, what: str) -> None:
         )
 
 
-def _parse_span(text: str, what: str, whole: str, role: str) -> Span:
+def _parse_range(text: str, what: str, whole: str, role: str) -> NumberRange:
     first, _, last = text.replace(" ", "").partition("-")
-    span = Span(int(first), int(last or first))
-    if span.last < span.first:
-        raise PlacementError(f"{role}: {what} {text} descend in {whole!r}: write {span.last}-{span.first}")
-    return span
+    numbers = NumberRange(int(first), int(last or first))
+    if numbers.last < numbers.first:
+        raise PlacementError(f"{role}: {what} {text} descend in {whole!r}: write {numbers.last}-{numbers.first}")
+    return numbers

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer, as far as memory depends on it."""
+"""Shapes of decoder-only transformers: the sizes that memory depends on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Head = Literal["lm", "scalar"]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Llama-like: RMSNorm, rotary positions, grouped-query attention, gated MLP or a mixture of such MLPs."""
+    """Sizes of a Llama-like model: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts."""
 
     num_layers: int
     hidden_size: int
@@ -49,14 +49,14 @@ class ModelShape:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Embedding, output head and last norm: what is outside the layers."""
+        """Parameters outside the layers: embedding, output head and last norm."""
         embedding = self.vocab_size * self.hidden_size
         head = self.hidden_size if self.head == "scalar" else 0 if self.tie_embeddings else embedding
         return embedding + head + self.hidden_size
 
     @property
     def num_attention_parameters(self) -> int:
-        """Of one layer: q, k, v, output, their biases, the norms of the layer."""
+        """Parameters of one layer outside its MLP: q, k, v, output, their biases, the norms."""
         h = self.hidden_size
         bias = (self.q_size + 2 * self.kv_size) * self.attention_bias + h * self.output_bias
         norms = 2 * h + 2 * self.head_dim * self.qk_norm
@@ -68,7 +68,7 @@ class ModelShape:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Of one layer; in a mixture, of one layer with all its experts."""
+        """Parameters of one layer; in a mixture, of a layer with all its experts."""
         if not self.num_experts:
             return self.num_dense_layer_parameters
         h = self.hidden_size
@@ -82,9 +82,10 @@ class ModelShape:
         return self.num_embedding_parameters + layers + self.num_dense_layers * self.num_dense_layer_parameters
 
     def num_adapter_parameters(self, rank: int) -> int:
-        """Of low-rank adapters beside every linear layer: rank x (in + out) each, and a scalar head, trained whole.
+        """Count the parameters of low-rank adapters on every linear layer: rank x (in + out) each.
 
-        The experts of a mixture are no linear layers to transformers, and get none.
+        A scalar head is trained whole and counted too. The experts of a mixture are not linear layers in transformers,
+        so they get no adapters.
         """
         h = self.hidden_size
         attention = 4 * h + 2 * self.q_size + 2 * self.kv_size
@@ -96,13 +97,13 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Intermediate values that one token makes in a layer: of the experts it takes, in a mixture."""
+        """Intermediate values of one token in a layer; in a mixture, of the experts that the token takes."""
         if not self.num_experts:
             return self.intermediate_size
         return self.experts_per_token * self.expert_size + self.shared_expert_size
 
     def with_scalar_head(self) -> ModelShape:
-        """The value or reward model on this body."""
+        """Return the shape of a value or reward model on this body."""
         return replace(self, head="scalar")
 
 
@@ -110,7 +111,7 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atten
 
 
 def from_hf_config(config: Mapping[str, object]) -> ModelShape:
-    """The shape that a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model describes."""
+    """Read the shape from a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model."""
     missing = [key for key in _REQUIRED if _whole(config, key, 0) < 1]
     if missing:
         hint = " (it is in text_config)" if isinstance(config.get("text_config"), Mapping) else ""
@@ -167,7 +168,7 @@ def _whole(config: Mapping[str, object], key: str, otherwise: int) -> int:
 
 
 def _num_dense_layers(config: Mapping[str, object], num_layers: int) -> int:
-    """Of a Qwen mixture: layers named in mlp_only_layers or skipped by decoder_sparse_step have a plain MLP."""
+    """Count the layers of a Qwen mixture with a plain MLP: in mlp_only_layers, or skipped by decoder_sparse_step."""
     named = config.get("mlp_only_layers")
     plain = [layer for layer in named if isinstance(layer, int)] if isinstance(named, list) else []
     step = max(1, _whole(config, "decoder_sparse_step", 1))
@@ -252,10 +253,10 @@ _OTHER_ARCHITECTURE = r"(?<![a-z])(vl|vla|vision|audio|omni|embedding|moe)(?![a-
 
 
 def known_shape(name: str) -> AssumedShape | None:
-    """The shape of the public model that a hub-like name names, or None.
+    """Guess the shape of a model from its hub-like name; None if the name fits no public model.
 
-    `OpenRLHF/Llama-3-8b-sft-mixture` is taken for Llama-3-8B: family and size must both stand in the last part of the
-    name. The result is an assumption, and plans say so.
+    `OpenRLHF/Llama-3-8b-sft-mixture` is taken for Llama-3-8B: the last part of the name must contain both family and
+    size. The result is an assumption, and plans say so.
     """
     last = re.sub(r"[\s_]+", "-", name.rstrip("/").rpartition("/")[2].lower())
     if re.search(_OTHER_ARCHITECTURE, last):
@@ -268,17 +269,17 @@ def known_shape(name: str) -> AssumedShape | None:
 
 
 def _names(model: str, text: str) -> bool:
-    """Whether `text` has the model's family and, anywhere after it, its size as words of their own."""
+    """Return whether `text` contains the model's family and, anywhere after it, its size, as separate words."""
     family, _, size = model.partition("-") if model.startswith("mixtral") else _split_size(model)
     pattern = r"(?<![a-z\d.])" + r"-?".join(re.escape(word) for word in re.findall(r"[a-z]+|\d+(?:\.\d+)?", family))
-    found = re.search(pattern + r"(?!\.?\d)", text)
-    if found is None:
+    family_match = re.search(pattern + r"(?!\.?\d)", text)
+    if family_match is None:
         return False
-    return re.search(r"(?<![\d.a-z])" + re.escape(size) + r"(?![a-z\d])", text[found.end() :]) is not None
+    return re.search(r"(?<![\d.a-z])" + re.escape(size) + r"(?![a-z\d])", text[family_match.end() :]) is not None
 
 
 def _split_size(model: str) -> tuple[str, str, str]:
-    """`llama-3-8b` into `llama-3`, '', `8b`; a mixture's `30b-a3b` is one size."""
+    """Split `llama-3-8b` into `llama-3`, '', `8b`; a mixture's `30b-a3b` is one size."""
     match = re.fullmatch(r"(.+?)-(\d+(?:\.\d+)?[bm](?:-a\d+b)?)", model)
     assert match is not None
     return match[1], "", match[2]

@@ -1,8 +1,8 @@
-"""What an episode is worth.
+"""Rewards of episodes.
 
     RewardFunction   a user's `reward_func(queries, prompts, labels)`, in processes of its own
-    RewardTally      how many rewards of a step failed, and whether that is too many
-    Score            what came out for one sample; `hotseat.types.Failed` where nothing did
+    RewardTally      counts the failed rewards of a step, and checks that they are not too many
+    Score            the reward of one sample; `hotseat.types.Failed` if there is none
 
 A reward that failed is never a zero: its sample is dropped and counted.
 """

@@ -1,4 +1,4 @@
-"""One worker process, as seen from the thread that owns it.
+"""Handle of one worker process, used by the thread that owns it.
 
 The thread that starts the process has to outlive it: the kernel ends the process with the thread, not with the program.
 """
@@ -23,7 +23,7 @@ from hotseat.openmp import wait_policy
 
 _WORKER = Path(__file__).with_name("_worker.py")
 _MAX_ANSWER_BYTES = 1 << 30
-_LOOK_EVERY_S = 0.1  # for the death of the process and for `is_closed`, while nothing comes through the pipe
+_LOOK_EVERY_S = 0.1  # interval of checks for the process's death and `is_closed` while the pipe is silent
 
 
 class Closed(Exception):
@@ -35,7 +35,7 @@ class Late(Exception):
 
 
 class Garbled(Exception):
-    """What came through the pipe is no answer: the user's code wrote to it."""
+    """The pipe contains something else than an answer: the user's code wrote to it."""
 
 
 class NotLoaded(Exception):
@@ -47,7 +47,7 @@ class LoadedTooLate(NotLoaded):
 
 
 class Died(Exception):
-    """The process ended. Its exit code, or minus the signal that ended it."""
+    """The process ended. code: its exit code, or minus the signal that ended it; None if it had to be ended."""
 
     def __init__(self, code: int | None):
         self.code = code
@@ -55,7 +55,7 @@ class Died(Exception):
 
     @property
     def is_from_outside(self) -> bool:
-        """A function does not do these to itself; a kill at a deadline of ours is `Late`."""
+        """The process was killed by somebody else: a function does not kill itself, and our deadline raises `Late`."""
         return self.code in (-signal.SIGKILL, -signal.SIGTERM)
 
     def _describe(self) -> str:
@@ -70,7 +70,7 @@ class Died(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """What the process is to do."""
+    """Settings of a worker process: the function to load, and its limits."""
 
     file: str
     function: str
@@ -86,7 +86,7 @@ class WorkerProcess:
         self._is_closed = is_closed
         worker_inbox, self._outbox = os.pipe()
         self._inbox, worker_outbox = os.pipe()
-        given = {
+        task_message = {
             "parent": os.getpid(),
             "file": task.file,
             "function": task.function,
@@ -98,7 +98,7 @@ class WorkerProcess:
         log: Any = 2 if task.log_path is None else open(task.log_path, "ab")  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", str(_WORKER), json.dumps(given)],
+                [sys.executable, "-u", "-P", str(_WORKER), json.dumps(task_message)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -140,15 +140,15 @@ class WorkerProcess:
             return False
 
     def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send, and wait for the answer. Raises `Late`, `Died` or `Closed`; then it can only be ended."""
+        """Send a message, and wait for the answer. After `Late`, `Died` or `Closed` the process can only be ended."""
         deadline = time.monotonic() + timeout_s
         self._send(message, deadline)
         return self._receive(deadline)
 
     def end(self) -> int | None:
-        """End it and everything that it started. Returns the exit code, or minus the signal."""
+        """End the process and everything that it started. Returns the exit code, or minus the signal."""
         if self._process.returncode is None:
-            # Not collected before its group is gone: until then nobody else can have its number.
+            # Kill the group before collecting the process: until then its number cannot belong to another one.
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
@@ -201,11 +201,11 @@ class WorkerProcess:
                 return
             if left <= 0:
                 raise Late
-            if not self.is_alive():  # what it started may hold the pipe open
+            if not self.is_alive():  # its children may hold the pipe open
                 raise self._died()
 
     def _died(self) -> Died:
-        """It ended, or it closed the pipe and is about to, or is made to."""
+        """Return the error for a closed pipe, after waiting for the process to end; one that does not is ended."""
         for _ in range(50):
             if not self.is_alive():
                 break

@@ -1,8 +1,8 @@
 """The process in which a user's reward function runs. Run as a program; needs only the standard library.
 
-It loads the user's file, says that it is ready or why not, and then answers one call after another until the pipe
-closes. Messages are JSON behind their length; the user's code has no business with the pipe, and what it prints goes
-where standard output and error were set to go.
+It loads the user's file, reports that it is ready or why not, and then answers one call after another until the pipe
+closes. Messages are JSON preceded by their length. The user's code does not use the pipe; its output goes to the
+standard output and error that the process was started with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(task: dict[str, Any]) -> None:
-    """task: `parent` (pid), `file`, `function`, `path` (for imports), `max_memory` (bytes), `inbox` and `outbox`."""
+    """Serve calls until the pipe closes.
+
+    task: `parent` (pid), `file`, `function`, `path` (for imports), `max_memory` (bytes), `inbox` and `outbox`.
+    """
     _die_with(task["parent"])
     inbox, outbox = task["inbox"], task["outbox"]
     for pipe in (inbox, outbox):
@@ -35,7 +38,7 @@ def main(task: dict[str, Any]) -> None:
     if task["max_memory"] is not None:
         import resource
 
-        # Of what is written to: libraries reserve far more address space than they ever use, those for GPUs above all.
+        # The limit is on written data: libraries, above all for GPUs, reserve far more address space than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (task["max_memory"], task["max_memory"]))
     sys.path[:] = [os.path.dirname(os.path.abspath(task["file"])), *task["path"]]
     sys.argv[:] = [task["file"]]
@@ -53,16 +56,16 @@ def main(task: dict[str, Any]) -> None:
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
             answer = {"result": plain(result)}
-        except BaseException as error:  # whatever the user's code raises, SystemExit too, is its answer
+        except BaseException as error:  # whatever the user's code raises, even SystemExit, is reported as its answer
             answer = {"error": describe(error, task["file"])}
         send(outbox, answer)
 
 
 def seed_everything(seed: int) -> None:
-    """So that what is random in a call depends on what is scored, not on what this process did before."""
+    """Seed all generators, so that randomness depends on the scored samples, not on the process's history."""
     random.seed(seed)
     for name, limit in (("numpy", 2**32), ("torch", 2**63)):
-        module = sys.modules.get(name)  # if the user's code has not imported it, it has no part in this
+        module = sys.modules.get(name)  # a module that is not imported cannot be in use
         if module is not None:
             (module.random.seed if name == "numpy" else module.manual_seed)(seed % limit)
 
@@ -75,12 +78,12 @@ def _die_with(parent: int) -> None:
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we could say so
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
 
 
 def load(file: str, name: str) -> Any:
-    """The function of that name in the file."""
+    """Load the file, and return its function of that name."""
     spec = importlib.util.spec_from_file_location("hotseat_reward", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
@@ -103,7 +106,7 @@ def load(file: str, name: str) -> Any:
 
 
 def describe(error: BaseException, file: str) -> str:
-    """The error and the line of the user's file that it comes from."""
+    """Format an error with the line of the user's file that raised it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f" at line {lines[-1]}" if lines else ""
     if isinstance(error, SyntaxError):
@@ -113,7 +116,7 @@ def describe(error: BaseException, file: str) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """The value in JSON's terms. Tensors and arrays become lists or numbers; what has no such form, its type's name."""
+    """Convert a value to JSON's types. Tensors and arrays become lists or numbers, other objects their type's name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if depth < 8:

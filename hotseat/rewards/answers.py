@@ -1,4 +1,4 @@
-"""What a reward function answered, sample by sample."""
+"""Reading of a reward function's answer, sample by sample."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _MAX = (2 - 2**-23) * 2.0**127  # the largest number of 32 bits
 
 @dataclass(frozen=True)
 class Score:
-    """What one sample is worth."""
+    """The reward of one sample."""
 
     reward: float
-    score: float  # what dynamic filtering looks at
+    score: float  # used by dynamic filtering
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
 class BadAnswer(Exception):
-    """An answer from which no sample's reward can be told."""
+    """An answer from which no rewards can be read."""
 
 
 def read_answer(answer: Any, num_samples: int) -> list[Score | Failed]:
-    """One score per sample, in order; `Failed` for a sample whose reward or score is null or not finite.
+    """Return one score per sample, in order; `Failed` for a sample whose reward or score is null or not finite.
 
     The answer is one number per sample, or an object with them under "rewards", and optionally under "scores" (else
     the rewards), and with numbers to log under "extra_logs": one per sample, or one for all of them. [n, 1] is [n].
@@ -71,7 +71,7 @@ def _parts(answer: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _column(name: str, values: Any, num_samples: int) -> list[float | None]:
-    """One number, or null, per sample."""
+    """Check that an answer has one number, or null, per sample, and return them as floats."""
     if not isinstance(values, list):
         values = [values]  # a single number, for a single sample
     values = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
@@ -97,7 +97,7 @@ def _as_float(value: float) -> float:
 
 
 def _is_finite(value: float | None) -> TypeGuard[float]:
-    """As a number of 32 bits, in which advantages are computed."""
+    """Return whether a value is finite as a 32-bit float, the type in which advantages are computed."""
     return value is not None and abs(value) <= _MAX
 
 

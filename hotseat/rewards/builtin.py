@@ -1,6 +1,6 @@
-"""Reward functions that need no file of one's own. Answers are compared as text or as numbers, never evaluated.
+"""Built-in reward functions. Answers are compared as text or as numbers, never evaluated.
 
-Run in a worker process like any other reward file, so it needs only the standard library.
+This file runs in a worker process like any other reward file, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 FUNCTIONS = ("exact_match", "number_match")
 
-# What tokenizers write for the tokens that end an answer, such as </s>, <|im_end|>, <eos>.
+# Text of the tokens that end an answer, such as </s>, <|im_end|>, <eos>.
 _END_TOKENS = re.compile(r"(?:\s*<[|/]?[\w▁|-]+[|]?>)+\s*$")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d+)?")
 
 
 def exact_match(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None]) -> list[float | None]:
-    """1 if what follows the prompt is the label, spaces around and end tokens behind it aside; else 0."""
+    """Score 1 if the answer is the label, apart from surrounding spaces and end tokens; else 0."""
     return [
         None if label is None else float(answer_of(query, prompt) == label.strip())
         for query, prompt, label in zip(queries, prompts, labels, strict=True)
@@ -25,28 +25,28 @@ def exact_match(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 
 def number_match(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None]) -> list[float | None]:
-    """1 if the last number after the prompt is the label's last number; else 0. No number in the label: no reward."""
+    """Score 1 if the last number of the answer is that of the label, else 0; no reward if the label has no number."""
     rewards: list[float | None] = []
     for query, prompt, label in zip(queries, prompts, labels, strict=True):
-        wanted = None if label is None else last_number(label)
-        given = last_number(answer_of(query, prompt))
-        if wanted is None:
+        expected = None if label is None else last_number(label)
+        answered = last_number(answer_of(query, prompt))
+        if expected is None:
             rewards.append(None)
         else:
-            rewards.append(float(given is not None and math.isclose(given, wanted, rel_tol=1e-9)))
+            rewards.append(float(answered is not None and math.isclose(answered, expected, rel_tol=1e-9)))
     return rewards
 
 
 def answer_of(query: str, prompt: str) -> str:
-    """What follows the prompt, without end tokens and the spaces around it."""
+    """Return the text after the prompt, without end tokens and surrounding spaces."""
     answer = query[len(prompt) :] if query.startswith(prompt) else query
     return _END_TOKENS.sub("", answer).strip()
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, as a float; None if there is none."""
-    found = [part for part in _NUMBER.findall(text) if part]
+    """Return the last number in a text, as a float; None if there is none."""
+    numbers = [part for part in _NUMBER.findall(text) if part]
     try:
-        return float(found[-1].replace(",", "")) if found else None
+        return float(numbers[-1].replace(",", "")) if numbers else None
     except ValueError:
         return None

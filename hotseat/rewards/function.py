@@ -1,4 +1,4 @@
-"""A user's reward function, in worker processes of its own: it may raise, hang or crash, and the run goes on."""
+"""A user's reward function, in worker processes of its own: it may raise, hang or crash without ending the run."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ class RewardFunction:
     """Scores groups with `reward_func(queries, prompts, labels)` from a file, `num_workers` groups at a time.
 
     `path` is `FILE.py`, `FILE.py:FUNCTION` or the name of a built-in one (`exact_match`, `number_match`). The file is
-    loaded in a process of its own before the constructor returns: a file that cannot be used raises `UserError`. What
-    the function may return is described at `answers.read_answer`; what it prints goes to `log_path`, or to standard
-    error.
+    loaded in a process of its own before the constructor returns: a file that cannot be used raises `UserError`.
+    `answers.read_answer` describes what the function may return; its output goes to `log_path`, or to standard error.
 
-    If the function raises, crashes, takes longer than `timeout_s` or answers with something else than a finite number
-    for each sample, it is called again, `retries` times at most, in a fresh process where the last one is not to be
-    trusted. Then the samples without a reward are `Failed`, with file, function and sample named. A worker that
-    somebody killed is no failure of the function: the group is sent again, up to `max_kills` times.
+    If the function raises, crashes, takes longer than `timeout_s` or does not return a finite number for each sample,
+    it is called again, `retries` times at most, in a fresh process if the last one may be damaged. After that, samples
+    without a reward are `Failed`, with file, function and sample named. A worker that was killed from outside is no
+    failure of the function: the group is sent again, up to `max_kills` times.
 
-    With a `seed`, Python's, numpy's and torch's generators are seeded before each call, from it and the samples' ids: a
-    group that is scored again, in whatever process, meets the same chance.
+    With a `seed`, Python's, numpy's and torch's generators are seeded before each call, from it and the samples' ids,
+    so that a group that is scored again gets the same random numbers in any process.
 
     The owner threads take jobs in the order of `submit`, each gives one list to its future, and waits for its worker
     at most `timeout_s`, for a starting one `start_timeout_s`; `close` wakes them within a tenth of a second.
@@ -114,11 +113,11 @@ class RewardFunction:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that are running now."""
+        """Ids of the running worker processes."""
         return list(self._pids.values())
 
     def close(self) -> None:
-        """End the workers and all that they started. Futures that are not done raise. Closing twice is fine."""
+        """End the workers and all that they started. Unfinished futures raise an error. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -144,7 +143,7 @@ class RewardFunction:
     # --- in the owner threads -----------------------------------------------------------------------------------------
 
     def _own(self, number: int, loaded: Future[None]) -> None:
-        """One thread: owns one worker process at a time, from first to last."""
+        """Run one owner thread, which has one worker process at a time and serves jobs until `close`."""
         worker = _Worker(self._task, self._start_timeout_s, lambda: self._is_closed, self._note(number))
         try:
             self._load_first(number, worker, loaded)
@@ -161,7 +160,7 @@ class RewardFunction:
             worker.end()
 
     def _load_first(self, number: int, worker: _Worker, loaded: Future[None]) -> None:
-        """The first thread tells whether the file can be used; the others follow it, so that an error comes once."""
+        """Start a thread's worker. The first thread reports whether the file loads; the others wait for its result."""
         if number == 0:
             try:
                 worker.start()
@@ -171,7 +170,7 @@ class RewardFunction:
             return
         with contextlib.suppress(Exception):
             loaded.result()
-            worker.start()  # if this fails, the first job tells
+            worker.start()  # if this fails, the first job reports it
 
     def _note(self, number: int) -> Callable[[int | None], None]:
         def note(pid: int | None) -> None:
@@ -216,7 +215,7 @@ class RewardFunction:
 
 
 class _Worker:
-    """The process that an owner thread has now, if any."""
+    """The current worker process of an owner thread, if any."""
 
     def __init__(
         self, task: Task, start_timeout_s: float, is_closed: Callable[[], bool], note: Callable[[int | None], None]
@@ -235,7 +234,7 @@ class _Worker:
 
     def score(self, message: dict[str, Any], timeout_s: float) -> list[Score | Failed]:
         if self._process is not None and not self._process.is_alive():
-            self.end()  # between two jobs, so none of them is to blame
+            self.end()  # it died between two jobs, so neither of them is to blame
         process = self._process or self.start()
         try:
             answer = process.call(message, timeout_s)
@@ -260,8 +259,8 @@ def locate(path: str) -> tuple[Path, str]:
     """Return the file and the name of the function that `path` names."""
     if path in builtin.FUNCTIONS:
         return Path(builtin.__file__), path
-    found = re.fullmatch(r"(.+\.py):(\w+)", path)
-    file, function = Path(found[1] if found else path).expanduser().absolute(), found[2] if found else "reward_func"
+    named = re.fullmatch(r"(.+\.py):(\w+)", path)
+    file, function = Path(named[1] if named else path).expanduser().absolute(), named[2] if named else "reward_func"
     if not file.is_file():
         raise UserError(
             f"reward function: no such file: {file}; give a Python file with {function}(queries, prompts, labels), or"

@@ -1,4 +1,4 @@
-"""How many rewards failed, by cause, and whether that is too many."""
+"""Count of failed rewards, by cause, and the check that they are not too many."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RewardTally:
         return self.num_failed / self.num_samples if self.num_samples else 0.0
 
     def add(self, samples: Iterable[Any]) -> None:
-        """Samples, or their scores: those that are `Failed` count as failed."""
+        """Count samples, or their scores; those that are `Failed` count as failed."""
         for sample in samples:
             self.num_samples += 1
             if isinstance(sample, Failed):
@@ -40,7 +40,7 @@ class RewardTally:
                 self._examples.setdefault(cause, sample.reason)
 
     def check(self, where: str = "") -> None:
-        """Raise `RewardError` if too many failed. where: what they were sampled for, to begin the message with."""
+        """Raise `RewardError` if too many failed. where: the beginning of the message."""
         if self.failed_fraction <= self.max_failed_fraction:
             return
         shown = self._causes.most_common(_SHOWN)
@@ -54,12 +54,12 @@ class RewardTally:
         )
 
     def clear(self) -> None:
-        """Start to count anew."""
+        """Reset the counts."""
         self.num_samples = 0
         self._causes.clear()
         self._examples.clear()
 
 
 def _cause(reason: str) -> str:
-    """A reason without what differs from sample to sample: names such as 0/17/3, and numbers."""
+    """Return a reason without what differs between samples: names such as 0/17/3, and numbers."""
     return re.sub(r"\d+", "#", reason)

@@ -1,4 +1,4 @@
-"""Tries a reward function on one group before a run starts. Needs neither torch nor transformers."""
+"""Trial call of a reward function on one group before a run starts. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hotseat.rewards._process import Died, Garbled, Late, LoadedTooLate, NotLoad
 from hotseat.rewards.answers import BadAnswer, read_answer
 from hotseat.rewards.function import locate
 
-_MISTAKE = "NameError: name "  # of a name that is nowhere defined, whatever the function was called with
+_MISTAKE = "NameError: name "  # an undefined name is a mistake whatever the function was called with
 _ABSENT_PACKAGES = ("ImportError", "ModuleNotFoundError")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial call came to.
+    """Result of a trial call.
 
     outcome: `scored`; `broken`, no call could succeed; `not here`, as `broken`, but another machine may have the
-    package that is missing; `unusable`, what it returned is no answer to this call; `failed`, a call for other samples
-    may succeed; `late`, no answer within the time.
-    problem: what went wrong, with the line where one is known. returned: what the function returned, in JSON's terms.
+    package that is missing; `unusable`, the returned value is not one reward per sample; `failed`, a call for other
+    samples may succeed; `late`, no answer before the deadline.
+    problem: what went wrong, with the line if it is known. returned: the returned value, converted to JSON's types.
     """
 
     outcome: Literal["scored", "broken", "not here", "unusable", "failed", "late"]
@@ -46,7 +46,7 @@ def try_reward(
 ) -> Trial:
     """Load a reward function in a process of its own, call it once, and end the process.
 
-    timeout_s: for loading and calling together. What the function prints is dropped. extra_path: folders that the file
+    timeout_s: for loading and calling together. Output of the function is dropped. extra_path: folders that the file
     may import from, besides those of this process.
     """
     file, function = locate(path)

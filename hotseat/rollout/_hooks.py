@@ -14,13 +14,14 @@ from hotseat.rollout._requests import EngineSequence
 class EngineHooks(ABC):
     """The hooks of an engine, called on its background thread; `_resident_bytes` alone is called from any thread.
 
-    The four attributes are those of `Engine`.
+    The five attributes are those of `Engine`.
     """
 
     parts: frozenset[Part]
     can_offload: frozenset[Part]
     scores_with: frozenset[Part]
     undigested: frozenset[str]
+    keeps_cache: bool
 
     @abstractmethod
     def _step(self) -> None:
@@ -56,6 +57,10 @@ class EngineHooks(ABC):
     @abstractmethod
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace these weights. When it returns, the sender may reuse their memory."""
+
+    @abstractmethod
+    def _finish_loading(self) -> None:
+        """Get requests that are in flight ready to go on: all weights are loaded."""
 
     @abstractmethod
     def _missing(self) -> list[str]:

@@ -239,7 +239,10 @@ class ThreadedEngine(EngineHooks):
 
     def _finish_load(self) -> None:
         self._serving.raise_unless_loading("finish_load")
-        self._serving.finish_load(self._missing())
+        missing = self._missing()
+        if not missing:
+            self._finish_loading()
+        self._serving.finish_load(missing)
 
     def _digest_if_there(self) -> dict[str, int]:
         self._serving.raise_unless_weights("asking for their digest")

@@ -52,6 +52,10 @@ class Engine(Protocol):
         """List the parts that must be on the device for `score`."""
 
     @property
+    def keeps_cache(self) -> bool:
+        """Tell what requests in flight do with their keys and values when weights change: keep, or recompute them."""
+
+    @property
     def version(self) -> int:
         """Return the version of the weights that are served: that of the last complete load."""
 

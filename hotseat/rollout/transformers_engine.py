@@ -76,7 +76,8 @@ class SlotOptions:
     dtype: of the model; None leaves it as it is. own_layers: False runs the model's own forward even where a faster
     one is known. fp32_head: logits of a 16-bit model are float32, as the trainer's are; False rounds them to the
     model's type. prefix_cache_tokens: how many prompt tokens to keep for other samples of the same prompt; by default
-    8 * max_length.
+    8 * max_length. keeps_cache: requests in flight keep their keys and values when weights change; False recomputes
+    them.
     """
 
     device: str | torch.device = "cpu"
@@ -84,6 +85,7 @@ class SlotOptions:
     own_layers: bool = True
     fp32_head: bool = True
     prefix_cache_tokens: int | None = None
+    keeps_cache: bool = True
 
 
 _DEFAULT_OPTIONS = SlotOptions()
@@ -160,6 +162,8 @@ class TransformersEngine(ThreadedEngine):
         # The sequence in each slot, None where one has just ended; touched by the background thread alone.
         self._running: list[EngineSequence | None] = []
         self._saved_cache: tuple[Tensor, Tensor] | None = None
+        self._is_cache_old = False  # offloaded before the weights changed, and to be recomputed
+        self.keeps_cache = options.keeps_cache
         self._start()
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -377,6 +381,8 @@ class TransformersEngine(ThreadedEngine):
                 self._slots.cache.put(*self._saved_cache)
                 num_copied += sum(part.nbytes for part in self._saved_cache)
                 self._saved_cache = None
+            if self._is_cache_old:
+                self._recompute()
         return num_bytes, num_copied
 
     def _prepare_load(self) -> None:
@@ -387,6 +393,28 @@ class TransformersEngine(ThreadedEngine):
         self._weights.load(named_tensors)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _finish_loading(self) -> None:
+        if self.keeps_cache:
+            return
+        if Part.KV_CACHE in self._serving.offloaded:
+            self._saved_cache, self._is_cache_old = None, True
+        else:
+            self._recompute()
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Compute the keys and values of running sequences anew, with the weights that are loaded now."""
+        self._is_cache_old = False
+        # The newest token of a sequence is decoded in the next step; its keys come then.
+        filled = {
+            slot: (*sequence.prompt, *sequence.token_ids)[:-1]
+            for slot, sequence in enumerate(self._running)
+            if sequence is not None and sequence.num_keys > 1
+        }
+        prefixes = self._prefill(list(dict.fromkeys(filled.values())))
+        for slot, tokens in filled.items():
+            self._slots.cache.write([slot], prefixes[tokens])
 
     def _missing(self) -> list[str]:
         return self._weights.missing()

@@ -44,6 +44,7 @@ class VllmEngine(ThreadedEngine):
 
     parts: frozenset[Part] = frozenset(PARTS)
     scores_with: frozenset[Part] = frozenset(PARTS)
+    keeps_cache = False
 
     def __init__(
         self,
@@ -200,6 +201,9 @@ class VllmEngine(ThreadedEngine):
         if Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
             self._core.forget_cache()
         self._core.call("hotseat_begin_load", timeout_s=self._call_timeout_s)
+
+    def _finish_loading(self) -> None:
+        pass  # vLLM computes again what `_prepare_load` made it forget
 
     def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._core.tensor_parallel_size > 1 and isinstance(named_tensors, Iterator):

@@ -3,7 +3,7 @@
 `causal_attention` is what the models of transformers call for every layer, registered with them under `ATTENTION`. With
 16-bit floats on a CUDA device packed tokens go through `torch.nn.attention.varlen`. Elsewhere the block-diagonal
 attention is computed block by block: segments of like length are gathered into rows, so that it costs the sum of the
-blocks and not the square of all tokens. Padded rows need neither: the filling is on the right, where nothing looks.
+blocks and not the square of all tokens. Padded rows need neither: the padding is on the right, where no token looks.
 
 Where segments share their first tokens, each segment gathers a copy of them: the rest of the model, which is most of
 the work, sees them once.
@@ -11,7 +11,7 @@ the work, sees them once.
 Scores that are capped (Gemma 2) or compete with a sink (gpt-oss) are computed as they are defined, a chunk of queries
 at a time: no kernel of torch has them.
 
-`watched` compares what layers ask for with the masks that transformers would have made for them.
+`recorded_attention` records what layers ask for, to compare it with the masks that transformers makes for them.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def causal_attention(
             " training does not have: choose a model with plain causal attention"
         )
     scores = Scores(scaling, sliding_window, softcap, s_aux)
-    if _watches:
-        _watches[-1].calls.append((attention_mask, scores))
+    if _records:
+        _records[-1].calls.append((attention_mask, scores))
     blocks: Blocks | None = kwargs.get(BLOCKS)
     if blocks is None:
         out = _rows(query, key, value, scores)
@@ -304,7 +304,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
-class Watch:
+class AttentionRecord:
     """The attention of one forward: the mask that transformers made for each call, and the scores asked for."""
 
     masks: list[tuple[Tensor, MaskFunction]] = field(default_factory=list)
@@ -315,36 +315,36 @@ class Watch:
         return all(scores.are_plain for _, scores in self.calls)
 
     def is_as_masked(self, num_positions: int) -> bool:
-        """Tell whether every call sees what its mask shows, from the last of so many positions."""
+        """Tell whether every call attends to the keys that its mask shows, from the last position."""
         position = torch.tensor(num_positions - 1)
         keys, zero = torch.arange(num_positions), torch.tensor(0)
         for mask, scores in self.calls:
             shows = next((shows for made, shows in self.masks if made is mask), None)
             if shows is None:
-                continue  # the model made a mask of its own: only its outputs can tell
+                continue  # the model made a mask of its own: only its outputs show whether attention is right
             seen = _is_seen(position[None], num_positions, scores.window)[0]
             if not torch.equal(shows(zero, zero, position, keys).expand(num_positions), seen):
                 return False
         return True
 
 
-_watches: list[Watch] = []
+_records: list[AttentionRecord] = []
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
+def recorded_attention() -> Iterator[AttentionRecord]:
     """Record the attention of the forwards inside. No other forward makes masks: `causal_attention` needs none."""
-    watch = Watch()
+    record = AttentionRecord()
 
     def make(*, mask_function: MaskFunction, **_: Any) -> Tensor:
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        watch.masks.append((mask, mask_function))
+        record.masks.append((mask, mask_function))
         return mask
 
     AttentionMaskInterface.register(ATTENTION, make)
-    _watches.append(watch)
+    _records.append(record)
     try:
-        yield watch
+        yield record
     finally:
-        _watches.remove(watch)
+        _records.remove(record)
         AttentionMaskInterface._global_mapping.pop(ATTENTION)

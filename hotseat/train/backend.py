@@ -1,4 +1,4 @@
-"""The contract of every training backend, and the types it speaks in.
+"""The contract of every training backend, and its types.
 
 A backend is one rank of a model under training. All ranks call the same methods in the same order, and a method marked
 "all ranks together" waits for the others. Ranks may bring different micro-batches to such a call, in number and size,
@@ -28,7 +28,7 @@ PARTS: tuple[Part, ...] = (Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 
 Precision = Literal["fp32", "bf16_master", "bf16", "fp16"]
 GradDtype = Literal["fp32", "bf16", "fp16"]
-Head = Literal["policy", "value"]  # log-probs over the vocabulary, or one number: a critic, a reward model
+Head = Literal["policy", "value"]  # log-probs over the vocabulary, or one number per token (critic, reward model)
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class AdamW:
 class LoraOptions:
     """Settings of adapters, which are trained instead of weights; see `lora`.
 
-    Dropout in front of adapters is the one dropout there is, and only in the forwards of `update`: `log_probs` and
-    `values` never drop, so that what is scored is the policy that engines sample from. In rl a ratio to old log-probs
-    then scatters around one from the first step of a rollout, which is why the default is 0.
+    The only dropout is that in front of adapters, and only in the forwards of `update`: `log_probs` and `values` never
+    drop, so that they score the policy that engines sample from. In rl the ratio to old log-probs then scatters around
+    one from the first step of a rollout, which is why the default is 0.
     """
 
     rank: int
     alpha: float = 16
     dropout: float = 0.0
     target_modules: tuple[str, ...] | str = "all-linear"  # ends of names; or a pattern for whole names
-    seed: int = 0  # of the first values, and of what is dropped
+    seed: int = 0  # of the initial values, and of dropout
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ZeroOptions:
     stage: int = 2  # of ZeRO: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also weights
     adam_offload: bool = False  # optimizer state stays in host memory, and is stepped there
     zpg: int = 1  # ranks that keep a second copy of the weights among them (ZeRO++)
-    overlap_comm: bool = False  # gradients are summed over ranks while the backward pass goes on
+    overlap_comm: bool = False  # gradients are summed over ranks during the backward pass
     grad_accum_dtype: GradDtype | None = None  # None: DeepSpeed's choice, the type of the computation
     deepcompile: bool = False  # DeepSpeed compiles the model as a whole; see `deepcompile`
     tensor_parallel_size: int = 1  # ranks that share each layer, and each micro-batch; see `tensor`
@@ -101,7 +101,7 @@ class TrainOptions:
     head: Head = "policy"
     value_head_prefix: str = "score"  # of the names of a value model's head in checkpoints
     # bf16_master: 16-bit compute from 32-bit weights, gradients summed in 32 bits. bf16: everything in 16 bits.
-    # fp16: as bf16_master, and the loss is scaled; DeepSpeed only. How that sums gradients, `grad_accum_dtype` says.
+    # fp16: as bf16_master, and the loss is scaled; DeepSpeed only. `grad_accum_dtype` says how it sums gradients.
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
     schedule: Schedule = field(default_factory=Schedule)
@@ -114,7 +114,7 @@ class TrainOptions:
     liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
     layout: LayoutKind = "auto"  # see `packing`
     sequence_parallel_size: int = 1  # ranks that share the sequences of each micro-batch; see `sequence`
-    max_non_finite: int = 3  # so many updates in a row with a loss or gradient that is not finite end the run
+    max_non_finite: int = 3  # the run ends after this many updates in a row whose loss or gradient is not finite
     timeout_s: float = 600.0  # for one rank to wait for the others
     zero: ZeroOptions | None = None  # None: FSDP2
 
@@ -155,7 +155,7 @@ class TrainOptions:
 
     @property
     def model_parallel_size(self) -> int:
-        """Count the neighbouring ranks that share each micro-batch, by sequences or by layers, and count once."""
+        """Return the number of neighbouring ranks that share each micro-batch, by sequences or by layers."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
 
@@ -179,8 +179,8 @@ class Outputs:
 class Loss(Protocol):
     """A loss: returns Σ weights · loss per token of one micro-batch, and metrics that are summed over its tokens.
 
-    A metric may be a vector, each entry summed for itself. Of a metric whose name ends in `_max` the largest value is
-    kept instead of the sum. If the loss has a true attribute `needs_entropy`, `outputs.entropy` is computed for it.
+    A metric may be a vector, whose entries are summed one by one. If a metric's name ends in `_max`, its largest value
+    is kept instead of the sum. If the loss has a true attribute `needs_entropy`, `outputs.entropy` is computed for it.
     """
 
     def __call__(self, outputs: Outputs, micro_batch: MicroBatch, /) -> tuple[Tensor, Mapping[str, Tensor | float]]: ...
@@ -242,12 +242,12 @@ class Backend(Protocol):
         in a row. All ranks decide alike. The balancing loss of a mixture of experts, if it has a coefficient, is
         added here, and is the metric `aux_loss`.
 
-        Running out of device memory, in this or in `log_probs` and `values`, is a `DeviceMemoryError`. A rank without
-        others has forgotten the whole call by then, gradients and random numbers included, and can be called again.
+        Raises `DeviceMemoryError` if the device runs out of memory, as `log_probs` and `values` do. A single rank has
+        then undone the whole call, gradients and random numbers included, and can be called again.
         """
 
     def fits(self, num_tokens: int, max_length: int, *, is_update: bool, with_entropy: bool = False) -> bool:
-        """Tell whether every rank has memory for a micro-batch of so many tokens, and a margin. All ranks together.
+        """Tell whether every rank has memory for a micro-batch of `num_tokens`, and a margin. All ranks together.
 
         Made-up sequences of `max_length` go forward, and for `is_update` also backward. Weights, optimizer,
         version and random numbers stay as they are, and no memory is kept.

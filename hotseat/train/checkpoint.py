@@ -77,7 +77,7 @@ class CheckpointFiles:
             else:
                 writing.set_result(None)
             finally:
-                copied.clear()  # who keeps the future must not keep the memory
+                copied.clear()  # so that a future that is kept does not keep the memory
 
         self._writing = writing
         # A daemon thread, not a pool: at its end the interpreter would wait for a pool's threads, and a disk may hang.
@@ -129,7 +129,7 @@ def read_header(directory: Path) -> Header:
         raise RunError(f"{directory} holds no state of a training backend: it has no backend.json") from None
     if header.get("format") != FORMAT:
         raise RunError(
-            f"{directory} was saved in format {header.get('format')}, and this version reads format {FORMAT}: go on"
+            f"{directory} was saved in format {header.get('format')}, and this version reads format {FORMAT}: resume"
             " with the version of Hotseat that wrote it"
         )
     base = header.get("base")
@@ -137,21 +137,21 @@ def read_header(directory: Path) -> Header:
 
 
 def check_adapters(directory: Path, saved: FrozenBase | None, *, has_adapters: bool) -> None:
-    """Raise unless adapters were trained then if and only if they are now."""
+    """Raise if adapters were trained then and are not now, or the other way round."""
     if (saved is not None) != has_adapters:
         had, has = ("adapters", "all weights") if saved is not None else ("all weights", "adapters")
         raise RunError(f"{directory} was saved when {had} were trained, and now {has} are: set LoRA as it was then")
 
 
 def check_base(directory: Path, saved: FrozenBase, current: FrozenBase) -> None:
-    """Raise unless the adapters of a checkpoint belong to the current model: on another they are worth nothing."""
+    """Raise unless the adapters of a checkpoint belong to the current model: on another they are useless."""
     names = {**current.digests, **saved.digests}
     other = [name for name in names if current.digests.get(name) != saved.digests.get(name)]
     if other:
         raise RunError(
-            f"{directory} holds adapters of {saved.model or 'a model'}, which was another than"
-            f" {current.model or 'this one'} is now: {other[0]} differs, {len(other)} weights in all; go on with the"
-            " model that they were trained on"
+            f"{directory} holds adapters of {saved.model or 'a model'}, whose weights are not"
+            f" those of {current.model or 'the current model'}: {other[0]} differs, {len(other)} weights in all;"
+            " resume with the model that they were trained on"
         )
 
 

@@ -2,12 +2,12 @@
 
 Gathering weights and summing gradients over ranks become operations of the compiled graph.
 
-It leaves four things to whoever calls it:
+Its caller has to see to four things:
 
-- A model must be one graph. What ran outside of it would have gradients that nobody sums: torch is set to raise.
+- A model must be one graph. Gradients of code outside of it would not be summed over ranks: torch is set to raise.
 - Each graph counts for itself which gradients it has added to, so that two graphs in one update would overwrite each
   other's. Here every micro-batch is a whole of its own, and `zero_stages` adds them up.
-- It takes a second graph of the same code for the first. Scoring is therefore compiled from code of its own; and sizes
+- It mistakes a second graph of the same code for the first. Scoring is therefore compiled from separate code; and sizes
   are symbols from the first call, so that there is one graph for all of them, except for sizes of 0 and 1, which do not
   come here. Where weights are sharded it makes constants of sizes again, which is undone.
 - Compiled, the gradients of an embedding may be added up in any order, and two runs differ in the last bits: a plain
@@ -93,7 +93,7 @@ def build_operations() -> None:
 
 
 def filled(batch: MicroBatch) -> MicroBatch:
-    """Add a filler batch to a micro-batch with so few segments or masked tokens that a count may be one or none."""
+    """Add a filler batch to a micro-batch in which a count of segments or masked tokens may be 0 or 1."""
     is_small = batch.num_segments < 2 or int(batch.mask.sum()) < batch.num_segments + 2
     return join([replace(batch, fields={}), filler_batch()]) if is_small else batch
 

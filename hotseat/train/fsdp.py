@@ -152,7 +152,7 @@ class FSDPBackend(Trainer):
     def _lower_loss_scale(self) -> bool:
         return False
 
-    def _can_go_on(self) -> bool:
+    def _can_continue(self) -> bool:
         return self._ranks.size == 1
 
     def _abandon(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from hotseat.types import MicroBatch, segment_offsets
 
 MARGIN = 0.04  # of a device's memory that the largest micro-batch must leave: for fragments, and for other processes
-# How libraries that do not raise torch's own error say it.
+# Texts of the same error from libraries that do not raise torch's own.
 _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
@@ -36,7 +36,7 @@ class Peak(NamedTuple):
     limit: int
 
     def has_headroom(self, times: float = 1.0) -> bool:
-        """Tell whether a micro-batch so many times as large would leave a margin."""
+        """Tell whether a micro-batch `times` as large would leave a margin."""
         return self.before + times * (self.most - self.before) <= self.limit
 
 

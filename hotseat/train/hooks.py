@@ -58,7 +58,7 @@ class TrainerHooks(ABC):
         """Clear what a failed forward or backward has left behind, except gradients. Called on a single rank only."""
 
     @abstractmethod
-    def _can_go_on(self) -> bool:
+    def _can_continue(self) -> bool:
         """Tell whether the rank can still be used after an update failed while it summed gradients."""
 
     # --- gradients and the optimizer step -----------------------------------------------------------------------------

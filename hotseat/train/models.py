@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from hotseat.errors import NotBuiltError, UserError
-from hotseat.observe.noise import unheard
-from hotseat.train.attention import ATTENTION, BLOCKS, Blocks, Watch, gather, watched
+from hotseat.observe.noise import without_log_lines
+from hotseat.train.attention import ATTENTION, BLOCKS, AttentionRecord, Blocks, gather, recorded_attention
 from hotseat.train.backend import Head, LoraOptions, TrainOptions
 from hotseat.train.experts import check_experts, routing_sums
 from hotseat.train.liger import use_liger
@@ -182,7 +182,7 @@ def check_length(config: Any, max_length: int) -> None:
 
 
 def check_value_head(config: Any) -> None:
-    """Raise if there is no model of this config that gives a number."""
+    """Raise if models of this config cannot have a value head."""
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise UserError(
             f"transformers has no {type(config).__name__.removesuffix('Config')} with a head of one number: choose"
@@ -226,7 +226,7 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
     # A reward model of ours or OpenRLHF's says it.
     prefix = getattr(config, "value_head_prefix", options.value_head_prefix)
     renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}
-    with unheard("transformers.modeling_utils", _is_looked_into):
+    with without_log_lines("transformers.modeling_utils", _is_looked_into):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, config=config, output_loading_info=True, **common, **renamed
         )
@@ -371,7 +371,7 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def _use_own_attention(model: PreTrainedModel) -> Watch:
+def _use_own_attention(model: PreTrainedModel) -> AttentionRecord:
     """Let the layers call our attention instead of their own, and make sure that both give the same.
 
     Windows are longer than any probe: what a layer asks for is compared with the mask that it would have had.
@@ -386,7 +386,7 @@ def _use_own_attention(model: PreTrainedModel) -> Watch:
     model.set_attn_implementation("eager")  # with capped scores and sinks, which transformers leaves out of others
     expected = hidden()
     model.set_attn_implementation(ATTENTION)
-    with watched() as watch:
+    with recorded_attention() as watch:
         ours = hidden()
     is_alike = _is_close(ours / expected.abs().max(), expected / expected.abs().max(), model.dtype)
     num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0

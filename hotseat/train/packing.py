@@ -6,12 +6,12 @@ must stand together (the segments of an episode, the two answers of a pair) is a
 
 A model gets the tokens in one of three layouts. None has the last token of a segment: nothing comes after it.
 
-    padded   [num_segments, longest] rows, filled up on the right. Attention is causal, so no token sees the filling.
-    packed   [1, num_tokens], nothing filled up. Positions restart with every segment, and attention is kept inside
+    padded   [num_segments, longest] rows, padded on the right. Attention is causal, so no token sees the padding.
+    packed   [1, num_tokens], without padding. Positions restart with every segment, and attention is kept inside
              them by `attention`.
     shared   packed, and a context that several segments begin with, such as the prompt of a group, stands there once.
 
-Ranks that share sequences (`sequence`) each get a slice of the packed or shared row.
+Sequence-parallel ranks (`sequence`) each get a slice of the packed or shared row.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def split_by_tokens(
                 f" raise the token budget to {tokens(unit)}, or lower the longest prompt and answer"
             )
     bins = _first_fit_decreasing(members, lengths, max_tokens, padded)
-    even = spread([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
+    even = balance([sum(lengths[segment] for segment in unit) for unit in members], len(bins))
     evened = [[segment for unit in part for segment in members[unit]] for part in even]
     if all(tokens(segments) <= max_tokens or len(part) == 1 for part, segments in zip(even, evened, strict=True)):
         bins = evened
@@ -180,7 +180,7 @@ def _first_fit_decreasing(
     return bins
 
 
-def spread(sizes: list[int], num_parts: int) -> list[list[int]]:
+def balance(sizes: list[int], num_parts: int) -> list[list[int]]:
     """Distribute indices into `sizes`, largest first, each to the part that has least so far (the first of equals)."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
@@ -208,7 +208,7 @@ class ModelInput:
     rows: Tensor  # [num_scored]: the row of the flattened output that predicts each scored token
     targets: Tensor  # [num_scored]: that token
     tokens: Tensor  # [num_scored]: where it stands in the micro-batch
-    counts: Tensor | None = None  # [rows of the flattened output] float: tokens each stands for, 0: filling; if asked
+    counts: Tensor | None = None  # [rows of the flattened output] float: tokens of each, 0: padding; if asked for
 
 
 def model_input(

@@ -36,7 +36,7 @@ class Ranks:
             return
         if not dist.is_initialized():
             backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            # A group of one has nobody to meet, hence no address.
+            # A group of one rank needs no address to meet at.
             alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if self.size == 1 else {}
             dist.init_process_group(backend, timeout=self._timeout, **alone)
             self._is_user = True

@@ -47,11 +47,11 @@ class SequenceGroup:
 
 
 class Slice:
-    """This rank's part of a packed row, which is padded to a multiple of the group's size."""
+    """Part of a packed row on this rank. The row is padded to a multiple of the group's size."""
 
     def __init__(self, group: SequenceGroup, num_tokens: int):
         self._group = group
-        self._num_tokens = num_tokens  # of the row, without the filling
+        self._num_tokens = num_tokens  # of the row, without padding
         self.length = -(-num_tokens // group.size)
         self.first = group.rank * self.length
 

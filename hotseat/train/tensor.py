@@ -139,7 +139,7 @@ def cut_layers(model: PreTrainedModel, group: TensorGroup) -> dict[str, Cut]:
         [dim] = [dim for dim in range(len(whole)) if part[dim] != whole[dim]]
         assert part[dim] * group.size == whole[dim], f"{name}: {part} of {whole}"
         cuts[name] = Cut(dim, group.rank * part[dim], part, whole)
-        weight.data = weight.data.clone(memory_format=torch.contiguous_format)  # the whole can go
+        weight.data = weight.data.clone(memory_format=torch.contiguous_format)  # the whole weight can be freed
     for pattern in [pattern for pattern, style in plan.items() if style in _CUT]:
         layer = re.compile(rf"(.*\.)?{re.escape(pattern).replace(re.escape('*'), '.*')}\.weight")
         if not any(layer.fullmatch(name) for name in cuts):

@@ -65,7 +65,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Progress:
-    """The progress of the call under way, and whether there can be others."""
+    """Progress of the current call, and whether further calls are possible."""
 
     num_begun: int = 0  # micro-batches
     is_halfway: bool = False  # an update sums gradients, or failed while it did
@@ -105,7 +105,7 @@ class Trainer(TrainerHooks):
         self._version = 0
         self._progress = _Progress()
         if options.lora is not None and options.lora.dropout > 0:
-            torch.manual_seed(options.lora.seed + ranks.rank)  # so that the same run drops the same
+            torch.manual_seed(options.lora.seed + ranks.rank)  # so that dropout repeats in the same run
 
     @property
     def version(self) -> int:
@@ -254,7 +254,7 @@ class Trainer(TrainerHooks):
             reason = str(error).partition("\n")[0]
         # Memory is released after the error was handled: its frames hold the activations of what failed.
         forget()
-        is_undone = self._ranks.size == 1 and self._can_go_on()
+        is_undone = self._ranks.size == 1 and self._can_continue()
         if is_undone:
             self._undo()
             set_random_states(random, self._device)
@@ -368,7 +368,7 @@ class Trainer(TrainerHooks):
         """Raise unless the call `what` can be made now, which takes these parts on the device."""
         if self._progress.is_closed:
             raise RunError(f"{what} of a backend that is closed")
-        if self._progress.is_halfway and not self._can_go_on():
+        if self._progress.is_halfway and not self._can_continue():
             raise RunError(f"{what} after an update that failed halfway: load the last checkpoint in a new process")
         if self._progress.is_halfway:
             self._undo()

@@ -1,7 +1,7 @@
 """The DeepSpeed backend: ZeRO stages 0 to 3.
 
 DeepSpeed shards, gathers and sums over ranks, and keeps masters and loss scale. What a step means stays ours: gradients
-are summed and not averaged, whether a step is taken and how it is clipped is decided before DeepSpeed hears of it, and
+are summed and not averaged, whether a step is taken and how it is clipped is decided before DeepSpeed is called, and
 checkpoints have the format of every backend.
 """
 
@@ -248,7 +248,7 @@ class ZeroBackend(Trainer):
         if self._optimizer is not None:
             self._stage.forget_gradients()
 
-    def _can_go_on(self) -> bool:
+    def _can_continue(self) -> bool:
         return self._ranks.size == 1 and not self._is_whole
 
     def _abandon(self) -> None:

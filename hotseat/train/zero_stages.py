@@ -17,7 +17,7 @@ from hotseat.train.adamw import start_state
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightStretch:
     """A rank's stretch of one weight, where the optimizer steps it."""
 
     start: int  # in the weight, flattened
@@ -38,7 +38,7 @@ class Stage(ABC):
     owners: Sequence[Tensor] = ()  # what the optimizer steps
 
     @abstractmethod
-    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
+    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
         """Return this rank's stretch of each weight that it has one of, by name."""
 
     def scale(self) -> float:
@@ -113,10 +113,10 @@ class Unsharded(Stage):
         if optimizer is not None:
             start_state(optimizer, masters)
 
-    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
+    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
         masters = dict(zip(map(id, self._trained), self.owners, strict=True))
         owners = {name: masters.get(id(weight), weight) for name, weight in weights.items()}
-        return {name: Piece(0, owner.numel(), owner) for name, owner in owners.items()}
+        return {name: WeightStretch(0, owner.numel(), owner) for name, owner in owners.items()}
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self._engine.backward(loss * self.scale(), scale_wrt_gas=False)
@@ -230,16 +230,16 @@ class Flattened(_Sharded):
         start_state(self._zero.optimizer, self.owners)
         self._kept_gradients = kept_gradients
 
-    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, Piece]:
+    def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
         pieces = {}
         for name, weight in weights.items():
             if not weight.requires_grad:
-                pieces[name] = Piece(0, weight.numel(), weight)
+                pieces[name] = WeightStretch(0, weight.numel(), weight)
             elif weight._hp_mapping is not None:
                 place = weight._hp_mapping
                 owner = self.owners[place.param_group_index]
                 within = place.lp_fragment_address
-                pieces[name] = Piece(within.start, within.numel, owner, place.hp_fragment_address.start)
+                pieces[name] = WeightStretch(within.start, within.numel, owner, place.hp_fragment_address.start)
         return pieces
 
     def forget_gradients(self) -> None:
@@ -291,7 +291,7 @@ class Scattered(_Sharded):
             self.owners = self._zero.fp32_partitioned_groups_flat
             start_state(self._zero.optimizer, self.owners)
 
-    def pieces(self, weights: Mapping[str, Any]) -> dict[str, Piece]:
+    def pieces(self, weights: Mapping[str, Any]) -> dict[str, WeightStretch]:
         pieces = {}
         for name, weight in weights.items():
             share = weight.partition_numel()
@@ -299,9 +299,9 @@ class Scattered(_Sharded):
             size = min(share, weight.ds_numel - start)  # the last ranks' shares may be padded
             if self._is_trained and weight.requires_grad:
                 group, offset, _ = self._zero.grad_position[self._zero.get_param_id(weight)]
-                piece = Piece(start, size, self.owners[group], offset)
+                piece = WeightStretch(start, size, self.owners[group], offset)
             else:
-                piece = Piece(start, size, weight.ds_tensor)
+                piece = WeightStretch(start, size, weight.ds_tensor)
             if size:
                 pieces[name] = piece
         return pieces

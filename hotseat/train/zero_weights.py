@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from hotseat.train.fragments import Fragment
 from hotseat.train.tensor import Cut, TensorGroup
-from hotseat.train.zero_stages import Piece
+from hotseat.train.zero_stages import WeightStretch
 
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """This rank's share of each weight, by name, and the way from shares to whole weights."""
+    """Shares of the weights on this rank, by name, gathered to whole weights on demand."""
 
     parameters: Mapping[str, nn.Parameter]
     shapes: Mapping[str, torch.Size]  # on this rank, of weights that are cut over layers
-    pieces: Mapping[str, Piece]  # stretches that this rank steps or holds
+    pieces: Mapping[str, WeightStretch]  # stretches that this rank steps or holds
     cuts: Mapping[str, Cut]  # of weights that are cut over layers
     tensor: TensorGroup | None  # the ranks that have the parts of each layer
     device: torch.device

@@ -1,11 +1,11 @@
-"""How the policy's weights reach the engines: in buckets, versioned, and checked on arrival.
+"""Transfer of the policy's weights to the engines: in buckets, versioned, and checked on arrival.
 
 Three transports (`transports` chooses one for each engine): `host_memory`, `device_ipc` on a device that trainer and
 engine share, `broadcast` to other devices.
 """
 
 from hotseat.weights.broadcast import LOOPBACK, TIMEOUT_S, BroadcastData, BroadcastGroup
-from hotseat.weights.bucket import Bucket, Data, Entry
+from hotseat.weights.bucket import Bucket, BucketData, Entry
 from hotseat.weights.device_ipc import merge
 from hotseat.weights.transfer import BUCKET_BYTES, Receiver, Sender, check_digests
 from hotseat.weights.transports import Transport, TransportPlan, choose_transports
@@ -17,7 +17,7 @@ __all__ = [
     "BroadcastData",
     "BroadcastGroup",
     "Bucket",
-    "Data",
+    "BucketData",
     "Entry",
     "Receiver",
     "Sender",

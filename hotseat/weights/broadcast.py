@@ -1,4 +1,4 @@
-"""One sender, many receivers on other devices: every bucket's bytes are broadcast once.
+"""Broadcast of buckets from one sender to many receivers on other devices.
 
     sender                                             receiver, in whatever process iterates the bucket
     Broadcaster(group)       hosts a store             BroadcastData.open()   joins the group at the first bucket,
@@ -108,7 +108,7 @@ class Broadcaster:
         started_s = time.monotonic()
         try:
             if self._group is None:
-                # First: NCCL waits without a limit for those who do not come.
+                # First: NCCL waits without a limit for receivers that do not join.
                 self._store.wait([f"{rank}/joined" for rank, _ in enumerate(self.broadcast_group.receivers, 1)])
                 self._group = _process_group(self.broadcast_group, self._port, self._store, 0)
             packed = packed if self.broadcast_group.backend == "nccl" else packed.cpu()
@@ -118,7 +118,7 @@ class Broadcaster:
             cause = str(error)
         seconds = time.monotonic() - started_s
         with suppress(RuntimeError):
-            self._store.set(_GIVEN_UP, "1")  # wakes those who still wait for us
+            self._store.set(_GIVEN_UP, "1")  # wakes receivers that still wait for this sender
         self.close()
         who = ", ".join(self._missing()) or "receivers"
         raise _failure(

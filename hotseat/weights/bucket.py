@@ -35,8 +35,8 @@ class Entry:
     num_bytes: int
 
 
-class Data(Protocol):
-    """The way to a bucket's bytes, one class for each transport."""
+class BucketData(Protocol):
+    """Access to a bucket's bytes, one class for each transport."""
 
     def open(self) -> Tensor:
         """Return [at least the bucket's bytes] uint8 in this process, to be read only, until the next bucket."""
@@ -49,7 +49,7 @@ class Bucket:
     version: int
     index: int
     entries: tuple[Entry, ...]
-    data: Data
+    data: BucketData
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors: views of bytes that others read too and that the sender will reuse."""
@@ -60,7 +60,7 @@ class Bucket:
 
 
 class Packer:
-    """Packs tensors in order into two blocks of memory that take turns: one is filled while the other is read.
+    """Packs tensors in order into two alternating blocks of memory: one is filled while the other is read.
 
     A tensor is never cut; one larger than `bucket_bytes` has a bucket of its own, for which the block grows. Blocks are
     kept from push to push, so that what other processes know of them stays true.

@@ -9,9 +9,9 @@
 A bucket's bytes stay as they are until the second `pack_next` after it: take bucket n before packing bucket n + 2.
 
 The receiver refuses a bucket of another version or out of order. `check_digests` compares what the trainer holds with
-what the engine would use next, tensor by tensor: it catches what was dropped, corrupted, swapped, or arrived and was
-not loaded. What the two make of these weights is compared by the loop's canary: some engines repack weights where no
-digest reaches.
+what the engine would use next, tensor by tensor: it catches weights that were dropped, corrupted or swapped, or that
+arrived and were not loaded. The loop's canary compares what both compute from these weights: some engines repack
+weights so that they have no digest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hotseat.errors import WeightError
 from hotseat.weights.broadcast import Broadcaster, BroadcastGroup
-from hotseat.weights.bucket import Bucket, Data, Entry, Packer
+from hotseat.weights.bucket import Bucket, BucketData, Entry, Packer
 from hotseat.weights.device_ipc import Exporter
 from hotseat.weights.host_memory import host_data
 from hotseat.weights.transports import Transport
@@ -33,7 +33,7 @@ BUCKET_BYTES = 1 << 29
 
 
 class Loads(Protocol):
-    """The methods that an engine must have to get weights."""
+    """Methods that an engine must have to receive weights."""
 
     def begin_load(self, version: int) -> None: ...
     def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
@@ -88,7 +88,7 @@ class Sender:
         """Return the bucket that was packed last, for this transport. After "broadcast", call `broadcast`."""
         return Bucket(self._version, self._index, self._entries, self._data(transport))
 
-    def _data(self, transport: Transport) -> Data:
+    def _data(self, transport: Transport) -> BucketData:
         packed = self._bytes()
         if transport == "host":
             return host_data(packed)

@@ -29,7 +29,7 @@ class TransportPlan:
 
     engines: tuple[Transport, ...]
     sources: tuple[int, ...] = ()  # ranks of the actor whose device memory engines read
-    first_ranks: tuple[int, ...] = ()  # of each engine in the broadcast; 0, the sender's own: not in it
+    first_ranks: tuple[int, ...] = ()  # of each engine in the broadcast group; 0, the sender's own: not in it
     receivers: tuple[str, ...] = ()  # of the broadcast
     backend: CollectiveBackend = "gloo"
 

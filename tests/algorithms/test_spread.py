@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hotseat.algorithms.spread import NUM_BINS, count_sizes, quantile
+from hotseat.algorithms.quantiles import NUM_BINS, count_sizes, quantile
 
 
 def test_a_quantile_is_right_to_fifteen_percent() -> None:

@@ -99,4 +99,4 @@ def test_separate_roles_do_not_fit_a_cluster_counted_without_the_engines(name, i
 def test_what_a_script_wraps_around_the_module_is_not_seen():
     command, argv, env = read_command(HERE / "commands" / "async_minimal.sh")
     assert (command, env) == ("train_ppo_ray", {"VLLM_USE_V1": "1"})
-    assert list(parse(command, argv).given) == ["--agent_func_path", "--async_train", "--async_queue_size"]
+    assert list(parse(command, argv).arguments) == ["--agent_func_path", "--async_train", "--async_queue_size"]

@@ -7,7 +7,7 @@ import pytest
 from field_readers import find_readers, readings
 
 from hotseat.cli.openrlhf.argv import parse
-from hotseat.cli.openrlhf.derive import DERIVED, Draft
+from hotseat.cli.openrlhf.derive import DERIVED, ConfigDraft
 from hotseat.cli.openrlhf.flags import COMMANDS, TASKS, spellings
 from hotseat.cli.openrlhf.table import BEGIN, END, feature_of, main, render_table, with_table
 from hotseat.config.load import valid_keys
@@ -188,7 +188,7 @@ def test_what_works_fields_out_exists_and_sets_only_what_the_table_says():
     beyond = {"cluster.component_placement", "agent.max_concurrent", "reward.timeout_s", "reward.retries"}
     for command in COMMANDS:
         for name in {flag.by for flag in COMMANDS[command] if flag.by}:
-            draft = Draft(parse(command, []), TASKS[command], {})
+            draft = ConfigDraft(parse(command, []), TASKS[command], {})
             DERIVED[name](draft)
             said = {key for flag in COMMANDS[command] if flag.by == name for key in flag.sets}
             assert set(draft.fields) <= said | beyond, name
@@ -223,7 +223,7 @@ class Two:
     def three(self):
         return self._config.seed
 
-def four(data: Data):
+def four(data: DataConfig):
     return data.path
 """
     assert set(readings(source, frozenset(valid_keys()))) == {
@@ -251,7 +251,7 @@ def test_the_table_is_for_users():
     assert not [name for name, meaning in rows.items() if "hotseat/" in meaning]
     assert rows["--lora_rank"] == "Rank of the adapters; 0 trains all weights. |"
     assert rows["--remote_rm_url"].endswith(". Not built yet: reward servers |")
-    assert rows["--partial_rollout"] == "not built yet: rollout beside training |"
+    assert rows["--vllm_generate_batch_size"] == "not built yet: sampling more prompts than a step needs |"
     assert rows["--flash_attn"].startswith("no effect: ")
     assert rows["--local_rank"] == "set by `deepspeed` and `torchrun` for each process |"
     assert all(meaning.strip(" |") for meaning in rows.values())

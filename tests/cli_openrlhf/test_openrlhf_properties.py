@@ -67,7 +67,7 @@ def understood(command, argv, env):
 def without(command, argv, spelling):
     """The command line, each flag once, less one."""
     rest = []
-    for each in parse(command, argv).given.values():
+    for each in parse(command, argv).arguments.values():
         if each.spelling != spelling:
             values = [] if each.flag.kind == "switch" else each.value if isinstance(each.value, list) else [each.value]
             texts = ["" if value is None else str(value) for value in values]
@@ -90,7 +90,7 @@ def test_a_flag_that_is_listed_as_without_effect_can_be_left_out(line):
     found = understood(command, argv, env)
     if found is None:
         return
-    spelled = {each.spelling for each in found.line.given.values()}
+    spelled = {each.spelling for each in found.line.arguments.values()}
     for name, because in found.no_effect:
         assert not A_KEY.search(because), because
         # A dotted flag chooses defaults by being there at all; a template without {} turns the usual one off.

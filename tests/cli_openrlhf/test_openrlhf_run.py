@@ -80,14 +80,14 @@ def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypa
 
 
 def test_what_is_not_built_prints_but_does_not_start(capsys):
-    text = COMPLETE["train_ppo_ray"] + " --full_determinism --async_train --vllm_num_engines 1"
+    text = COMPLETE["train_ppo_ray"] + " --full_determinism --use_ms"
     assert go("train_ppo_ray", text + " --print_config")[0] == 0
     assert loads(capsys.readouterr().out).train.full_determinism
     assert go("train_ppo_ray", text) == (2, [])
     said = capsys.readouterr().err
     assert said.startswith("train_ppo_ray: not part of this version:\n")
     assert "  --full_determinism: deterministic kernels\n" in said
-    assert "  --async_train: rollout beside training\n" in said
+    assert "  --use_ms: ModelScope\n" in said
 
 
 def test_flags_without_effect_are_listed_once_on_stderr(capsys):
@@ -343,7 +343,11 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
     [
         ("train: {backend: deepspeed}", []),
         ("train: {backend: deepspeed, deepspeed: {deepcompile: true}}", []),
-        ("overlap: {queue: 1}", [("overlap.queue", "rollout beside training")]),
+        ("overlap: {staleness: 2, queue: 1, order: arrival, in_flight: recompute}", []),
+        (
+            "rollout: {generate_batch_size: 4096}",
+            [("rollout.generate_batch_size", "sampling more prompts than a step needs")],
+        ),
         ("train: {lora: {rank: 8}, ema: {enabled: true}}", []),
         ("train: {backend: deepspeed, lora: {rank: 8}, ema: {enabled: true}}", []),
         ("task: dpo", [("task", "preference optimisation")]),
@@ -355,4 +359,4 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
 )
 def test_what_a_config_asks_for_is_named_by_its_key(text, found):
     config = loads(text)
-    assert not_built(config, ["overlap.staleness", "overlap.queue"]) == found
+    assert not_built(config, ["overlap.staleness", "rollout.generate_batch_size"]) == found

@@ -219,9 +219,17 @@ def test_reference_and_reward_go_to_the_host():
         ([], {}, 0),
     ],
 )
-def test_a_queue_of_q_lets_samples_be_q_plus_1_versions_old(argv, env, queue):
+def test_a_queue_of_n_lets_samples_be_n_versions_old(argv, env, queue):
     overlap = rl(*argv, env=env).config.overlap
-    assert (overlap.queue, overlap.staleness) == (queue, queue + 1 if queue else 0)
+    assert (overlap.queue, overlap.staleness) == (queue - 1 if queue else None, queue)
+    assert (overlap.order, overlap.in_flight) == ("prompt", "wait")
+
+
+def test_a_partial_rollout_goes_on_over_a_push_and_is_trained_as_it_arrives():
+    overlap = rl("--async_train", "--partial_rollout", "--engine", "transformers").config.overlap
+    assert (overlap.order, overlap.in_flight) == ("arrival", "keep")
+    overlap = rl("--async_train", "--partial_rollout", "--engine", "vllm").config.overlap
+    assert (overlap.order, overlap.in_flight) == ("arrival", "recompute")
 
 
 def test_a_queue_without_async_training_has_no_effect():
@@ -246,7 +254,7 @@ def test_a_variable_that_is_no_number_is_refused(text):
 
 
 def test_an_empty_variable_is_none():
-    assert rl("--async_train", env={"OPENRLHF_ASYNC_QUEUE_SIZE": ""}).config.overlap.queue == 1
+    assert rl("--async_train", env={"OPENRLHF_ASYNC_QUEUE_SIZE": ""}).config.overlap.queue == 0
 
 
 # --- rewards and models -----------------------------------------------------------------------------------------------
@@ -641,8 +649,8 @@ def test_an_engine_has_no_effect_on_supervised_training():
         (["--eps_clip_low_high=0.1"], "--eps_clip_low_high: takes two values, given 0.1"),
         (["--reward_clip_range"], "--reward_clip_range: takes one or two values, given none"),
         (["--target_modules", "--bf16"], "--target_modules: takes at least one value, given none"),
-        (["--bf16=true"], "--bf16: takes no value, given true: it is on when it is there"),
-        (["--bf16", "true"], "'true' stands after --bf16, which takes no value: it is on when it is there"),
+        (["--bf16=true"], "--bf16: takes no value, given true: writing the flag turns it on"),
+        (["--bf16", "true"], "'true' stands after --bf16, which takes no value: writing the flag turns it on"),
         (["x"], "'x' stands before any flag"),
         (["--zero_stage", "3", "4"], "'4' stands after --zero_stage 3, which is complete"),
         (["--use_wandb", "a", "b"], "there is one value too many after --use_wandb"),
@@ -706,11 +714,11 @@ def test_a_group_of_one_prints_but_does_not_start():
 
 
 def test_what_is_not_built_is_named_by_flag_and_default():
-    found = split("--advantage_estimator gae --full_determinism --actor.freeze_visual_encoder --async_train")
+    found = split("--advantage_estimator gae --full_determinism --actor.freeze_visual_encoder --use_ms")
     assert dict(found.not_built) == {
         "--actor.freeze_visual_encoder": "training without the visual encoder",
-        "--async_train": "rollout beside training",
         "--full_determinism": "deterministic kernels",
+        "--use_ms": "ModelScope",
     }
     assert dict(translate("train_dpo", ["--backend", "fsdp"], {}).not_built) == {"train_dpo": "preference optimisation"}
     assert not translate("train_rm", ["--backend", "fsdp"], {}).not_built

@@ -26,7 +26,7 @@ def process() -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.parametrize(("name", "words"), [("gcs_server", "GCS server"), ("raylet", "raylet")])
-def test_a_daemon_that_is_killed_is_told_once_by_name(process, name, words):
+def test_a_daemon_that_is_killed_is_reported_once_by_name(process, name, words):
     told: list[ClusterError] = []
     heard = threading.Event()
 
@@ -43,7 +43,7 @@ def test_a_daemon_that_is_killed_is_told_once_by_name(process, name, words):
     assert str(told[0]).startswith(f"Ray's {words} (pid {process.pid}) died: without it no process of this run")
 
 
-def test_daemons_that_live_until_they_are_closed_are_not_told_of(process):
+def test_daemons_that_live_until_they_are_closed_are_not_reported(process):
     told: list[ClusterError] = []
     daemons = DaemonWatch({"raylet": [SimpleNamespace(process=process)]}, told.append)
     daemons.close()

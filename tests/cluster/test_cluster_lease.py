@@ -198,7 +198,7 @@ def test_first_come_first_served_and_nobody_takes_half():
     assert order == ["d", "b", "c"]
 
 
-def test_who_waits_behind_another_is_told_so():
+def test_the_error_of_a_late_lease_names_the_phase_before_it():
     leases, fake = make()
     leases.acquire("a", {ENGINE: [0]}, timeout_s=5)
     seen: list[str] = []

@@ -28,12 +28,12 @@ class Actor(Model):
     def prepare(self, shares: Sequence[int], num_steps: int, *, reference: Sequence[dict[str, float]] = ()) -> None:
         pass
 
-    def packed(self, lane: str) -> bytes:
+    def packed(self, transport: str) -> bytes:
         return b""
 
 
 class Packs(Protocol):
-    def packed(self, lane: str) -> bytes: ...
+    def packed(self, transport: str) -> bytes: ...
 
 
 def push(group: WorkerGroup[Packs]) -> list[bytes]:

@@ -55,7 +55,7 @@ def test_what_is_learned_from_and_how_is_refused_key_by_key():
         "this run cannot be resumed with another config:\n"
         "  seed: 42 when the checkpoint was written, now 1\n"
         "  rollout.temperature: 1.0 when the checkpoint was written, now 0.5\n"
-        "set them back, or start a new run; to resume all the same, with results of its own:"
+        "set them back, or start a new run; to resume anyway, with different results:"
         " hotseat resume runs/NAME log.every=3 rollout.temperature=0.5 --allow-change rollout.temperature"
     )
 

@@ -32,10 +32,10 @@ def test_an_unset_aggregation_is_that_of_the_losss_paper(algorithm, used):
 @pytest.mark.parametrize(
     ("algorithm", "note"),
     [
-        ("{policy_loss: gspo, aggregation: token_mean}", "token_mean; gspo has sequence_mean of its own"),
-        ("{estimator: dr_grpo, aggregation: token_mean}", "token_mean; dr_grpo has constant of its own"),
-        ("{estimator: dr_grpo, policy_loss: gspo, aggregation: constant}", "constant; gspo has sequence_mean of its"),
-        ("{aggregation: sequence_mean}", "sequence_mean; ppo has token_mean of its own"),
+        ("{policy_loss: gspo, aggregation: token_mean}", "token_mean; gspo's own is sequence_mean"),
+        ("{estimator: dr_grpo, aggregation: token_mean}", "token_mean; dr_grpo's own is constant"),
+        ("{estimator: dr_grpo, policy_loss: gspo, aggregation: constant}", "constant; gspo's own is sequence_mean"),
+        ("{aggregation: sequence_mean}", "sequence_mean; ppo's own is token_mean"),
     ],
 )
 def test_another_aggregation_than_the_losss_own_is_noted(algorithm, note):

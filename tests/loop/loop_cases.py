@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
+from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 
 
 def make_segment(context: int, sampled: int, start: int = 1) -> Segment:
@@ -25,7 +25,7 @@ def make_segment(context: int, sampled: int, start: int = 1) -> Segment:
     )
 
 
-def make_group(prompt: int, rewards: list[float], sampled: int = 2, truncated: bool = False) -> Group:
+def make_group(prompt: int, rewards: list[float], sampled: int = 2, truncated: bool = False) -> PromptGroup:
     samples = tuple(
         ScoredEpisode(
             Episode(SampleKey(0, prompt, index), (make_segment(3, sampled),), "q", is_truncated=truncated),
@@ -34,7 +34,7 @@ def make_group(prompt: int, rewards: list[float], sampled: int = 2, truncated: b
         )
         for index, reward in enumerate(rewards)
     )
-    return Group(Prompt(prompt, "q", (1, 2, 3)), samples)
+    return PromptGroup(Prompt(prompt, "q", (1, 2, 3)), samples)
 
 
 REWARD = """

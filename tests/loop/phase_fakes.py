@@ -171,7 +171,7 @@ class FakeHost:
         for key in keys:
             self.held.pop(key, None)
 
-    def tell(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
+    def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
         return [record_of(key, self.held[key.epoch, key.prompt]) for key in samples]
 
     def _hold(self, job: Job, rewards: Sequence[float | None]) -> GroupFacts:
@@ -307,8 +307,8 @@ class FakeScheduler:
     def has_weights(self, role: str) -> bool:
         return self.are_weights_there
 
-    def given_weights(self, role: str) -> None:
-        self._log.append(f"given_weights {role}")
+    def mark_weights_loaded(self, role: str) -> None:
+        self._log.append(f"mark_weights_loaded {role}")
         self.are_weights_there = True
 
     def replaced(self, role: str, rank: int) -> None:

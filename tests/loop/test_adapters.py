@@ -91,7 +91,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])
-def test_adapters_and_their_average_go_on_from_a_checkpoint(task, monkeypatch, kind):
+def test_adapters_and_their_average_resume_from_a_checkpoint(task, monkeypatch, kind):
     yaml = rl_yaml if kind == "rl" else sft_yaml
     options = (
         *LORA,

@@ -131,7 +131,7 @@ def test_more_devices_are_named_where_no_setting_is_enough():
     check(SFT.replace("org/Llama-3-8B", "meta-llama/Llama-2-70b-hf"), "1x2x24G")
 
 
-def test_where_nothing_helps_that_is_said(tmp_path, capsys):
+def test_advice_says_that_nothing_helps(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(SFT.replace("org/Llama-3-8B", "meta-llama/Llama-2-70b-hf"))
     assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x4G"]) == 2
     out = " ".join(capsys.readouterr().out.split())
@@ -201,7 +201,7 @@ def test_where_nothing_fits_no_budget_is_called_the_largest_that_does(tmp_path, 
     assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x24G"]) == 2
     out = " ".join(capsys.readouterr().out.split())
     assert "the largest that fits" not in out
-    assert "(the largest that makes the plan, which does not fit, no worse)" in out
+    assert "(the plan does not fit, and larger ones would make it worse)" in out
 
 
 def test_engines_that_do_not_divide_the_devices_name_the_keys_to_set(tmp_path, capsys):

@@ -30,7 +30,7 @@ def numbers(norm: float = 1.0, alike: float = 0.0) -> dict[str, float]:
     return {"grad_norm": norm, "loss": 0.1, "groups_alike": alike}
 
 
-def test_steps_that_teach_nothing_are_said_at_their_beginning():
+def test_the_first_of_several_steps_without_a_learning_signal_is_warned_of():
     said: list[str] = []
     mine = alarms(said)
     for step, alike in enumerate([1.0, 1.0, 0.5, 1.0], 1):
@@ -44,17 +44,17 @@ def test_where_samples_have_no_siblings_being_alike_means_nothing():
     assert said == []
 
 
-def test_a_spike_is_said_with_its_samples_and_is_no_measure():
+def test_a_spike_is_warned_of_with_its_samples_and_does_not_raise_the_median():
     said: list[str] = []
     mine = alarms(said)
     for step, norm in enumerate([1.0] * NUM_NEEDED + [500.0, 1.0, 500.0], 1):
         mine.look(step, numbers(norm), COLLECTED)
     assert len(said) == 2
     assert "500 times the usual 1" in said[1]
-    assert "are of samples 0/7/2, 0/7/0, 0/7/1" in said[1]
+    assert "differ most from their siblings': 0/7/2, 0/7/0, 0/7/1" in said[1]
 
 
-def test_a_new_level_is_said_a_few_times_and_then_is_the_usual():
+def test_several_spikes_in_a_row_become_the_new_normal():
     said: list[str] = []
     mine = alarms(said)
     for step, norm in enumerate([1.0] * 50 + [500.0] * 1000, 1):
@@ -62,7 +62,7 @@ def test_a_new_level_is_said_a_few_times_and_then_is_the_usual():
     assert len(said) == NUM_NEEDED
 
 
-def test_an_engine_gap_beyond_the_canarys_limits_is_said_at_its_beginning_and_stops_nothing():
+def test_an_engine_gap_beyond_the_canarys_limits_is_warned_of_once_and_stops_nothing():
     said: list[str] = []
     mine = alarms(said)
     gap = {"engine_gap_median": 0.3, "engine_gap_p90": 0.9, "engine_gap_mean": -0.1}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from held_cases import arm, end_stopped, held, started, wait_for, wait_until_stopped
 from loop_cases import make_task, rl_yaml, sft_yaml
+from paused_runs import arm, end_stopped, held, started, wait_for, wait_until_stopped
 from safetensors.torch import load_file
 
 from hotseat import faults
@@ -24,7 +24,7 @@ from hotseat.faults import Fault
 from hotseat.loop.devices.memory import available_bytes
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
-from hotseat.loop.state.saving import Parts, Saver
+from hotseat.loop.state.saving import CheckpointSource, Saver
 from hotseat.observe import Silence, read_lines
 from hotseat.observe.timeline import read_timeline
 
@@ -79,7 +79,7 @@ def state_of(checkpoint: Path) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_steps_go_on_and_the_checkpoint_is_of_its_own_step(task, kind):
+def test_steps_continue_and_the_checkpoint_is_of_its_own_step(task, kind):
     """The write of step 2 takes until after step 4: the steps do not wait, and nothing of theirs is in it."""
     at_once = run(task, kind, "at-once", "checkpoint.every=2", "checkpoint.keep_last=9", "checkpoint.background=false")
 
@@ -113,7 +113,7 @@ def test_an_error_in_the_background_ends_the_run(task, kind, whole):
         run(task, kind, "run", "checkpoint.every=2", "checkpoint.background=true")
     steps = [line["step"] for line in read_lines(task / "runs" / "run" / "metrics.jsonl")]
     assert 4 <= steps[-1] <= 6  # at the next save at the latest: steps take milliseconds
-    assert f"go on after step 2: hotseat resume {task}/runs/run" in caught.value.__notes__
+    assert f"resume after step 2: hotseat resume {task}/runs/run" in caught.value.__notes__
     assert main(["resume", str(task / "runs" / "run")]) == 0
     assert same(task / "runs" / "run", whole(kind))
 
@@ -133,7 +133,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(task):
         pytest.raises(RunError, match="a fault at update.before") as caught,
     ):
         run(task, "rl", "run", "checkpoint.every=2", "checkpoint.background=true")
-    assert f"go on after step 4: hotseat resume {task}/runs/run" in caught.value.__notes__
+    assert f"resume after step 4: hotseat resume {task}/runs/run" in caught.value.__notes__
     assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == 4
 
 
@@ -152,7 +152,7 @@ IN_BACKGROUND = (PASSES, "checkpoint.every=2", "checkpoint.background=true")
 def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest, whole):
     """Scenarios 10 and 11, in the background: and the resumed run ends with the same bits."""
     slow = [Fault("save.during", "30", skip=1)] if newest == 2 and fault.point == "update.before" else []
-    with started(task, *IN_BACKGROUND, found=[*slow, fault]) as driver:
+    with started(task, *IN_BACKGROUND, planned=[*slow, fault]) as driver:
         driver.communicate(timeout=860)
     assert driver.returncode == -signal.SIGKILL
     assert CheckpointStore(task / "runs" / "run" / "checkpoints").newest().step == newest
@@ -167,7 +167,7 @@ def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest,
 @pytest.mark.slow
 def test_sigterm_waits_for_the_one_under_way_and_saves_another(task):
     found = [Fault("save.during", "2", skip=1), Fault("update.before", "stop", skip=4)]
-    with started(task, *IN_BACKGROUND, found=found) as driver:
+    with started(task, *IN_BACKGROUND, planned=found) as driver:
         wait_until_stopped(driver)
         end_stopped(driver)  # step 5 is under way, step 4 is being written
         out, _ = driver.communicate(timeout=860)
@@ -189,7 +189,7 @@ class Ranks:
         self.step = 0
         self.on_write: Callable[[], object] = lambda: None
 
-    def parts(self) -> Parts:
+    def parts(self) -> CheckpointSource:
         def write(path: Path) -> None:
             (path / "shard").write_text(f"weights of {self.step}")
             self.written.append("at once")
@@ -209,7 +209,7 @@ class Ranks:
 
             return is_written
 
-        return Parts(
+        return CheckpointSource(
             num_bytes=lambda: 100,
             write=write,
             export=lambda path: self.written.append("model"),
@@ -254,7 +254,7 @@ def test_no_second_one_begins_before_the_first_is_there(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("kind", [OSError, RuntimeError, BaseException])
-def test_a_disk_that_fills_up_in_the_background_is_told_as_ever(tmp_path, ranks, kind):
+def test_a_disk_that_fills_up_in_the_background_raises_the_usual_error(tmp_path, ranks, kind):
     saver = saver_of(tmp_path)
     save(saver, ranks, 1)
     ranks.error = kind("rank 0: OSError: [Errno 28] No space left on device")
@@ -317,7 +317,7 @@ def test_an_interrupt_gives_up_what_is_under_way(tmp_path, ranks):
     assert CheckpointStore(tmp_path / "checkpoints").steps() == []
 
 
-def test_the_error_of_the_run_is_told_not_that_of_its_last_save(tmp_path, ranks):
+def test_the_error_of_the_run_is_raised_not_that_of_its_last_save(tmp_path, ranks):
     saver = saver_of(tmp_path)
     save(saver, ranks, 1)
     ranks.error = RuntimeError("the ranks are gone")

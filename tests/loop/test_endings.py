@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from held_cases import wait_for
 from loop_cases import make_task, rl_yaml
+from paused_runs import wait_for
 from safetensors.torch import load_file
 
 from hotseat.cluster._guard import end_marked, marked

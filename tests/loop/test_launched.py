@@ -10,8 +10,8 @@ from pathlib import Path
 
 import preloaded
 import pytest
-from held_cases import arm, end_stopped, wait_until_stopped
 from loop_cases import make_task, same, sft_yaml, weights
+from paused_runs import arm, end_stopped, wait_until_stopped
 from rank_cases import meeting
 
 from hotseat.config import load, loads
@@ -19,8 +19,8 @@ from hotseat.errors import RunError, UserError
 from hotseat.faults import VARIABLE, Fault
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
-from hotseat.loop.state.saving import Parts, Saver
-from hotseat.loop.supervised.ensemble import Ensemble, LedSaver
+from hotseat.loop.state.saving import CheckpointSource, Saver
+from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.observe import Silence, read_lines
 
 RANK = """
@@ -90,7 +90,7 @@ def losses(task: Path, name: str) -> list:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
+def test_launched_ranks_resume_bit_for_bit(task):
     """Invariant 5 with two ranks, one of which is killed; then there is nothing left to do."""
     assert [code for code, *_ in launch(task, "whole")] == [0, 0]
     saving = ("checkpoint.every=2", "checkpoint.export_each=true")
@@ -98,7 +98,7 @@ def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
         task, "broken", *saving, faults={1: Fault("update.middle", "kill", skip=4)}
     )
     assert (first, second) == (1, -signal.SIGKILL)
-    assert "go on after step 4: start it again with checkpoint.resume=true" in error
+    assert "resume after step 4: start it again with checkpoint.resume=true" in error
     newest = CheckpointStore(task / "runs" / "broken" / "checkpoints").newest()
     assert (newest.step, newest.state["num_ranks"]) == (4, 2)
     assert (newest.path / "model" / "model.safetensors").is_file()
@@ -114,7 +114,7 @@ def test_ranks_of_a_launcher_go_on_as_if_nothing_had_happened(task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["save.before", "save.commit"])
-def test_what_the_first_rank_cannot_do_all_are_told(task, point):
+def test_an_error_of_the_first_rank_is_raised_on_all(task, point):
     found = launch(task, "run", "checkpoint.every=2", faults={0: Fault(point, "raise", skip=1)})
     for code, _, error in found:
         assert code == 1
@@ -206,10 +206,10 @@ class Shared:
         (1, 3, 2),  # the checkpoint is there, and all have agreed to go on
     ],
 )
-def test_who_is_told_to_stop_while_the_ranks_agree_or_save_is_heard(tmp_path, every, told_at, ends_after):
+def test_a_signal_during_agreement_or_saving_stops_the_ranks(tmp_path, every, told_at, ends_after):
     saver = Saver(loads("", [f"checkpoint.every={every}"]), tmp_path)
-    led = LedSaver(saver, Ensemble(Shared(saver, told_at), 0))
-    parts = Parts(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
+    led = LedSaver(saver, LedRanks(Shared(saver, told_at), 0))
+    parts = CheckpointSource(lambda: 0, lambda path: (path / "actor").mkdir(), lambda path: path.mkdir(), dict)
     for step in range(1, ends_after):
         led.after_step(step, parts, {}, Silence())
     with pytest.raises(KeyboardInterrupt):
@@ -229,7 +229,7 @@ def test_an_error_that_is_nobodys_mistake_travels_as_text():
         return 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        Ensemble(Alone(), 0).led(divide)
+        LedRanks(Alone(), 0).led(divide)
     [(kind, error)] = told
     assert (kind, type(error), str(error)) == (
         "error",

@@ -10,7 +10,7 @@ from hotseat.cli.ledger_view import show_ledger
 from hotseat.config import loads
 from hotseat.errors import RewardError, UserError
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.ledger import Entry, Ledger, count_states, read_ledger
+from hotseat.loop.rl.ledger import Ledger, LedgerEntry, count_states, read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.workers.facts import GroupFacts
 from hotseat.observe import read_lines
@@ -81,11 +81,11 @@ def test_the_command_counts_and_tells_a_history(run_dir):
 def test_a_ledger_without_samples_says_why(tmp_path, capsys):
     (tmp_path / "ledger.jsonl").touch()
     show_ledger(tmp_path, None)
-    assert "no samples: those of a step are recorded when it ends" in capsys.readouterr().out
+    assert "no samples: they are recorded at the end of their step" in capsys.readouterr().out
 
 
 def test_an_entry_names_its_samples():
-    assert [str(key) for key in Entry(2, 5, (0, 3), "trained", 1, 0).keys] == ["2/5/0", "2/5/3"]
+    assert [str(key) for key in LedgerEntry(2, 5, (0, 3), "trained", 1, 0).keys] == ["2/5/0", "2/5/3"]
 
 
 # Raises for every prompt but the first four that it scores, as long as a file of that name is there.
@@ -132,6 +132,6 @@ def test_groups_that_could_have_been_trained_are_dropped_with_the_run(tmp_path):
     kept = GroupFacts(0, 5, "", (0, 1), (1.0, 0.0), (1.0, 0.0), (2, 2), (4, 4), (False, False), ((2, "no server"),))
     ledger.record(3, 2, Collected((kept,), 1, (), 1), is_trained=False)
     assert list(read_ledger(tmp_path)) == [
-        Entry(0, 5, (0, 1), "dropped", 3, 2, "the run stopped in this step"),
-        Entry(0, 5, (2,), "failed", 3, 2, "no server"),
+        LedgerEntry(0, 5, (0, 1), "dropped", 3, 2, "the run stopped in this step"),
+        LedgerEntry(0, 5, (2,), "failed", 3, 2, "no server"),
     ]

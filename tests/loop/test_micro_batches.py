@@ -366,7 +366,7 @@ def test_an_update_that_runs_out_of_memory_is_made_again_and_the_smaller_budget_
     start(loads(config("short", 48)))  # 16 samples of 5 to 8 tokens: at least two micro-batches
     out = " ".join(capsys.readouterr().out.split())
     assert (
-        out.count("actor ran out of device memory, and did its work again: micro-batches of updates have at most") == 1
+        out.count("actor ran out of device memory, and repeated its work: micro-batches of updates have at most") == 1
     )
     runs = tmp_path / "runs"
     kept = load(runs / "short" / "config.yaml").train.chosen_tokens_per_device
@@ -429,7 +429,7 @@ def test_supervised_training_is_made_again_too(tmp_path, faulty, capsys):
     start(loads(sft_yaml(task, name="smaller", train=train.replace("TOKENS", "16"))))
     faulty(Fault("update.forward", "out-of-memory"))
     start(loads(sft_yaml(task, name="short", train=train.replace("TOKENS", "64"))))
-    assert "the device ran out of memory, and the step was made again" in " ".join(capsys.readouterr().out.split())
+    assert "the device ran out of memory, and the step was repeated" in " ".join(capsys.readouterr().out.split())
     runs = tmp_path / "runs"
     assert load(runs / "short" / "config.yaml").train.chosen_tokens_per_device == 16
     assert same(weights_of(runs / "short"), weights_of(runs / "smaller"))

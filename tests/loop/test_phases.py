@@ -13,7 +13,7 @@ from phase_fakes import Case, FakeGroup, FakeJournal, facts_of, report, silent_a
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.cluster.lease import DeviceMemory
 from hotseat.config import loads, to_saved
-from hotseat.config.schema import Log
+from hotseat.config.schema import LogConfig
 from hotseat.errors import DataError, RewardError, RunError, WeightError, WorkerError
 from hotseat.loop.devices import memory
 from hotseat.loop.devices.memory import DeviceWatch, Held
@@ -26,9 +26,10 @@ from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.micro_batches import MicroBatches
 from hotseat.loop.rl.prepare import Prepared
 from hotseat.loop.rl.recovery import MAX_DEATHS
-from hotseat.loop.rl.rollout import groups_to_keep, repeated
+from hotseat.loop.rl.rollout import group_filter, repeated
 from hotseat.loop.rl.sample_log import NUM_RECORDED, SampleLog
 from hotseat.loop.rl.state import NONE_SERVED, RlState
+from hotseat.loop.rl.stream import SynchronousStream
 from hotseat.loop.rl.update import Updates
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.workers.facts import EVALUATION
@@ -104,7 +105,7 @@ def test_dropped_groups_are_replaced_by_the_next_prompts_and_all_are_let_go_of()
     ],
 )
 def test_which_groups_a_step_may_learn_from(options, kept):
-    keep = groups_to_keep(Case(*options).config)
+    keep = group_filter(Case(*options).config)
     assert (keep.min_samples, keep.low, keep.high) == kept
 
 
@@ -532,7 +533,7 @@ def test_a_push_is_one_lease_and_engines_are_known_to_have_weights_after_it():
     held = log[1 : log.index("end sync/actor")]
     assert held[0] == "actor.begin_push"
     assert held[-1] == "rollout.finish_load"
-    assert log[log.index("end sync/actor") + 1 :] == ["given_weights rollout", "guard.check", "guard.start 0"]
+    assert log[log.index("end sync/actor") + 1 :] == ["mark_weights_loaded rollout", "guard.check", "guard.start 0"]
 
 
 def test_a_version_counts_only_when_its_push_has_succeeded():
@@ -542,7 +543,7 @@ def test_a_version_counts_only_when_its_push_has_succeeded():
     with pytest.raises(WeightError, match="engine 0 serves other values of w .* after the push of version 1"):
         case.sync.run()
     assert case.state.version == 0
-    assert case.log.count("given_weights rollout") == 1
+    assert case.log.count("mark_weights_loaded rollout") == 1
     case.engines.workers[0].digest = 7
     assert case.sync.run().version == 1
 
@@ -600,7 +601,7 @@ def test_weights_without_a_digest_are_announced_once():
     for _ in range(3):
         case.sync.run()
     [said] = case.said
-    assert said.startswith("no digest reaches 2 weights of the engines, as a")
+    assert said.startswith("2 weights of the engines have no digest, such as a")
 
 
 # --- time and memory --------------------------------------------------------------------------------------------------
@@ -695,7 +696,7 @@ def test_a_resumed_run_continues_order_coefficient_and_version():
     assert resumed.stream.take(4) == whole.stream.take(4)
 
 
-def test_a_coefficient_that_was_changed_begins_anew_and_one_that_was_not_goes_on():
+def test_a_changed_kl_coefficient_starts_anew_and_an_unchanged_one_continues():
     adaptive = "algorithm.kl={{coef: {}, target: {}, horizon: 160}}"
     case = Case(adaptive.format(0.1, 0.1), reference=1)
     case.state.kl = replace(case.state.kl, coefficient=0.3)
@@ -721,7 +722,9 @@ class Recorded:
 
     def __init__(self, directory: Path, case: Case, **log: int):
         self.case, self.directory, self.journal = case, directory, FakeJournal()
-        self.samples = SampleLog(case.groups, Ledger(directory), silent_alarms(), case.state, self.journal, Log(**log))
+        self.samples = SampleLog(
+            case.groups, Ledger(directory), silent_alarms(), case.state, self.journal, LogConfig(**log)
+        )
 
     def steps(self, *steps: int) -> list[int]:
         """Which of these steps have samples recorded."""
@@ -844,9 +847,11 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
     path.mkdir()
     ledger = Ledger(ledger_dir)
     ledger.record(1, 0, batch_of((0, 5)))
-    checkpoints = RlCheckpoints(case.groups, case.scheduler, case.state, case.guard, ledger, case.settings)
-    parts = checkpoints.parts({"eval/reward": 0.5})
-    parts.write(path)
+    checkpoints = RlCheckpoints(
+        case.groups, case.scheduler, case.state, case.guard, ledger, SynchronousStream(None), case.settings
+    )
+    source = checkpoints.source({"eval/reward": 0.5})
+    source.write(path)
     assert case.taken() == [
         "lease update/critic",
         "critic.save",
@@ -855,14 +860,22 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
         "actor.save",
         "end update/actor",
     ]
-    assert parts.num_bytes() == 300
-    state = json.loads(json.dumps(parts.state()))
+    assert source.num_bytes() == 300
+    state = json.loads(json.dumps(source.state()))
     assert state["evaluation"] == {"eval/reward": 0.5}
     assert state["num_ranks"] == 2
     ledger.record(2, 1, batch_of((0, 6)))
 
     resumed = Case("algorithm.estimator=gae", critic=1, reference=1, actor=2)
-    again = RlCheckpoints(resumed.groups, resumed.scheduler, resumed.state, resumed.guard, ledger, resumed.settings)
+    again = RlCheckpoints(
+        resumed.groups,
+        resumed.scheduler,
+        resumed.state,
+        resumed.guard,
+        ledger,
+        SynchronousStream(None),
+        resumed.settings,
+    )
     again.restore(Checkpoint(path, 1, {**state, "config": to_saved(case.config)}))
     assert [entry.prompt for entry in read_ledger(ledger_dir)] == [5]
     assert resumed.taken() == [
@@ -901,7 +914,7 @@ class FakePhases:
             metrics=SimpleNamespace(of_step=lambda batch, updates, pushed: {"reward": 1.0}),
             micro_batches=SimpleNamespace(keep_lowered=lambda keep: self.note("keep_lowered")),
             samples=SimpleNamespace(record=lambda step, batch, metrics: self.note(f"record {batch} {step}")),
-            checkpoints=SimpleNamespace(parts=dict, restore=lambda found: self.note(f"restore {found.step}")),
+            checkpoints=SimpleNamespace(source=dict, restore=lambda found: self.note(f"restore {found.step}")),
         )
         self.batch = "batch"
         self.journal = SimpleNamespace(phase=lambda name: self.note(f"phase {name}"), step=self.journal_step)
@@ -910,6 +923,9 @@ class FakePhases:
     def note(self, entry, value=None):
         self.log.append(entry)
         return value
+
+    def metrics(self):
+        return {}
 
     def take(self, step):
         return self.note(f"take {step}", f"batch{step}")
@@ -926,8 +942,8 @@ class FakePhases:
     def journal_step(self, step, metrics):
         self.note(f"step {step} {sorted(metrics)}")
 
-    def after_step(self, step, parts, measured, journal):
-        self.saved.append((step, dict(parts), measured))
+    def after_step(self, step, source, measured, journal):
+        self.saved.append((step, dict(source), measured))
 
     def train(self, checkpoint=None):
         return loop.train_rl(self.run, self.journal, self.saver, checkpoint)
@@ -975,7 +991,7 @@ def test_a_resumed_run_restores_and_pushes_and_keeps_the_evaluation_of_its_check
 def test_evaluations_are_made_now_and_then_and_at_the_end_and_only_new_ones_are_judged():
     fake = FakePhases(num_steps=5, eval_every=2)
     fake.train()
-    steps = {step: (parts, measured) for step, parts, measured in fake.saved}
+    steps = {step: (source, measured) for step, source, measured in fake.saved}
     assert [step for step, (_, measured) in steps.items() if measured] == [2, 4, 5]
     assert steps[1] == ({"eval/reward": 0.0}, {})  # a checkpoint holds the last one there is
     assert steps[3] == ({"eval/reward": 1.0}, {})

@@ -56,7 +56,7 @@ def test_deepspeed_keeps_masters_beside_sixteen_bit_weights_and_fsdp_casts_fp32_
     assert (plain.weight_bytes, plain.compute_bytes, plain.moment_bytes) == (4, 4, 4)
 
 
-def test_adapters_and_the_average_are_told_to_the_planner():
+def test_the_planner_counts_adapters_and_the_moving_average():
     text = "train: {lora: {rank: 8, target_modules: [q_proj]}, ema: {enabled: true}}\nalgorithm: {estimator: gae}"
     found = specs(text)
     assert (found["actor"].memory.adapter_rank, found["actor"].memory.has_average) == (8, True)
@@ -176,7 +176,7 @@ def away(plan) -> set:
     return {(holding.role, holding.part) for holding in holdings if not holding.is_resident}
 
 
-def test_on_cpus_vllm_puts_nothing_aside_and_the_plan_says_so_once():
+def test_on_cpus_vllm_offloads_nothing_and_the_plan_notes_it_once():
     config = loads(SLEEPING)
     said = "rollout.enable_offload: no effect here: on a CPU vLLM cannot offload its weights and its cache"
     on_cpus = make_plan(config, "1x1", are_devices_logical=True)
@@ -192,7 +192,7 @@ def test_on_cpus_vllm_puts_nothing_aside_and_the_plan_says_so_once():
     assert any(warning.startswith("rollout.memory_share: no effect here") for warning in shared.warnings)
 
 
-def test_on_cpus_the_transformers_engine_puts_its_parts_aside():
+def test_on_cpus_the_transformers_engine_offloads_its_parts():
     plan = make_plan(loads("rollout: {enable_offload: true}"), "1x1", are_devices_logical=True)
     assert {("rollout", Part.WEIGHTS), ("rollout", Part.KV_CACHE)} <= away(plan)
 

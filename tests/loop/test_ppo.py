@@ -24,7 +24,7 @@ from hotseat.loop.workers.value_models import CriticSettings, CriticWorker
 from hotseat.observe import read_lines
 from hotseat.train.backend import AdamW, TrainOptions
 from hotseat.train.schedule import Schedule
-from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
+from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ NUM_EPOCHS = 2
 SETTINGS = {"optimizer": AdamW((0.9, 0.95), EPS, 0.0), "schedule": Schedule("constant", RATE)}
 
 
-def recorded() -> list[Group]:
+def recorded() -> list[PromptGroup]:
     """Four groups of two answers, of two to five sampled tokens, the second of which the environment inserted."""
     generator = torch.Generator().manual_seed(0)
     groups = []
@@ -63,7 +63,7 @@ def recorded() -> list[Group]:
             )
             reward = float(torch.randn((), generator=generator))
             samples.append(ScoredEpisode(Episode(SampleKey(0, prompt, sample), (segment,), ""), reward, reward))
-        groups.append(Group(Prompt(prompt, "", (1, 2, 3)), tuple(samples)))
+        groups.append(PromptGroup(Prompt(prompt, "", (1, 2, 3)), tuple(samples)))
     return groups
 
 
@@ -243,7 +243,7 @@ def test_a_warm_up_that_never_ends_is_refused(task):
 
 
 @pytest.mark.parametrize(("step", "is_behind"), [(1, "true"), (3, "false")])
-def test_a_run_with_a_critic_goes_on_bit_for_bit(task, monkeypatch, step, is_behind):
+def test_a_run_with_a_critic_resumes_bit_for_bit(task, monkeypatch, step, is_behind):
     """Invariant 5: two backends in a checkpoint, an adaptive KL, and the end of the critic's warm-up in between."""
     from hotseat.loop.state.saving import Saver
 

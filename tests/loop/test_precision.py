@@ -111,7 +111,7 @@ def test_a_run_records_what_it_chose_and_says_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_in_bf16_goes_on_in_bf16_though_it_is_unset_by_then(tmp_path):
+def test_a_run_in_bf16_resumes_in_bf16_though_dtype_is_unset(tmp_path):
     task = make_task(tmp_path)
     made = "{dtype: bf16, batch_size: 4, micro_batch_size: 2, max_epochs: 2}"
     unset = made.replace("dtype: bf16, ", "")

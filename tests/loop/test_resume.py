@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from held_cases import end_stopped, started, wait_for, wait_until_stopped
 from loop_cases import make_task, rl_yaml, rm_yaml, same, sft_yaml, weights
+from paused_runs import end_stopped, started, wait_for, wait_until_stopped
 from safetensors.torch import load_file
 
 from hotseat.cli.main import main
@@ -345,7 +345,7 @@ def test_sigterm_saves_and_the_rest_can_follow(task):
     """Scenario 14."""
     run(task, "rl", "whole")
     third_step = Fault("update.before", "stop", skip=2)
-    with started(task, *RL, "checkpoint.every=1000", found=[third_step], name="ended") as driver:
+    with started(task, *RL, "checkpoint.every=1000", planned=[third_step], name="ended") as driver:
         wait_until_stopped(driver)
         end_stopped(driver)
         out, errors = driver.communicate(timeout=860)
@@ -378,7 +378,7 @@ def test_a_second_sigterm_ends_at_once(task):
     (task / "reward.py").write_text(REWARD_OF_MINUTES.format(slow=task / "slow"))
     found = [Fault("generation.before", "stop", skip=2), Fault("scoring.during", "stop", skip=8)]
     options = (*RL, "checkpoint.every=1000", "reward.timeout_s=600")
-    with started(task, *options, found=found, name="ended") as driver:
+    with started(task, *options, planned=found, name="ended") as driver:
         wait_until_stopped(driver)
         (task / "slow").touch()
         end_stopped(driver)
@@ -393,7 +393,7 @@ def test_a_second_sigterm_ends_at_once(task):
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
-def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
+def test_a_run_whose_driver_was_killed_resumes_on_ray(task):
     """Scenarios 8, 12 and 14 in part: kill -9 of the driver on Ray, then resume: the same bits as undisturbed."""
     run(task, "rl", "whole", "train.num_episodes=8")
     placement = "{component_placement: {actor: 0, 'reference,rollout': '@actor'}}"
@@ -418,7 +418,7 @@ def test_a_driver_that_is_killed_goes_on_where_it_was_on_ray(task):
     assert same(weights(task, "whole"), weights(task, "killed"))
 
 
-def test_openrlhf_load_checkpoint_goes_on(task, monkeypatch, capsys):
+def test_openrlhf_load_checkpoint_resumes(task, monkeypatch, capsys):
     """`--load_checkpoint` starts anew where there is no checkpoint, and goes on where there is one."""
     from hotseat.cli.openrlhf.run import main as openrlhf
 

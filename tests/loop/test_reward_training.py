@@ -85,7 +85,7 @@ def test_the_reward_stands_after_the_last_token_and_a_prompt_before_the_mask():
     assert batch.weights.tolist() == pytest.approx([0, 0, 0, 0, 1 / 6, 0, 0, 0, 1 / 6])
 
 
-def test_what_an_update_tells():
+def test_metrics_of_an_update():
     [batch] = OBJECTIVE.batches(PAIRS[:2], PAIRS[:2], BatchSettings(2, None))
     values = torch.zeros(batch.num_tokens)
     values[batch.offsets[1:] - 1] = torch.tensor([1.0, 0.0, 2.0, 3.0])
@@ -117,27 +117,27 @@ def test_the_digest_of_pairs_knows_both_answers_and_the_margin():
 # --- filling ----------------------------------------------------------------------------------------------------------
 
 
-def test_filling_is_never_the_end_token():
+def test_the_pad_token_is_never_the_end_token():
     tokenizer = make_tokenizer()
-    assert inputs._filling(tokenizer) == (0, [])
+    assert inputs._pad_token(tokenizer) == (0, [])
     tokenizer.pad_token = None
-    found, [note] = inputs._filling(tokenizer)
+    found, [note] = inputs._pad_token(tokenizer)
     assert (found, tokenizer.pad_token) == (0, "<pad>")  # a special token still
     assert "has no pad token, without which transformers scores no batches: '<pad>' is exported as such" in note
     tokenizer.pad_token = "<eos>"
-    found, [note] = inputs._filling(tokenizer)
+    found, [note] = inputs._pad_token(tokenizer)
     assert found == 0
     assert "has its end token as pad token, so that transformers would read rewards a token early" in note
 
 
-def test_without_a_special_token_to_spare_the_config_alone_names_filling():
+def test_without_a_spare_special_token_only_the_config_names_the_pad_token():
     from tokenizers import Tokenizer, models
 
     words = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-    found, [note] = inputs._filling(tokenizer)
+    found, [note] = inputs._pad_token(tokenizer)
     assert (found, tokenizer.pad_token) == (1, None)
-    assert "fill batches with token id 1" in note
+    assert "pad batches with token id 1" in note
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

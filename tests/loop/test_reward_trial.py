@@ -10,7 +10,7 @@ import pytest
 
 from hotseat.config import loads
 from hotseat.errors import UserError
-from hotseat.loop.setup.reward_trial import StandIn, stand_in, try_rewards
+from hotseat.loop.setup.reward_trial import TrialRow, trial_row, try_rewards
 
 FIRST_ROW = "called as for the first row of rows.jsonl, 3 times: prompt '1+1=', label '2', and the label as the answer"
 
@@ -157,7 +157,7 @@ def test_a_row_without_its_label_is_left_to_the_check_of_the_data(here):
 def test_the_first_row_stands_in_for_all(here, row, overrides, prompt, label, answer):
     (here / "rows.jsonl").write_text(json.dumps(row))
     config = loads((here / "run.yaml").read_text(), overrides)
-    assert stand_in(config, config.data.path) == StandIn(prompt, label, answer, "rows.jsonl")
+    assert trial_row(config, config.data.path) == TrialRow(prompt, label, answer, "rows.jsonl")
 
 
 def test_a_broken_function_ends_the_command_before_a_heavy_library_is_imported(here):

@@ -35,7 +35,7 @@ def test_a_run_that_made_a_step_keeps_its_name(config):
 def test_resuming_is_advised_where_there_is_a_checkpoint(config):
     path = begin(config, 0, 1)
     (path / "checkpoints" / "step-000001").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"go on with it \\(`hotseat resume {path}`\\), choose another name"):
+    with pytest.raises(UserError, match=f"resume it \\(`hotseat resume {path}`\\), choose another name"):
         make_run_dir(config)
 
 

@@ -11,8 +11,8 @@ from hotseat.config import loads
 from hotseat.errors import ConfigError
 from hotseat.loop.run import start
 from hotseat.loop.state.checkpoints import CheckpointStore
-from hotseat.loop.state.saving import Parts, Saver
-from hotseat.loop.supervised.ensemble import Ensemble, LedSaver
+from hotseat.loop.state.saving import CheckpointSource, Saver
+from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 
 COMMAND = "hotseat resume runs/x"
 
@@ -26,12 +26,12 @@ class Clock:
     def __call__(self) -> float:
         return self.minutes * 60
 
-    def parts(self, num_bytes: int = 0) -> Parts:
+    def parts(self, num_bytes: int = 0) -> CheckpointSource:
         def write(path: Path) -> None:
             (path / "actor").mkdir()
             self.minutes += self.minutes_per_save
 
-        return Parts(lambda: num_bytes, write, lambda path: path.mkdir(), dict)
+        return CheckpointSource(lambda: num_bytes, write, lambda path: path.mkdir(), dict)
 
 
 class Said:
@@ -101,7 +101,7 @@ def test_the_first_ranks_clock_decides_for_all(tmp_path):
     """A rank whose own clock says otherwise saves, or does not, with the first."""
 
     class Others:
-        """The other ranks of an ensemble, of which the first has another opinion."""
+        """The other ranks, of which the first has another opinion."""
 
         def __init__(self, first_is_due: bool):
             self.first_is_due = first_is_due
@@ -118,8 +118,8 @@ def test_the_first_ranks_clock_decides_for_all(tmp_path):
         clock = Clock()
         saver = Saver(loads(""), tmp_path, clock=clock)
         others = Others(first_is_due)
-        led, heard = LedSaver(saver, Ensemble(others, rank=1)), []
-        led._ensemble.led = lambda do, heard=heard: heard.append("led")
+        led, heard = LedSaver(saver, LedRanks(others, rank=1)), []
+        led._ranks.led = lambda do, heard=heard: heard.append("led")
         clock.minutes += minutes
         led.after_step(1, clock.parts(), {}, Said())
         assert others.agreed == (False, not first_is_due)

@@ -22,7 +22,7 @@ from hotseat.loop.setup import settings
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.models import ActorWorker, EngineWorker
 from hotseat.loop.workers.proof import Canary, Proof
-from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
+from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 from hotseat.weights import Bucket, Sender, choose_transports
 
 pytestmark = pytest.mark.slow
@@ -108,9 +108,9 @@ class Pair:
 
     def push(self) -> dict[str, float]:
         """A push, and what the canary says of it."""
-        lanes = choose_transports([[0]], [[0]], is_cuda=False)
+        transports = choose_transports([[0]], [[0]], is_cuda=False)
         self.version += 1
-        self.guard.check(push_weights(self.actor, self.engines, self.version, self.guard.canary, lanes))
+        self.guard.check(push_weights(self.actor, self.engines, self.version, self.guard.canary, transports))
         if self.guard.canary is None:
             self.guard.start(self.version)
         return self.guard.metrics()
@@ -220,7 +220,7 @@ def test_wrong_positions_are_no_weights_and_the_canary_sees_them_at_the_first_pu
 # --- what a stale engine sampled --------------------------------------------------------------------------------------
 
 
-def groups_of(model: Path) -> list[Group]:
+def groups_of(model: Path) -> list[PromptGroup]:
     """The same tokens whatever the model, with its log-probs: what its engine would have reported."""
     from transformers import AutoModelForCausalLM
 
@@ -242,11 +242,11 @@ def groups_of(model: Path) -> list[Group]:
             )
             reward = float(index % 2)
             samples.append(ScoredEpisode(Episode(SampleKey(0, prompt, index), (segment,), ""), reward, reward))
-        groups.append(Group(Prompt(prompt, "", ()), tuple(samples)))
+        groups.append(PromptGroup(Prompt(prompt, "", ()), tuple(samples)))
     return groups
 
 
-def learned(new: Path, groups: list[Group], correction: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def learned(new: Path, groups: list[PromptGroup], correction: str) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Weights after one update of the new policy, and what the update reports per token."""
     config = loads(rl_yaml(new, algorithm=f"{{correction: {correction}}}"))
     policy = settings.policy_settings(config, 1, 0.0)

@@ -67,7 +67,7 @@ def test_engines_are_announced_one_by_one_and_other_roles_when_all_their_ranks_a
     ]
 
 
-def test_of_launched_ranks_only_the_first_is_heard(monkeypatch, capsys):
+def test_only_the_first_launched_rank_prints(monkeypatch, capsys):
     config = SimpleNamespace(task="sft")
     monkeypatch.setenv("RANK", "1")
     make_view(config, launched=True).stage("loading")

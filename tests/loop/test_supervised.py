@@ -7,9 +7,9 @@ from pathlib import Path
 import preloaded
 import pytest
 from loop_cases import make_task, sft_yaml, weights
-from moved import assert_moved_alike
 from rank_cases import meeting
 from safetensors.torch import load_file
+from weight_changes import assert_changed_alike
 
 from hotseat.config import loads
 from hotseat.loop.run import start
@@ -33,7 +33,7 @@ def test_deepspeed_learns_the_same(task):
     start(loads(sft_yaml(task)))
     start(loads(sft_yaml(task, name="zero"), ["train.backend=deepspeed", "train.deepspeed.zero_stage=3"]))
     before = load_file(task / "model" / "model.safetensors")
-    assert_moved_alike(before, weights(task, "sft"), weights(task, "zero"), 1e-4)
+    assert_changed_alike(before, weights(task, "sft"), weights(task, "zero"), 1e-4)
 
 
 @pytest.mark.timeout(1200)
@@ -85,4 +85,4 @@ def agree_with_one_process(task: Path, **changes: str) -> None:
                 process.kill()
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(error[-2000:] for error in errors)
     before = load_file(task / "model" / "model.safetensors")
-    assert_moved_alike(before, weights(task, "sft"), weights(task, "launched"), 1e-4)
+    assert_changed_alike(before, weights(task, "sft"), weights(task, "launched"), 1e-4)

@@ -28,7 +28,7 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.models import ActorWorker
 from hotseat.observe import read_lines
 from hotseat.rollout import TransformersEngine
-from hotseat.types import Episode, Group, Prompt, SampleKey, ScoredEpisode, Segment
+from hotseat.types import Episode, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 
 pytestmark = [
     pytest.mark.ray,
@@ -162,7 +162,7 @@ def test_two_engines_on_devices_of_their_own_share_the_work_and_change_no_maths(
 # --- the episodes of a run, replayed ----------------------------------------------------------------------------------
 
 
-def recorded_steps(ended: Ended, task: Path) -> Iterator[list[Group]]:
+def recorded_steps(ended: Ended, task: Path) -> Iterator[list[PromptGroup]]:
     """The groups of each step, from what the run wrote of its samples."""
     from transformers import AutoTokenizer
 
@@ -191,7 +191,7 @@ def recorded_steps(ended: Ended, task: Path) -> Iterator[list[Group]]:
         by_step[line["step"]][line["epoch"], line["prompt"]].append(scored)
     for _, groups in sorted(by_step.items()):
         yield [
-            Group(Prompt(prompt, "", ()), tuple(sorted(samples, key=lambda each: each.episode.key.sample)))
+            PromptGroup(Prompt(prompt, "", ()), tuple(sorted(samples, key=lambda each: each.episode.key.sample)))
             for (_, prompt), samples in groups.items()
         ]
 

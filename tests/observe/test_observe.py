@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from hotseat.observe import Journal, JsonLines, LiveView, TensorBoard, read_lines
-from hotseat.observe.journal import spread
-from hotseat.observe.noise import unheard
+from hotseat.observe.journal import histogram
+from hotseat.observe.noise import without_log_lines
 
 
 def test_each_step_is_one_line_on_disk_at_once(tmp_path):
@@ -108,10 +108,10 @@ def test_phases_are_told_by_name_until_the_first_step_is_done(tmp_path):
 
 def test_what_is_not_finite_is_in_no_distribution():
     values = [float("nan"), float("inf"), 1.0, 1.0, *(index / 100 for index in range(200))]
-    pairs = spread(values)
+    pairs = histogram(values)
     assert sum(count for _, count in pairs) == 202
     assert len(pairs) <= 64
-    assert spread([float("nan")] * 100) == []
+    assert histogram([float("nan")] * 100) == []
 
 
 def test_a_file_is_cut_off_before_the_first_later_step(tmp_path):
@@ -141,7 +141,7 @@ def test_brackets_in_what_is_said_are_only_brackets(capsys):
 
 def test_only_noise_is_unheard(caplog):
     logger = logging.getLogger("a library")
-    with unheard("a library", lambda text: text.startswith("by the way")):
+    with without_log_lines("a library", lambda text: text.startswith("by the way")):
         logger.warning("by the way, %s", "hello")
         logger.warning("fire")
     logger.warning("by the way, again")

@@ -14,12 +14,12 @@ from hotseat.cli.main import main
 from hotseat.errors import UserError
 from hotseat.observe.report import write_report
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, thin, without_surplus
-from hotseat.observe.report.distributions import make_heat_maps, read_spreads
+from hotseat.observe.report.distributions import make_heat_maps, read_distributions
 from hotseat.observe.report.encoding import encoded
 from hotseat.observe.report.facts import duration, num_restarts
 from hotseat.observe.report.page import MAX_RUNS, SCRIPTS, label_runs, make_page
 from hotseat.observe.report.reading import read_config, read_events, significant
-from hotseat.observe.report.samples import MAX_TOKENS, halving_order, in_runs, pack, read_samples, spread
+from hotseat.observe.report.samples import MAX_TOKENS, covering_order, halving_order, in_runs, pack, read_samples
 from hotseat.observe.report.timeline import Window, choose_windows, read_timeline
 
 SIZE_LIMIT = 5_000_000
@@ -417,7 +417,7 @@ def test_few_values_are_rows_of_their_own(tmp_path):
         tmp_path / "distributions.jsonl",
         [{"step": 1, "reward": [[0.0, 3], [1.0, 1]]}, {"step": 2, "reward": [[1.0, 4], ["nan", 2]]}],
     )
-    assert make_heat_maps(read_spreads(tmp_path), 160)["reward"] == {
+    assert make_heat_maps(read_distributions(tmp_path), 160)["reward"] == {
         "steps": [[1, 1], [2, 2]],
         "rows": [0, 1],
         "is_discrete": True,
@@ -429,7 +429,7 @@ def test_many_values_are_binned_and_steps_joined(tmp_path):
     write_lines(
         tmp_path / "distributions.jsonl", [{"step": step, "length": [[n, 1] for n in range(65)]} for step in (1, 2, 3)]
     )
-    found = make_heat_maps(read_spreads(tmp_path), 1)["length"]
+    found = make_heat_maps(read_distributions(tmp_path), 1)["length"]
     assert found["steps"] == [[1, 3]]
     assert found["rows"] == [2 * n for n in range(33)]
     # 65 values in 32 rows of two, and the last value belongs to the last row.
@@ -446,9 +446,9 @@ def test_halves_come_before_quarters():
 
 def test_samples_are_chosen_across_steps_and_states():
     places = [(0, step, state) for step in (1, 2, 3) for state in ("trained", "trained", "dropped")]
-    order = [(places[index][1:]) for index in spread(places)]
+    order = [(places[index][1:]) for index in covering_order(places)]
     assert order[:4] == [(3, "trained"), (3, "dropped"), (1, "trained"), (1, "dropped")]
-    assert sorted(spread(places)) == list(range(9))
+    assert sorted(covering_order(places)) == list(range(9))
 
 
 def test_samples_beyond_the_budget_are_left_out_but_counted(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.observe.hiding import without_secrets
-from hotseat.observe.wandb_sink import WandbSink, is_installed, is_wanted
+from hotseat.observe.wandb_sink import WandbSink, is_installed, is_requested
 
 pytestmark = pytest.mark.slow  # each starts a process, some wait for it to be given up
 
@@ -212,11 +212,11 @@ def test_when_the_run_is_killed_and_it_hangs_it_ends_itself(case):
 
 
 def test_when_it_is_wanted():
-    assert not is_wanted(False, {})
-    assert is_wanted(True, {})
-    assert is_wanted(False, {"WANDB_API_KEY": "k"})
-    assert not is_wanted(False, {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"})
-    assert not is_wanted(False, {"WANDB_API_KEY": ""})
+    assert not is_requested(False, {})
+    assert is_requested(True, {})
+    assert is_requested(False, {"WANDB_API_KEY": "k"})
+    assert not is_requested(False, {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"})
+    assert not is_requested(False, {"WANDB_API_KEY": ""})
 
 
 def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 from placement_cases import refused
 
-from hotseat.placement import Flow, Overlap, Part, Phase, Work, check_flow, default_flow, make_steps, parse_flow
+from hotseat.placement import Flow, Overlap, Part, Phase, RoleWork, check_flow, default_flow, make_steps, parse_flow
 
 W, G, O, K, S = Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.KV_CACHE, Part.SIMULATOR  # noqa: E741
 PPO = ("actor", "critic", "reference", "reward", "rollout")
@@ -9,14 +9,19 @@ PPO = ("actor", "critic", "reference", "reward", "rollout")
 def test_the_usual_rl_flow():
     assert default_flow("rl", PPO) == Flow(
         (
-            Phase("rollout", (Work("rollout", (W, K)),)),
+            Phase("rollout", (RoleWork("rollout", (W, K)),)),
             Phase(
                 "prepare",
-                (Work("reward", (W,)), Work("reference", (W,)), Work("critic", (W,)), Work("actor", (W,))),
+                (
+                    RoleWork("reward", (W,)),
+                    RoleWork("reference", (W,)),
+                    RoleWork("critic", (W,)),
+                    RoleWork("actor", (W,)),
+                ),
                 "in_turn",
             ),
-            Phase("update", (Work("critic", (W, G, O)), Work("actor", (W, G, O))), "in_turn"),
-            Phase("sync", (Work("actor", (W,)), Work("rollout", (W,))), pushes=("rollout",)),
+            Phase("update", (RoleWork("critic", (W, G, O)), RoleWork("actor", (W, G, O))), "in_turn"),
+            Phase("sync", (RoleWork("actor", (W,)), RoleWork("rollout", (W,))), pushes=("rollout",)),
         )
     )
 
@@ -44,11 +49,11 @@ def test_the_usual_embodied_flow_has_no_preparation_without_a_scorer():
 
 
 def test_supervised_flows():
-    assert default_flow("sft", ("actor",)).phases == (Phase("update", (Work("actor", (W, G, O)),)),)
-    assert default_flow("rm", ("reward",)).phases == (Phase("update", (Work("reward", (W, G, O)),)),)
-    assert default_flow("rm", ("actor",)).phases == (Phase("update", (Work("actor", (W, G, O)),)),)
+    assert default_flow("sft", ("actor",)).phases == (Phase("update", (RoleWork("actor", (W, G, O)),)),)
+    assert default_flow("rm", ("reward",)).phases == (Phase("update", (RoleWork("reward", (W, G, O)),)),)
+    assert default_flow("rm", ("actor",)).phases == (Phase("update", (RoleWork("actor", (W, G, O)),)),)
     dpo = default_flow("dpo", ("actor", "reference"))
-    assert dpo.phases == (Phase("update", (Work("reference", (W,)), Work("actor", (W, G, O)))),)
+    assert dpo.phases == (Phase("update", (RoleWork("reference", (W,)), RoleWork("actor", (W, G, O)))),)
 
 
 def test_default_flow_refuses_what_it_cannot_use():
@@ -77,7 +82,7 @@ def test_parts_can_be_written_out():
     flow = parse_flow(
         [{"name": "a", "run": {"rollout": ["kv_cache", "weights"], "env": "simulator"}}], ("rollout", "env")
     )
-    assert flow.phases[0].works == (Work("rollout", (W, K)), Work("env", (S,)))
+    assert flow.phases[0].works == (RoleWork("rollout", (W, K)), RoleWork("env", (S,)))
     pushed = parse_flow([{"name": "s", "run": {"actor": ["weights"]}, "push": ["rollout"]}], ("actor", "rollout"))
     assert pushed.phases[0].roles == ("actor", "rollout")
 
@@ -96,7 +101,7 @@ def test_wrong_flows_are_refused_with_the_fix():
         written(runs=["actor"])()
     with refused("order is 'parallel'", "together or in_turn"):
         written(run=["actor"], order="parallel")()
-    with refused("nobody works"):
+    with refused("no role works in it"):
         written()()
     with refused("run is 3", "list of roles"):
         written(run=3)()
@@ -110,7 +115,7 @@ def test_wrong_flows_are_refused_with_the_fix():
         written(run={"rollout": ["optimizer"]})()
     with refused("env has no weights", "it can have simulator"):
         written(train=["env"])()
-    with refused("critic works and is not placed", "placed are actor, rollout, env"):
+    with refused("critic works in it but is not placed", "placed are actor, rollout, env"):
         written(run=["critic"])()
     with refused("actor is named twice"):
         written(run=["actor"], train=["actor"])()
@@ -130,7 +135,7 @@ def test_wrong_flows_are_refused_with_the_fix():
         parse_flow([{"name": "a.0", "run": ["actor"]}], PPO)
     with refused("overlap.queue is -1"):
         Overlap(-1)
-    with refused("nobody works"):
+    with refused("no role works in it"):
         check_flow(Flow((Phase("p", ()),)), PPO)
 
 

@@ -2,7 +2,7 @@ import pytest
 from placement_cases import refused
 
 from hotseat.errors import PlacementError, TooFewDevicesError
-from hotseat.placement import Inventory, NodePool, Process, Request, locate, parse_selection
+from hotseat.placement import Inventory, NodePool, PlannedProcess, RoleRequest, locate, parse_selection
 
 
 def place(inventory, engine_size=None, num_procs=None, **placement):
@@ -10,7 +10,7 @@ def place(inventory, engine_size=None, num_procs=None, **placement):
     if isinstance(inventory, str):
         inventory = Inventory.parse(inventory)
     requests = [
-        Request(
+        RoleRequest(
             role,
             parse_selection(on, role),
             engine_size if role == "rollout" else None,
@@ -43,7 +43,7 @@ def test_more_processes_than_devices_share_and_fewer_have_several():
 
 
 def test_processes_that_share_a_device_have_a_fraction_of_it():
-    found = locate(Inventory.parse("1x2"), [Request("env", parse_selection("0:0-3,1"))])
+    found = locate(Inventory.parse("1x2"), [RoleRequest("env", parse_selection("0:0-3,1"))])
     assert [process.fraction for process in found["env"].processes] == [0.25, 0.25, 0.25, 0.25, 1.0]
 
 
@@ -134,8 +134,8 @@ def test_ranks_count_from_zero_within_a_pool_and_run_on_over_pools():
 
 
 def test_a_process_records_rank_node_devices():
-    found = locate(Inventory.parse("2x2"), [Request("actor", parse_selection("all"))])["actor"]
-    assert found.processes[3] == Process(3, 1, (3,), 1.0)
+    found = locate(Inventory.parse("2x2"), [RoleRequest("actor", parse_selection("all"))])["actor"]
+    assert found.processes[3] == PlannedProcess(3, 1, (3,), 1.0)
     assert found.devices == (0, 1, 2, 3)
 
 
@@ -221,13 +221,13 @@ def test_two_numbers_of_processes_must_agree():
     with refused("makes 3 processes and 4 are asked for"):
         place("1xcpu,1xcpu", num_procs=4, engine_size=1, rollout="0:0-1,1:2")
     with refused("5 processes on 4 devices", "take 4 or 8"):
-        locate(Inventory.parse("1x4"), [Request("env", parse_selection("1x4"), num_procs=5)])
+        locate(Inventory.parse("1x4"), [RoleRequest("env", parse_selection("1x4"), num_procs=5)])
 
 
 def test_other_layouts_from_a_number_of_processes():
-    found = locate(Inventory.parse("1x4"), [Request("env", parse_selection("1x4"), num_procs=8)])
+    found = locate(Inventory.parse("1x4"), [RoleRequest("env", parse_selection("1x4"), num_procs=8)])
     assert [process.devices for process in found["env"].processes] == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
-    found = locate(Inventory.parse("1x4"), [Request("env", parse_selection("1x4"), num_procs=2)])
+    found = locate(Inventory.parse("1x4"), [RoleRequest("env", parse_selection("1x4"), num_procs=2)])
     assert [process.devices for process in found["env"].processes] == [(0, 1), (2, 3)]
 
 
@@ -264,5 +264,7 @@ def test_what_more_devices_would_cure_is_an_error_of_its_own():
 
 
 def test_enough_devices_but_no_node_with_room():
-    with refused("critic: 1x5 finds no room", "15 of 16 devices", "block of 5 must lie on one node", "3 nodes of 8"):
+    with refused(
+        "critic: there is no room for 1x5", "15 of 16 devices", "block of 5 must lie on one node", "3 nodes of 8"
+    ):
         place("2x8", actor="2x5", critic="1x5")

@@ -421,7 +421,7 @@ def test_roles_that_cannot_be_planned_are_refused():
         plan(Inventory.parse("1x8"), bare(acter="all"), default_flow("sft", ["actor"]))
     with refused("actor is placed twice"):
         plan(Inventory.parse("1x8"), bare(actor="0") + bare(actor="1"), default_flow("sft", ["actor"]))
-    with refused("rollout works and is not placed"):
+    with refused("rollout works in it but is not placed"):
         plan(Inventory.parse("1x8"), bare(actor="0"), default_flow("rl", ["actor", "rollout"]))
     with refused("critic is placed and works in no phase", "take it out"):
         plan(Inventory.parse("1x8"), bare(actor="0", critic="1"), default_flow("sft", ["actor"]))

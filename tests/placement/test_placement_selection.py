@@ -4,62 +4,64 @@ from placement_cases import refused
 
 from hotseat.errors import PlacementError
 from hotseat.placement import (
-    Blocks,
     CpuProcesses,
+    DeviceBlocks,
     Elsewhere,
     InPools,
-    Ranks,
+    NumberRange,
+    RankSegment,
+    RankSelection,
     SameAs,
-    Segment,
-    Span,
     parse_placement,
     parse_selection,
 )
 
 
-def ranks(*segments: Segment) -> Ranks:
-    return Ranks(segments)
+def ranks(*segments: RankSegment) -> RankSelection:
+    return RankSelection(segments)
 
 
 def test_every_form():
-    assert parse_selection("3") == ranks(Segment(Span(3, 3)))
-    assert parse_selection(3) == ranks(Segment(Span(3, 3)))
-    assert parse_selection(" 0-3 , 6 ") == ranks(Segment(Span(0, 3)), Segment(Span(6, 6)))
-    assert parse_selection("0-3:0-7") == ranks(Segment(Span(0, 3), Span(0, 7)))
-    assert parse_selection("all") == ranks(Segment(None))
-    assert parse_selection("all:0-15") == ranks(Segment(None, Span(0, 15)))
-    assert parse_selection("2x8") == Blocks(2, 8)
+    assert parse_selection("3") == ranks(RankSegment(NumberRange(3, 3)))
+    assert parse_selection(3) == ranks(RankSegment(NumberRange(3, 3)))
+    assert parse_selection(" 0-3 , 6 ") == ranks(RankSegment(NumberRange(0, 3)), RankSegment(NumberRange(6, 6)))
+    assert parse_selection("0-3:0-7") == ranks(RankSegment(NumberRange(0, 3), NumberRange(0, 7)))
+    assert parse_selection("all") == ranks(RankSegment(None))
+    assert parse_selection("all:0-15") == ranks(RankSegment(None, NumberRange(0, 15)))
+    assert parse_selection("2x8") == DeviceBlocks(2, 8)
     assert parse_selection("@actor") == SameAs("actor")
     assert parse_selection("cpu*4") == CpuProcesses(4)
     assert parse_selection("none") == Elsewhere()
-    assert parse_selection("sim/0-3") == InPools(("sim",), ranks(Segment(Span(0, 3))))
-    assert parse_selection("4090/2x8") == InPools(("4090",), Blocks(2, 8))
+    assert parse_selection("sim/0-3") == InPools(("sim",), ranks(RankSegment(NumberRange(0, 3))))
+    assert parse_selection("4090/2x8") == InPools(("4090",), DeviceBlocks(2, 8))
     assert parse_selection("a,b/cpu*2") == InPools(("a", "b"), CpuProcesses(2))
 
 
 def test_segments_with_and_without_processes_mix():
     assert parse_selection("0-1:0-3,3-5,7-10:7-14") == ranks(
-        Segment(Span(0, 1), Span(0, 3)), Segment(Span(3, 5)), Segment(Span(7, 10), Span(7, 14))
+        RankSegment(NumberRange(0, 1), NumberRange(0, 3)),
+        RankSegment(NumberRange(3, 5)),
+        RankSegment(NumberRange(7, 10), NumberRange(7, 14)),
     )
 
 
 def test_node_group_mapping():
-    same = InPools(("a800",), ranks(Segment(Span(0, 63))))
+    same = InPools(("a800",), ranks(RankSegment(NumberRange(0, 63))))
     assert parse_selection({"node_group": "a800", "placement": "0-63"}) == same
-    both = InPools(("a800", "4090"), ranks(Segment(Span(0, 8))))
+    both = InPools(("a800", "4090"), ranks(RankSegment(NumberRange(0, 8))))
     assert parse_selection({"node_group": ["a800", 4090], "placement": "0-8"}) == both
     assert parse_selection({"node_group": "a800, 4090", "placement": "0-8"}) == both
     assert parse_selection({"node_group": 4090, "placement": 0}).pools == ("4090",)
-    assert parse_selection({"placement": "0-8"}) == ranks(Segment(Span(0, 8)))
+    assert parse_selection({"placement": "0-8"}) == ranks(RankSegment(NumberRange(0, 8)))
 
 
 def test_joined_names_place_each_role():
     found = parse_placement({"actor,rollout": "all", "env , reward": "0-1"})
     assert found == {
-        "actor": ranks(Segment(None)),
-        "rollout": ranks(Segment(None)),
-        "env": ranks(Segment(Span(0, 1))),
-        "reward": ranks(Segment(Span(0, 1))),
+        "actor": ranks(RankSegment(None)),
+        "rollout": ranks(RankSegment(None)),
+        "env": ranks(RankSegment(NumberRange(0, 1))),
+        "reward": ranks(RankSegment(NumberRange(0, 1))),
     }
 
 
@@ -69,7 +71,7 @@ numbers = st.integers(0, 30)
 @st.composite
 def rank_selections(draw):
     if draw(st.booleans()) and draw(st.booleans()):
-        return ranks(Segment(None, draw(st.one_of(st.none(), st.builds(lambda n: Span(0, n), numbers)))))
+        return ranks(RankSegment(None, draw(st.one_of(st.none(), st.builds(lambda n: NumberRange(0, n), numbers)))))
     segments, rank, proc = [], 0, 0
     for _ in range(draw(st.integers(1, 4))):
         first = rank + draw(st.integers(0, 3))
@@ -78,15 +80,15 @@ def rank_selections(draw):
         factor = draw(st.integers(1, 3))
         divisors = [n for n in range(1, length + 1) if length % n == 0]
         count = draw(st.sampled_from([None, length * factor, *divisors]))
-        procs = None if count is None else Span(proc, proc + count - 1)
+        procs = None if count is None else NumberRange(proc, proc + count - 1)
         proc += length if count is None else count
-        segments.append(Segment(Span(first, first + length - 1), procs))
-    return Ranks(tuple(segments))
+        segments.append(RankSegment(NumberRange(first, first + length - 1), procs))
+    return RankSelection(tuple(segments))
 
 
 inner = st.one_of(
     rank_selections(),
-    st.builds(Blocks, st.integers(1, 9), st.integers(1, 9)),
+    st.builds(DeviceBlocks, st.integers(1, 9), st.integers(1, 9)),
     st.builds(CpuProcesses, st.integers(1, 9)),
 )
 selections = st.one_of(

@@ -28,6 +28,7 @@ def reward_func(queries, prompts, labels):
 """
 
 COLOCATED = "{actor: 0, rollout: '@actor'}"
+BESIDE = "{actor: 0, rollout: 1}"
 TWO_RANKS = "{actor: 0-1, rollout: 2}"
 
 
@@ -38,26 +39,38 @@ def make_faulty_task(directory: Path) -> Path:
 
 
 def config_text(
-    task: Path, name: str, num_passes: int, placement: str | None, transport: str = "", **cluster: float
+    task: Path,
+    name: str,
+    num_passes: int,
+    placement: str | None,
+    transport: str = "",
+    overlap: str = "",
+    **cluster: float | str,
 ) -> str:
-    """A run in which every point is reached: it saves and evaluates, and its roles leave their devices."""
+    """A run in which every point is reached: it saves and evaluates, and its roles leave their devices.
+
+    overlap: rollout goes on beside training, so no role can leave its devices.
+    """
     options = "".join(f", {key}: {value}" for key, value in cluster.items())
+    offload = "" if overlap else "enable_offload: true, "
     runtime = "runtime: local" if placement is None else f"component_placement: {placement}"
     return rl_yaml(
         task,
         name=name,
         cluster=f"{{{runtime}{options}}}",
-        actor=f"{{model: {task}/model, enable_offload: true, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
-        rollout="{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8, enable_offload: true"
+        actor=f"{{model: {task}/model, {offload}optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
+        rollout=f"{{{offload}batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4, num_slots: 8"
         + (f", weight_transport: {transport}}}" if transport else "}"),
+        overlap=overlap,
         eval=f"{{path: {task}/prompts.jsonl, every: 2}}",
         checkpoint="{every: 1}",
         train=f"{{dtype: fp32, batch_size: 16, micro_batch_size: 2, num_episodes: {num_passes}}}",
     )
 
 
-def run_undisturbed(task: Path, num_passes: int, name: str = "undisturbed") -> Path:
-    start(loads(config_text(task, name, num_passes, None)))
+def run_undisturbed(task: Path, num_passes: int, name: str = "undisturbed", overlap: str = "") -> Path:
+    cluster = {"inventory": "1x2", "component_placement": BESIDE} if overlap else {}
+    start(loads(config_text(task, name, num_passes, None, overlap=overlap, **cluster)))
     return task / "runs" / name
 
 
@@ -70,13 +83,16 @@ class Faulty:
     placement: str = COLOCATED
     cluster: dict[str, float] = field(default_factory=dict)
     transport: str = ""
+    overlap: str = ""
 
     def __post_init__(self) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.run_dir = self.task / "runs" / "disturbed"
         self.faults = self.task / "faults"
         self.faults.mkdir()
-        text = config_text(self.task, "disturbed", self.num_passes, self.placement, self.transport, **self.cluster)
+        text = config_text(
+            self.task, "disturbed", self.num_passes, self.placement, self.transport, self.overlap, **self.cluster
+        )
         (self.task / "disturbed.yaml").write_text(text)
         self.process: subprocess.Popen | None = None
 

@@ -41,7 +41,7 @@ for step in (1, 2):
     if step == 2 and fault == "before the rename":
         os.rename = Path.rename = die
     if step == 2 and fault == "before old ones go":
-        CheckpointStore._let_go = die
+        CheckpointStore._delete_old = die
     store.commit(step, {"step": step})
 """
 
@@ -160,7 +160,7 @@ def test_a_disk_that_is_mounted_for_reading(tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
 @pytest.mark.parametrize("keep_last", [1, pytest.param(9, marks=pytest.mark.long)])
-def test_a_run_stops_at_a_full_disk_and_goes_on_when_there_is_room(tmp_path, keep_last):
+def test_a_run_stops_at_a_full_disk_and_resumes_when_there_is_room(tmp_path, keep_last):
     """Scenarios 16 and 17: with the numbers; what was saved before is whole, and the end is bit for bit the same."""
     task = make_task(tmp_path)
     start(loads(rl_yaml(task, name="whole"), ["train.num_episodes=4"]))

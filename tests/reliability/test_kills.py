@@ -121,7 +121,7 @@ def test_what_dies_while_it_starts_is_started_again(task, victim):
 
 
 @pytest.mark.long
-def test_a_rank_of_the_trainer_dies_and_the_run_goes_on_from_its_checkpoint(task):
+def test_a_rank_of_the_trainer_dies_and_the_run_resumes_from_its_checkpoint(task):
     """Scenario 8: all ranks stop within 15 s; the error says who died and how to go on; resumed, no bit differs."""
     with Faulty(task, num_passes=3, placement=TWO_RANKS) as calm:
         code, _, errors = calm.go()
@@ -135,7 +135,7 @@ def test_a_rank_of_the_trainer_dies_and_the_run_goes_on_from_its_checkpoint(task
         assert run.seconds_since_last_fault() < 15
         assert run.is_gone(within_s=10)
         assert "actor rank 1: its process" in errors
-        assert re.fullmatch(rf"go on after step \d: hotseat resume {run.run_dir}", errors.strip().splitlines()[-1])
+        assert re.fullmatch(rf"resume after step \d: hotseat resume {run.run_dir}", errors.strip().splitlines()[-1])
         code, _, errors = run.go()
         assert code == 0, errors[-3000:]
         assert differences(undisturbed, run.run_dir) == []
@@ -195,7 +195,7 @@ def test_a_rank_that_dies_while_it_writes_in_the_background(task):
         assert code == 1
         assert run.seconds_since_last_fault() < 15
         assert "actor rank 0: its process" in errors
-        assert errors.strip().splitlines()[-1] == f"go on after step 1: hotseat resume {run.run_dir}"
+        assert errors.strip().splitlines()[-1] == f"resume after step 1: hotseat resume {run.run_dir}"
         code, out, errors = run.go()
         assert code == 0, errors[-3000:]
         assert "step-000002 was not finished, and is removed" in out

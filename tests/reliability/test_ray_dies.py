@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_cases import MARK, Faulty, differences, make_faulty_task, pid_of, run_undisturbed
-from held_cases import wait_for
+from paused_runs import wait_for
 
 from hotseat.cli.main import main
 from hotseat.cluster._guard import SHM_PREFIX, marked
@@ -51,7 +51,7 @@ def test_ray_is_killed_and_the_run_ends_with_what_was_saved(name, tmp_path):
         assert code == 1
         words = {"gcs_server": "GCS server", "raylet": "raylet"}[name]
         said = errors.strip().splitlines()
-        assert said[-1] == f"go on after step 1: hotseat resume {run.run_dir}"
+        assert said[-1] == f"resume after step 1: hotseat resume {run.run_dir}"
         assert said[-2].startswith(f"hotseat: Ray's {words} (pid ")
         assert "died: without it no process of this run can be reached" in said[-2]
         assert run.is_gone(within_s=60)

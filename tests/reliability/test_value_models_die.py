@@ -33,7 +33,7 @@ def config_text(task, name: str, cluster: str) -> str:
         Fault("save.during", "kill", by="critic:0", skip=2),
     ],
 )
-def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint(tmp_path, fault):
+def test_a_critic_or_a_reward_model_dies_and_the_run_resumes_from_its_checkpoint(tmp_path, fault):
     """Scenario 8: they end a run as ranks of the actor do."""
     task = make_faulty_task(tmp_path)
     make_value_model(task / "reward_model")
@@ -45,7 +45,7 @@ def test_a_critic_or_a_reward_model_dies_and_the_run_goes_on_from_its_checkpoint
         assert code != 0
         assert run.all_happened(), out + errors[-2000:]
         assert run.seconds_since_last_fault() < 15
-        assert "go on after step" in errors
+        assert "resume after step" in errors
         assert run.is_gone(within_s=10)
         code, _, errors = run.go(timeout_s=860)
         assert code == 0, errors[-3000:]

@@ -145,7 +145,7 @@ def test_an_update_out_of_the_ordinary_is_flagged_with_its_samples(task):
 def test_an_update_out_of_the_ordinary_ends_the_run_if_that_is_wanted(task):
     """Scenario 33: the other policy."""
     (task / "reward.py").write_text(SPIKE.format(task=task))
-    with pytest.raises(RunError, match=r"step 11: the gradient's norm is .* train.on_spike=warn goes on"):
+    with pytest.raises(RunError, match=r"step 11: the gradient's norm is .* train.on_spike=warn the run continues"):
         start(loads(rl_yaml(task), [*SPIKED, "train.on_spike=stop"]))
 
 

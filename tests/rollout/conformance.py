@@ -85,6 +85,17 @@ def reference_log_probs(model: PreTrainedModel, token_ids: Sequence[int], temper
     return [0.0] + [float(log_probs[t - 1, token_ids[t]]) for t in range(1, len(token_ids))]
 
 
+@torch.no_grad()
+def log_probs_with_cache_of(
+    old: PreTrainedModel, new: PreTrainedModel, token_ids: Sequence[int], switch: int
+) -> list[float]:
+    """Of the tokens from `switch` on, by a model that reads another's keys and values of all but the last before it."""
+    cache = old(torch.tensor([list(token_ids[: switch - 1])]), use_cache=True).past_key_values
+    logits = new(torch.tensor([list(token_ids[switch - 1 : -1])]), past_key_values=cache).logits[0].double()
+    log_probs = torch.log_softmax(logits, dim=-1)
+    return [float(log_probs[t, token]) for t, token in enumerate(token_ids[switch:])]
+
+
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.state_dict().items()
 
@@ -424,6 +435,26 @@ def pause_keeps_sequences_and_they_go_on_under_new_weights(subject: Subject) -> 
         assert set(late.result(PATIENCE_S).versions) == {3}
 
 
+def requests_in_flight_keep_or_recompute_their_cache_when_weights_change(subject: Subject) -> None:
+    asked = request("long", max_new_tokens=550)
+    old, new = subject.model(0), subject.model(1)  # made before an engine draws from the same random numbers
+    with subject.engine(max_length=600) as engine, slowly():
+        future = engine.submit(asked)
+        sample_some(engine)
+        engine.load_weights(named_weights(new), version=1)
+        sample_some(engine)
+        engine.abort(["long"])
+        keeps_cache = engine.keeps_cache
+    completion = future.result(PATIENCE_S)
+    tokens = [*asked.token_ids, *completion.token_ids]
+    switch = len(asked.token_ids) + completion.versions.index(1)
+    recomputed = reference_log_probs(new, tokens, 1.0)[switch:]
+    kept = log_probs_with_cache_of(old, new, tokens, switch)
+    assert max(abs(one - other) for one, other in zip(kept, recomputed, strict=True)) > 20 * subject.tolerance
+    sampled = completion.log_probs[completion.versions.index(1) :]
+    assert list(sampled) == pytest.approx(kept if keeps_cache else recomputed, abs=subject.tolerance)
+
+
 def pause_and_resume_change_nothing_else(subject: Subject) -> None:
     with subject.engine(max_length=600) as engine:
         asked = [request("a", max_new_tokens=100), request("b", [4, 4], max_new_tokens=80)]
@@ -670,6 +701,7 @@ CHECKS: list[Callable[[Subject], None]] = [
     scoring_does_not_disturb_what_is_in_flight,
     prefixes_are_forgotten_also_while_the_cache_is_offloaded,
     pause_keeps_sequences_and_they_go_on_under_new_weights,
+    requests_in_flight_keep_or_recompute_their_cache_when_weights_change,
     pause_and_resume_change_nothing_else,
     a_closed_engine_says_so,
     new_weights_leave_nothing_of_the_old_ones,

@@ -92,7 +92,7 @@ def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model.eval()
 
 
-def subject(config: PreTrainedConfig, own_layers: bool = True) -> Subject:
+def subject(config: PreTrainedConfig, own_layers: bool = True, keeps_cache: bool = True) -> Subject:
     @contextmanager
     def engine(num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = ()) -> Iterator[TransformersEngine]:
         engine = TransformersEngine(
@@ -101,7 +101,7 @@ def subject(config: PreTrainedConfig, own_layers: bool = True) -> Subject:
             max_length=max_length,
             eos_token_ids=eos_token_ids,
             num_threads=1,
-            options=SlotOptions(own_layers=own_layers),
+            options=SlotOptions(own_layers=own_layers, keeps_cache=keeps_cache),
             call_timeout_s=PATIENCE_S,
         )
         try:
@@ -138,6 +138,32 @@ def test_conformance_with_own_layers(check: Callable[[Subject], None]) -> None:
 @pytest.mark.parametrize("check", checks(SLOW))
 def test_conformance_with_the_models_forward(check: Callable[[Subject], None]) -> None:
     check(subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=False))
+
+
+@pytest.mark.parametrize("own_layers", [True, False])
+def test_requests_in_flight_recompute_their_cache_where_they_are_to(own_layers: bool) -> None:
+    one = subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=own_layers, keeps_cache=False)
+    conformance.requests_in_flight_keep_or_recompute_their_cache_when_weights_change(one)
+
+
+def test_a_cache_that_was_offloaded_while_weights_changed_is_recomputed() -> None:
+    one = subject(LLAMA_LIKE["llama, grouped, tied"], keeps_cache=False)
+    asked = request("long", max_new_tokens=550)
+    with one.engine(max_length=600) as engine, slowly():
+        future = engine.submit(asked)
+        conformance.sample_some(engine)
+        engine.pause()
+        engine.offload(["kv_cache"])
+        engine.load_weights(named_weights(one.model(1)), version=1)
+        engine.onload(["kv_cache"])
+        engine.resume()
+        conformance.sample_some(engine)
+        engine.abort(["long"])
+    completion = future.result(PATIENCE_S)
+    first = completion.versions.index(1)
+    tokens = [*asked.token_ids, *completion.token_ids]
+    expected = reference_log_probs(one.model(1), tokens, 1.0)[len(asked.token_ids) + first :]
+    assert list(completion.log_probs[first:]) == pytest.approx(expected, abs=1e-5)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from hotseat.rollout.vllm_engine import VllmEngine
 
 from . import conformance
 from .conformance import Subject, named_weights, reference_log_probs, request
-from .parcels import Parcel
+from .packed_weights import PackedWeights
 from .test_transformers_engine import random_model
 from .test_vllm_engine import SHAPE, Shared
 
@@ -353,7 +353,7 @@ def test_what_is_packed_is_unpacked_by_the_ranks(cut: Shared, tmp_path: Path) ->
     model = random_model(cut.config, 2)
     with cut.engine() as engine:
         engine.begin_load(1)
-        engine.load_bucket(Parcel(list(named_weights(model)), tmp_path))  # type: ignore[arg-type]
+        engine.load_bucket(PackedWeights(list(named_weights(model)), tmp_path))  # type: ignore[arg-type]
         engine.finish_load()
         assert engine.digest() == {name: tensor_digest(tensor) for name, tensor in named_weights(model)}
     assert {int(path.name) for path in tmp_path.iterdir()} == {c.pid for c in multiprocessing.active_children()}

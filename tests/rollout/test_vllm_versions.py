@@ -75,7 +75,7 @@ def test_models_that_it_would_serve_wrongly_or_not_at_all_are_refused_by_their_c
         check_config(Qwen3_5TextConfig(), is_cpu=True)
 
 
-def test_what_keeps_vllm_from_starting_is_said_in_short(tmp_path):
+def test_the_error_of_a_failed_vllm_start_is_short(tmp_path):
     class Invalid(Exception):
         """Such as pydantic's."""
 

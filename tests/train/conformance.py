@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from held_cases import held
+from paused_runs import held
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,

@@ -71,7 +71,7 @@ def test_the_base_of_adapters_is_recorded_and_compared(files: CheckpointFiles, t
     check_base(tmp_path, saved, base)
     with pytest.raises(RunError, match="when adapters were trained, and now all weights are"):
         check_adapters(tmp_path, saved, has_adapters=False)
-    with pytest.raises(RunError, match="of llama, which was another than mistral is now: w differs, 2 weights"):
+    with pytest.raises(RunError, match="of llama, whose weights are not those of mistral: w differs, 2 weights"):
         check_base(tmp_path, saved, FrozenBase("mistral", {"w": 5, "v": 4, "new": 1}))
 
 

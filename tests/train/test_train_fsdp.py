@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from moved import assert_moved_alike
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
+from weight_changes import assert_changed_alike
 
 from hotseat.errors import DeviceMemoryError, RunError, UserError
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, split_by_count
@@ -141,7 +141,7 @@ def test_sixteen_bit_compute_keeps_thirty_two_bit_weights(tmp_path: Path) -> Non
         assert report.grad_norm == pytest.approx(exact_report.grad_norm, rel=0.05)
     weights = copy_weights(backend)
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    assert_moved_alike(dict(tiny_model().named_parameters()), copy_weights(exact), weights, 0.1)
+    assert_changed_alike(dict(tiny_model().named_parameters()), copy_weights(exact), weights, 0.1)
     assert any((weight != weight.bfloat16()).any() for weight in weights.values())
 
     # What was gathered for scoring must not outlive the weights it was gathered from.
@@ -220,7 +220,7 @@ def test_a_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "backend.json").write_text(json.dumps({"backend": "deepspeed", "format": 2, "num_ranks": 1}))
     backend = fsdp_factory.make(tiny_model(), OPTIONS)
-    with pytest.raises(RunError, match="saved in format 2, and this version reads format 1: go on with the version"):
+    with pytest.raises(RunError, match="saved in format 2, and this version reads format 1: resume with the version"):
         backend.load(tmp_path)
     backend.close()
 

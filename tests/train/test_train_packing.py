@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hotseat.errors import BatchError
 from hotseat.train import join, split_by_count, split_by_tokens, take
-from hotseat.train.packing import model_input, spread, with_ends
+from hotseat.train.packing import balance, model_input, with_ends
 from hotseat.types import MicroBatch
 
 
@@ -111,7 +111,7 @@ def test_the_budget_holds_and_nothing_is_lost(lengths: list[int], slack: int, pa
 def test_ranks_get_about_as_much_each(lengths: list[int], num_ranks: int) -> None:
     if not lengths:
         return
-    parts = spread(lengths, num_ranks)
+    parts = balance(lengths, num_ranks)
     assert len(parts) == num_ranks
     assert sorted(place for part in parts for place in part) == list(range(len(lengths)))
     loads = [sum(lengths[place] for place in part) for part in parts]

@@ -69,7 +69,7 @@ def test_within_one_process_the_senders_own_memory_is_read():
     assert named_digests(pickle.loads(pickle.dumps(sender.packed("ipc")))) == named_digests(named)
 
 
-def test_host_and_gloo_lanes_take_device_memory_too():
+def test_host_and_gloo_transports_take_device_memory_too():
     named = on_gpu(weights(4))
     sender = Sender(lambda: iter(named), "cuda", bucket_bytes=8192)
     with engines(1, "cuda:0") as made:

@@ -1,10 +1,10 @@
-"""OpenRLHF's command lines: its flags in, our config out.
+"""OpenRLHF's command lines, translated into our config.
 
-flags      what there is: every flag, its values, its default, the config fields it sets
-argv       what was given: a command line taken apart
-derive     what flags mean together: placement, overlap, rewards, lengths
-translate  all of it: a checked `Config`, and what had no effect, is missing or is not built
+flags      every flag: its values, its default, the config fields it sets
+argv       the parser: splits a command line into flags and values
+derive     config fields that depend on several flags: placement, overlap, rewards, lengths
+translate  the whole translation: a checked `Config`, and flags without effect, missing flags, unbuilt features
 run        the commands: print the config or start the run
 help       the text of `--help`: an example, and every flag in groups
-table      the documentation of all flags, rendered from the above
+table      the table of all flags in the documentation, rendered from the above
 """

@@ -1,7 +1,7 @@
-"""A command line taken apart, as argparse would: `--flag value`, `--flag=value`, the last of several holds.
+"""Parser of a command line. As with argparse, flags are `--flag value` or `--flag=value`, and the last one counts.
 
-Two things are stricter. A flag must be written out: argparse would take `--micro_train` for the only flag that begins
-so, and another version of the table might know two. And every problem is found, not only the first.
+It is stricter in two ways. A flag must be written out: argparse would accept `--micro_train` for the only flag that
+begins so, and another version of the table might have two. And it reports every problem, not only the first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
 
 
 @dataclass(frozen=True)
-class Given:
-    """A flag as it stands on the command line."""
+class FlagArgument:
+    """A flag and its value, as written on the command line."""
 
     flag: Flag
     spelling: str
@@ -42,12 +42,12 @@ class Given:
 
 
 @dataclass
-class Line:
-    """What was given, in order, and what holds for each flag: the last that was given, or OpenRLHF's default."""
+class CommandLine:
+    """A parsed command line. Indexing it returns a flag's value: the last one written, or OpenRLHF's default."""
 
     command: str
-    given: dict[str, Given] = field(default_factory=dict)  # by name; a flag stands where it stood last
-    overridden: list[Given] = field(default_factory=list)
+    arguments: dict[str, FlagArgument] = field(default_factory=dict)  # by name, in the order of each flag's last use
+    overridden: list[FlagArgument] = field(default_factory=list)
     is_newer: bool = False  # written in dotted spelling
     print_config: bool = False
 
@@ -56,11 +56,11 @@ class Line:
         return COMMANDS[self.command]
 
     def has(self, name: str) -> bool:
-        return name in self.given
+        return name in self.arguments
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.given:
-            return self.given[name].value
+        if name in self.arguments:
+            return self.arguments[name].value
         return self.flag(name).default_for(self.is_newer)
 
     def flag(self, name: str) -> Flag:
@@ -70,21 +70,21 @@ class Line:
         return any(flag.name == name for flag in self.flags)
 
     def last_of(self, *names: str) -> str:
-        """The flag that was given last; none of them: the last named, which has the default."""
-        return next((name for name in reversed(self.given) if name in names), names[-1])
+        """Return which of these flags comes last on the command line; if none does, the last of `names`."""
+        return next((name for name in reversed(self.arguments) if name in names), names[-1])
 
     def spelling(self, name: str) -> str:
-        """How this user writes a flag."""
-        if name in self.given:
-            return self.given[name].spelling
+        """Return a flag's name in the spelling that this command line uses."""
+        if name in self.arguments:
+            return self.arguments[name].spelling
         flag = self.flag(name)
         return flag.dotted if self.is_newer and flag.dotted else flag.name
 
 
-def parse(command: str, argv: Sequence[str]) -> Line:
-    """Take a command line apart, or raise with all that is wrong with it."""
+def parse(command: str, argv: Sequence[str]) -> CommandLine:
+    """Parse a command line, or raise one error with all of its problems."""
     known = spellings(command)
-    line = Line(command)
+    line = CommandLine(command)
     problems: list[Problem] = []
     tokens = list(argv)
     position = 0
@@ -113,12 +113,12 @@ def parse(command: str, argv: Sequence[str]) -> Line:
             problems += _take(line, flag, spelling, values)
     if problems:
         raise ConfigError(problems)
-    line.is_newer = any("." in given.spelling for given in line.given.values())
+    line.is_newer = any("." in argument.spelling for argument in line.arguments.values())
     return line
 
 
 def hide_secrets(command: str, argv: Sequence[str]) -> list[str]:
-    """The same command line without what only the program itself may know."""
+    """Return the command line with the values of secret flags replaced by stars."""
     known = spellings(command)
     shown: list[str] = []
     is_next_hidden = False
@@ -137,7 +137,7 @@ def hide_secrets(command: str, argv: Sequence[str]) -> list[str]:
 
 
 def nearest(command: str, spelling: str) -> str:
-    """`did you mean ...` for an unknown flag: the same words joined otherwise, what it begins, what it resembles."""
+    """Return `did you mean ...` for an unknown flag: the same words joined otherwise, a longer or a similar flag."""
     known = [*spellings(command), *SWITCHES_OF_OURS, "--help"] if _plain(spelling) else []
     plain = _plain(spelling)
     same = [name for name in known if _plain(name) == plain]
@@ -156,25 +156,25 @@ def _plain(spelling: str) -> str:
 
 
 def _is_flag(token: str, known: Mapping[str, Flag]) -> bool:
-    """Whether a token is a flag and not a value: -1 and '-- {}' are values."""
+    """Return whether a token is a flag and not a value: -1 and '-- {}' are values."""
     if token.partition("=")[0] in known or token in SWITCHES_OF_OURS:
         return True
     return token.startswith("-") and token != "-" and not _NUMBER.match(token) and " " not in token
 
 
-def _stray(token: str, line: Line) -> str:
-    before = next(reversed(line.given.values()), None)
+def _stray(token: str, line: CommandLine) -> str:
+    before = next(reversed(line.arguments.values()), None)
     if before is None:
         return f"{token!r} stands before any flag"
     if before.flag.kind == "switch":
-        return f"{token!r} stands after {before.spelling}, which takes no value: it is on when it is there"
+        return f"{token!r} stands after {before.spelling}, which takes no value: writing the flag turns it on"
     if before.flag.is_secret:
         return f"there is one value too many after {before.spelling}"
     return f"{token!r} stands after {before}, which is complete"
 
 
-def _take(line: Line, flag: Flag, spelling: str, texts: Sequence[str]) -> list[Problem]:
-    """Note a flag that was given; or what is wrong with it."""
+def _take(line: CommandLine, flag: Flag, spelling: str, texts: Sequence[str]) -> list[Problem]:
+    """Add a flag and its values to the line. Returns what is wrong with them."""
     least, most = flag.num_values
     problems = [] if least <= len(texts) <= most else [Problem(spelling, _wrong_number(flag, texts))]
     values: list[Any] = []
@@ -184,29 +184,29 @@ def _take(line: Line, flag: Flag, spelling: str, texts: Sequence[str]) -> list[P
         except ValueError as error:
             problems.append(Problem(spelling, f"given {HIDDEN if flag.is_secret else repr(text)}, must be {error}"))
     value = values if most > 1 else values[0] if values else True
-    before = line.given.pop(flag.name, None)
+    before = line.arguments.pop(flag.name, None)
     if before is not None and before.value != value:
         line.overridden.append(before)
-    line.given[flag.name] = Given(flag, spelling, value)
+    line.arguments[flag.name] = FlagArgument(flag, spelling, value)
     return problems
 
 
 def _wrong_number(flag: Flag, texts: Sequence[str]) -> str:
     if flag.kind == "switch":
-        return f"takes no value, given {' '.join(texts)}: it is on when it is there"
+        return f"takes no value, given {' '.join(texts)}: writing the flag turns it on"
     words = {(1, 1): "a value", (2, 2): "two values", (1, 2): "one or two values"}
-    given = "none" if not texts else str(len(texts)) if flag.is_secret else " ".join(texts)
-    return f"takes {words.get(flag.num_values, 'at least one value')}, given {given}"
+    values = "none" if not texts else str(len(texts)) if flag.is_secret else " ".join(texts)
+    return f"takes {words.get(flag.num_values, 'at least one value')}, given {values}"
 
 
 def _read(flag: Flag, text: str) -> Any:
-    """A value of the flag's kind. Empty text is OpenRLHF's way of saying nothing."""
+    """Convert a value to the flag's kind. Empty text means unset, as in OpenRLHF."""
     if flag.choices is not None and text not in flag.choices:
         raise ValueError(f"one of {', '.join(flag.choices)}")
     if flag.kind == "str" and not text:
         return None
-    parser, wanted = _PARSERS[flag.kind]
+    parser, expected = _PARSERS[flag.kind]
     try:
         return parser(text)
     except ValueError:
-        raise ValueError(wanted) from None
+        raise ValueError(expected) from None

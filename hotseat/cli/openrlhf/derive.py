@@ -1,4 +1,4 @@
-"""What flags mean together: the config fields that depend on more than one flag, or on more than a flag's own value.
+"""Config fields that depend on several flags, or on more than a flag's own value.
 
 Each function takes the draft, sets fields and notes flags without effect. `DERIVED` names them for the table of flags.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.cli.openrlhf.argv import Line
+from hotseat.cli.openrlhf.argv import CommandLine
 from hotseat.cli.openrlhf.flags import FLASH_ALWAYS, SCHEDULES
 from hotseat.errors import Problem
 
@@ -20,20 +20,20 @@ REMOTE_TIMEOUT_S, REMOTE_RETRIES = 180.0, 4  # OpenRLHF tries a reward server fi
 
 
 @dataclass
-class Draft:
-    """A config in the making."""
+class ConfigDraft:
+    """A config under construction, with everything that is noted about the command line."""
 
-    line: Line
+    line: CommandLine
     task: str
     env: Mapping[str, str]
     fields: dict[str, Any] = field(default_factory=dict)  # dotted key -> value
     ignored: dict[str, str] = field(default_factory=dict)  # flag or variable -> why it has no effect
     problems: list[Problem] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)  # flag, what a run cannot start without
+    missing: list[tuple[str, str]] = field(default_factory=list)  # required flag, message
     secrets: dict[str, str] = field(default_factory=dict, repr=False)  # environment variables
 
     def ignore(self, name: str, because: str) -> None:
-        """Note that a flag has no effect, if it was given."""
+        """Note that a flag has no effect, if it is on the command line."""
         if self.line.has(name):
             self.ignored.setdefault(self.line.spelling(name), because)
 
@@ -46,14 +46,14 @@ class Draft:
         return self.line.spelling(name)
 
     def at_least(self, name: str, least: int) -> int:
-        """A flag's number, or a problem."""
+        """Return a flag's number; note a problem if it is below `least`."""
         value = int(self.line[name])
         if value < least:
             self.refuse(name, f"given {value}, must be at least {least}")
         return max(value, least)
 
     def number_from(self, variable: str) -> int | None:
-        """A count from the environment. OpenRLHF hands the text on, which fails later."""
+        """Read a count from an environment variable; note a problem if it is none. (OpenRLHF fails on it later.)"""
         text = self.env.get(variable, "").strip()
         if not text:
             return None
@@ -66,40 +66,40 @@ class Draft:
 # --- roles ------------------------------------------------------------------------------------------------------------
 
 
-def _has_critic(line: Line) -> bool:
+def _has_critic(line: CommandLine) -> bool:
     return bool(line["--advantage_estimator"] == "gae")
 
 
-def _no_critic(draft: Draft) -> str:
+def _no_critic(draft: ConfigDraft) -> str:
     return f"{draft.named('--advantage_estimator')} is {draft.line['--advantage_estimator']}, which has no critic"
 
 
-def _has_reference(line: Line) -> bool:
+def _has_reference(line: CommandLine) -> bool:
     return bool(line["--init_kl_coef"] > 0)
 
 
-def _reward_source(line: Line) -> str | None:
-    """The flag that says where rewards come from. An agent brings its own, and a remote one stands before a model."""
+def _reward_source(line: CommandLine) -> str | None:
+    """Return the flag that decides where rewards come from: an agent, else a remote source, else a model."""
     names = ("--agent_func_path", "--remote_rm_url", "--reward_pretrain")
     return next((name for name in names if line[name]), None)
 
 
-def _has_reward_model(line: Line) -> bool:
-    """A reward model that is sized but not named is placed too: what is missing to start it is only its name."""
+def _has_reward_model(line: CommandLine) -> bool:
+    """Return whether there is a reward model. One whose size is set but not its name is planned too."""
     is_sized = line.has("--reward_num_nodes") or line.has("--reward_num_gpus_per_node")
     source = _reward_source(line)
     return source == "--reward_pretrain" or (source is None and is_sized)
 
 
-def _engine(line: Line) -> str:
-    """`--vllm_num_engines 0` is OpenRLHF's way to sample without vLLM."""
+def _engine(line: CommandLine) -> str:
+    """Return the engine. `--vllm_num_engines 0` is OpenRLHF's way to sample without vLLM."""
     if not line.has("--engine") and line["--vllm_num_engines"] == 0:
         return "transformers"
     return str(line["--engine"])
 
 
-def _shares_with_rollout(line: Line) -> bool:
-    """Without engines of their own the actor's devices sample."""
+def _shares_with_rollout(line: CommandLine) -> bool:
+    """Return whether engines are on the actor's devices: by a flag, or because no engines are requested."""
     return not line["--vllm_num_engines"] or bool(line["--colocate_all_models"] and not line["--async_train"])
 
 
@@ -108,7 +108,7 @@ def _shares_with_rollout(line: Line) -> bool:
 _ROLES = {"critic": "critic", "ref": "reference", "reward": "reward"}  # flag prefix -> role
 
 
-def _placement(draft: Draft) -> None:
+def _placement(draft: ConfigDraft) -> None:
     line = draft.line
     if draft.task != "rl":
         placed = {"actor": "all"} | ({"reference": "@actor"} if draft.task == "dpo" else {})
@@ -142,7 +142,7 @@ def _placement(draft: Draft) -> None:
     draft.fields["cluster.component_placement"] = placed
 
 
-def _note_pairs(draft: Draft, present: Mapping[str, bool], absent: Mapping[str, str]) -> None:
+def _note_pairs(draft: ConfigDraft, present: Mapping[str, bool], absent: Mapping[str, str]) -> None:
     pairs = {"--colocate_actor_ref": ("ref",), "--colocate_critic_reward": ("critic", "reward")}
     for name, prefixes in pairs.items():
         if draft.line["--colocate_all_models"]:
@@ -152,14 +152,14 @@ def _note_pairs(draft: Draft, present: Mapping[str, bool], absent: Mapping[str, 
                 draft.ignore(name, absent[prefix])
 
 
-def _block(draft: Draft, prefix: str) -> str:
-    """N nodes x G devices; 0 devices are processes on the CPU, one per node (ours: OpenRLHF cannot)."""
+def _block(draft: ConfigDraft, prefix: str) -> str:
+    """Return the selection N nodes x G devices; 0 devices are CPU processes, one per node (not in OpenRLHF)."""
     nodes = draft.at_least(f"--{prefix}_num_nodes", 1)
     devices = draft.at_least(f"--{prefix}_num_gpus_per_node", 0)
     return f"{nodes}x{devices}" if devices else f"cpu*{nodes}"
 
 
-def _rollout(draft: Draft) -> str:
+def _rollout(draft: ConfigDraft) -> str:
     line, fields = draft.line, draft.fields
     engines = draft.at_least("--vllm_num_engines", 0) if line["--vllm_num_engines"] is not None else 0
     size = draft.at_least("--vllm_tensor_parallel_size", 1)
@@ -168,7 +168,7 @@ def _rollout(draft: Draft) -> str:
         fields["rollout.num_engines"] = engines or None
         fields["rollout.tensor_parallel_size"] = size
     elif shares:
-        # The same devices, but each has an engine of its own.
+        # The engines share the actor's devices, and each device has one.
         for name in ("--vllm_num_engines", "--vllm_tensor_parallel_size"):
             draft.ignore(name, "the transformers engine runs once on each of the actor's devices")
     if line["--async_train"] and not engines:
@@ -179,8 +179,8 @@ def _rollout(draft: Draft) -> str:
     return f"{engines}x{size}" if line["--actor_num_gpus_per_node"] else f"cpu*{engines}"
 
 
-def _offload(draft: Draft) -> None:
-    """A switch that is off leaves it to the planner what is offloaded."""
+def _offload(draft: ConfigDraft) -> None:
+    """Set offloading where a switch is on; otherwise the planner decides what is offloaded."""
     line, fields = draft.line, draft.fields
 
     def is_on(name: str) -> bool:
@@ -199,15 +199,15 @@ def _offload(draft: Draft) -> None:
             draft.ignore("--vllm_enable_sleep", "the engines have devices of their own")
 
 
-def _engine_choice(draft: Draft) -> None:
+def _engine_choice(draft: ConfigDraft) -> None:
     draft.fields["rollout.engine"] = _engine(draft.line) if draft.task == "rl" else draft.line["--engine"]
 
 
-def _overlap(draft: Draft) -> None:
-    """A queue of q batches makes a sample up to q + 1 weight versions old.
+def _overlap(draft: ConfigDraft) -> None:
+    """Set queue and staleness: with a queue of n batches, a sample is up to n weight versions old.
 
-    While batch t is trained, by weights of version t - 1, batches t+1 ... t+q wait and batch t+q+1 is generated with
-    those weights. It is learned from once t+q batches were: q + 1 versions later.
+    A batch takes a place in OpenRLHF's queue before it is generated and gives it back when training takes it. So while
+    one batch is trained, n others wait or are generated, and the newest of them is trained n versions later.
     """
     line = draft.line
     tasks = draft.number_from(TASKS_VARIABLE)
@@ -216,6 +216,7 @@ def _overlap(draft: Draft) -> None:
     if not line["--async_train"]:
         because = f"{draft.named('--async_train')} is not given"
         draft.ignore("--async_queue_size", because)
+        draft.ignore("--partial_rollout", because)
         if draft.env.get(QUEUE_VARIABLE):
             draft.ignored.setdefault(QUEUE_VARIABLE, because)
         return
@@ -224,14 +225,17 @@ def _overlap(draft: Draft) -> None:
         draft.ignored.setdefault(QUEUE_VARIABLE, f"{draft.named('--async_queue_size')} is given")
     elif not line.has("--async_queue_size"):
         queue = draft.number_from(QUEUE_VARIABLE) or queue
-    draft.fields["overlap.queue"] = queue
-    draft.fields["overlap.staleness"] = queue + 1
+    draft.fields["overlap.queue"] = queue - 1
+    draft.fields["overlap.staleness"] = queue
+    if line["--partial_rollout"]:
+        draft.fields["overlap.order"] = "arrival"
+        draft.fields["overlap.in_flight"] = "recompute" if _engine(line) == "vllm" else "keep"
 
 
 # --- models and rewards -----------------------------------------------------------------------------------------------
 
 
-def _critic(draft: Draft) -> None:
+def _critic(draft: ConfigDraft) -> None:
     model = draft.line["--critic_pretrain"]
     if model == "None" and _has_critic(draft.line):
         estimator = draft.named("--advantage_estimator")
@@ -239,7 +243,7 @@ def _critic(draft: Draft) -> None:
     draft.fields["critic.model"] = model
 
 
-def _reward(draft: Draft) -> None:
+def _reward(draft: ConfigDraft) -> None:
     line, fields = draft.line, draft.fields
     source = _reward_source(line)
     for name in ("--remote_rm_url", "--reward_pretrain"):
@@ -263,7 +267,7 @@ def _reward(draft: Draft) -> None:
         )
 
 
-def _dtype(draft: Draft) -> None:
+def _dtype(draft: ConfigDraft) -> None:
     line = draft.line
     if line.has("--param_dtype"):
         draft.ignore("--bf16", f"{draft.named('--param_dtype')} is given")
@@ -274,16 +278,16 @@ def _dtype(draft: Draft) -> None:
         draft.fields["train.dtype"] = line["--param_dtype"] or "fp32"
 
 
-def _checkpoints(draft: Draft) -> None:
-    """Save as OpenRLHF does: nothing without --save_steps, since one folder may serve many runs, so none by time."""
+def _checkpoints(draft: ConfigDraft) -> None:
+    """Save checkpoints only with --save_steps, as OpenRLHF does, and none by time: one folder may serve many runs."""
     steps = draft.line["--save_steps"]
     draft.fields["checkpoint.every"] = None if steps == -1 else steps
     if steps == -1:
         draft.fields["checkpoint.every_minutes"] = 0.0
 
 
-def _attention(draft: Draft) -> None:
-    """Flash attention is what a GPU gets anyway; any other choice is passed on."""
+def _attention(draft: ConfigDraft) -> None:
+    """Ignore the choice of flash attention, which GPUs use anyway; any other choice is passed on."""
     chosen = draft.line["--attn_implementation"]
     if chosen is not None and chosen.startswith("flash_attention"):
         draft.ignore("--attn_implementation", FLASH_ALWAYS)
@@ -291,7 +295,7 @@ def _attention(draft: Draft) -> None:
         draft.fields["train.attention"] = chosen
 
 
-def _template(draft: Draft) -> None:
+def _template(draft: ConfigDraft) -> None:
     template = draft.line["--input_template"]
     if template is not None and "{}" not in template:
         draft.ignore("--input_template", "it has no {} for the prompt, which goes without a template")
@@ -299,7 +303,7 @@ def _template(draft: Draft) -> None:
     draft.fields["data.input_template"] = template
 
 
-def _images(draft: Draft) -> None:
+def _images(draft: ConfigDraft) -> None:
     count = draft.line["--max_images_per_prompt"]
     if count:
         draft.fields["data.image_key"] = draft.line["--image_key"] or "images"
@@ -311,8 +315,8 @@ def _images(draft: Draft) -> None:
 # --- batches and lengths ----------------------------------------------------------------------------------------------
 
 
-def _micro_batches(draft: Draft) -> None:
-    """Token budgets and sequences over several devices come with packing, as in OpenRLHF."""
+def _micro_batches(draft: ConfigDraft) -> None:
+    """Set token budgets and packing, which dynamic batches and sequence parallelism imply, as in OpenRLHF."""
     line, fields = draft.line, draft.fields
     is_dynamic = draft.task == "rl" and bool(line["--use_dynamic_batch"])
     fields["train.packing"] = bool(line["--packing_samples"] or is_dynamic or line["--ring_attn_size"] > 1)
@@ -327,12 +331,12 @@ def _micro_batches(draft: Draft) -> None:
         draft.ignore(name, f"{draft.named('--use_dynamic_batch')} is not given")
 
 
-def _generate_batch(draft: Draft) -> None:
+def _generate_batch(draft: ConfigDraft) -> None:
     size = draft.line["--vllm_generate_batch_size"]
     draft.fields["rollout.generate_batch_size"] = None if size == draft.line["--rollout_batch_size"] else size
 
 
-def _lengths(draft: Draft) -> None:
+def _lengths(draft: ConfigDraft) -> None:
     line, fields = draft.line, draft.fields
     prompt, new, both = line["--prompt_max_len"], line["--generate_max_len"], line["--max_len"]
     fields["data.prompt_max_length"] = prompt
@@ -343,7 +347,7 @@ def _lengths(draft: Draft) -> None:
 # --- maths ------------------------------------------------------------------------------------------------------------
 
 
-def _clip(draft: Draft) -> None:
+def _clip(draft: ConfigDraft) -> None:
     line = draft.line
     low = high = line["--eps_clip"]
     if line["--eps_clip_low_high"] is not None:
@@ -356,16 +360,16 @@ def _clip(draft: Draft) -> None:
     draft.fields["algorithm.clip_high"] = line["--clip_eps_high"] if line.has("--clip_eps_high") else high
 
 
-def _estimator(draft: Draft) -> None:
-    """OpenRLHF's dr_grpo keeps the mean over tokens, where the paper divides by a constant."""
+def _estimator(draft: ConfigDraft) -> None:
+    """Set the estimator. OpenRLHF's dr_grpo keeps the mean over tokens, where the paper divides by a constant."""
     estimator, fields = draft.line["--advantage_estimator"], draft.fields
     fields["algorithm.estimator"] = estimator
     if estimator == "dr_grpo" and draft.line["--policy_loss_type"] == "ppo":
         fields["algorithm.aggregation"] = "token_mean"
 
 
-def _kl(draft: Draft) -> None:
-    """OpenRLHF lets k1, its default, be a loss, and so do we for its commands; the run warns of it."""
+def _kl(draft: ConfigDraft) -> None:
+    """Set the KL estimator. OpenRLHF's default k1 is allowed as a loss for its commands; the run warns of it."""
     line, fields = draft.line, draft.fields
     estimator = line["--kl_estimator"]
     is_k1 = estimator == "k1"
@@ -374,10 +378,10 @@ def _kl(draft: Draft) -> None:
         fields["algorithm.kl.allow_k1_loss"] = True
 
 
-def _correction(draft: Draft) -> None:
-    """One threshold is OpenRLHF 0.8's cap, which has no lower bound; with a choice of type there are two.
+def _correction(draft: ConfigDraft) -> None:
+    """Set the off-policy correction. One threshold is OpenRLHF 0.8's cap without a lower bound; newer ones have two.
 
-    GSPO's ratio is taken to the engine's probabilities instead, whatever the type and the thresholds.
+    GSPO uses its ratio to the engine's probabilities instead, whatever the type and the thresholds.
     """
     line, fields = draft.line, draft.fields
     threshold = line["--vllm_is_truncated_threshold"]
@@ -396,13 +400,13 @@ def _correction(draft: Draft) -> None:
     fields["algorithm.correction.low"], fields["algorithm.correction.high"] = [0.0, *threshold][-2:]
 
 
-def _filtering(draft: Draft) -> None:
+def _filtering(draft: ConfigDraft) -> None:
     low, high = draft.line["--dynamic_filtering_reward_range"]
     draft.fields["algorithm.filtering.low"], draft.fields["algorithm.filtering.high"] = low, high
 
 
-def _schedule(draft: Draft) -> None:
-    """Names of transformers' schedules, for the actor and, in RL, the critic."""
+def _schedule(draft: ConfigDraft) -> None:
+    """Translate the names of transformers' schedules, for the actor and, in RL, the critic."""
     line = draft.line
 
     def chosen(role: str, name: str) -> str:
@@ -433,8 +437,8 @@ def _schedule(draft: Draft) -> None:
             draft.ignore(f"--critic.{name}", _no_critic(draft))
 
 
-def _wandb(draft: Draft) -> None:
-    """The key goes into this process's environment and nowhere else. A login that is there stands before it."""
+def _wandb(draft: ConfigDraft) -> None:
+    """Turn on W&B. A key goes only into this process's environment, where one that is set already takes precedence."""
     key = draft.line["--use_wandb"]
     if key is None:
         return
@@ -445,7 +449,7 @@ def _wandb(draft: Draft) -> None:
         draft.secrets[WANDB_VARIABLE] = key
 
 
-DERIVED: Mapping[str, Callable[[Draft], None]] = {
+DERIVED: Mapping[str, Callable[[ConfigDraft], None]] = {
     "engine": _engine_choice,
     "placement": _placement,
     "offload": _offload,

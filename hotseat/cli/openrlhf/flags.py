@@ -1,4 +1,4 @@
-"""Every flag of OpenRLHF's four commands: its spellings, its values, its default and the config fields it sets.
+"""The flags of OpenRLHF's four commands: spellings, values, defaults, and the config fields that they set.
 
 Names are those of OpenRLHF 0.8 and 0.9, where words are joined by underscores; `dotted` is the newer spelling. Where
 the two have different defaults, a command line with a dotted flag in it gets the newer ones. Nothing is imported here
@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["int", "int|auto", "float", "str", "switch"]
-MANY = 1_000_000  # "no bound" as a number of values
-UNBOUNDED = 100_000_000  # what OpenRLHF's defaults say where they mean no limit
+MANY = 1_000_000  # number of values of a flag without a bound
+UNBOUNDED = 100_000_000  # OpenRLHF's defaults from this number on stand for no limit
 NO_RING = "ranks that share sequences exchange all heads at once (Ulysses), not in a ring; the result is the same"
 FLASH_ALWAYS = "packed sequences go through flash attention wherever the device has it"
-SAME: Any = object()  # as a newer default: the older one
+SAME: Any = object()  # marks a newer default that equals the older one
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. It sets config fields, or has no effect and says why, or stands for a feature that is not built."""
+    """One flag: it sets config fields, has no effect (and says why), or stands for a feature that is not built."""
 
     name: str
     dotted: str | None = None
@@ -30,12 +30,12 @@ class Flag:
     default: Any = None  # OpenRLHF's
     newer_default: Any = SAME
     sets: tuple[str, ...] = ()  # config fields
-    by: str | None = None  # the function of `translate` that works them out; None: the value is copied
-    convert: Callable[[Any], Any] | None = None  # of a value that is copied
+    by: str | None = None  # name of the function in derive.py that computes the fields; None: the value is copied
+    convert: Callable[[Any], Any] | None = None  # applied to a value that is copied
     choices: Mapping[str, Any] | None = None  # word -> value
     because: str | None = None  # why it never has an effect
     not_built: str | None = None  # a feature that has no field yet
-    read_by: str | None = None  # file:name of what reads a flag that sets no field
+    read_by: str | None = None  # file:name of the code that reads a flag that sets no field
     aliases: tuple[str, ...] = ()
     is_secret: bool = False
 
@@ -47,7 +47,7 @@ class Flag:
         return self.default if self.newer_default is SAME or not is_newer else self.newer_default
 
 
-# --- values that mean something else than they say --------------------------------------------------------------------
+# --- conversion of values that OpenRLHF encodes -----------------------------------------------------------------------
 
 
 def negated(value: bool) -> bool:
@@ -55,7 +55,7 @@ def negated(value: bool) -> bool:
 
 
 def unless_minus_one(value: int) -> int | None:
-    """OpenRLHF's -1: never."""
+    """Convert OpenRLHF's -1, which stands for never, to None."""
     return None if value == -1 else value
 
 
@@ -64,17 +64,17 @@ def unless_unbounded(value: float) -> float | None:
 
 
 def from_zero(value: int) -> int:
-    """Below 0 is OpenRLHF's off."""
+    """Convert negative numbers, which stand for off in OpenRLHF, to 0."""
     return max(value, 0)
 
 
 def whole(value: float | None) -> float | None:
-    """OpenRLHF takes some counts of tokens as floats."""
+    """Convert a whole float to an int: OpenRLHF reads some counts of tokens as floats."""
     return int(value) if value is not None and value.is_integer() else value
 
 
 def symmetric(values: list[float]) -> list[float]:
-    """One number is a range around 0."""
+    """Convert one number to the range around 0; keep two numbers."""
     return [-values[0], values[0]] if len(values) == 1 else values
 
 
@@ -91,7 +91,7 @@ def _int(name: str, dotted: str | None, default: int | None, sets: str | Iterabl
 
 
 def _int_or_auto(name: str, dotted: str | None, default: int, sets: str, **more: Any) -> Flag:
-    """OpenRLHF's own takes a number; `auto` is ours."""
+    """Make a flag that takes a number, as in OpenRLHF, or `auto`, which is ours."""
     return _flag(name, dotted, sets, kind="int|auto", default=default, **more)
 
 
@@ -319,7 +319,9 @@ _RL: tuple[Flag, ...] = (
     # overlap and agents
     _switch("--async_train", "--train.async_enable", ("overlap.queue", "overlap.staleness"), by="overlap"),
     _int("--async_queue_size", "--train.async_queue_size", 1, ("overlap.queue", "overlap.staleness"), by="overlap"),
-    _switch("--partial_rollout", "--train.partial_rollout_enable", "overlap.partial_rollout"),
+    _switch(
+        "--partial_rollout", "--train.partial_rollout_enable", ("overlap.order", "overlap.in_flight"), by="overlap"
+    ),
     _text("--agent_func_path", "--train.agent_func_path", None, "agent.path"),
     _int("--max_steps", None, None, "agent.max_steps"),
     # batches and lengths
@@ -601,5 +603,5 @@ COMMANDS: Mapping[str, tuple[Flag, ...]] = {
 
 
 def spellings(command: str) -> dict[str, Flag]:
-    """Every way to write a flag of a command."""
+    """Return the flags of a command by each of their spellings."""
     return {spelling: flag for flag in COMMANDS[command] for spelling in flag.spellings}

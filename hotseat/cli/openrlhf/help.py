@@ -1,7 +1,7 @@
-"""The text of `--help` of OpenRLHF's commands: an example, then every flag in groups by what it is for.
+"""The text of `--help` of OpenRLHF's commands: an example, then every flag in groups.
 
-A flag stands in the group of the config fields that it sets. What has no effect here, or is not built yet, has groups
-of its own at the end.
+A flag is in the group of the config fields that it sets. Flags without effect here, and those of features that are not
+built yet, have groups of their own at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SIZES = {
     for flag, role in (("actor", "actor"), ("critic", "critic"), ("ref", "reference"), ("reward", "reward model"))
     for unit, words in (("nodes", "Nodes"), ("gpus_per_node", "Devices on each node"))
 }
-# What a flag means where the meaning of the field that it sets does not say it.
+# Meanings of flags that differ from the meaning of the field that they set.
 MEANINGS: Mapping[str, str] = {
     **_SIZES,
     "--colocate_actor_ref": "The reference is on the actor's devices.",
@@ -48,7 +48,7 @@ MEANINGS: Mapping[str, str] = {
     "--vllm_tensor_parallel_size": "Devices that share an engine's weights.",
     "--remote_rm_url": "A Python file with `reward_func(queries, prompts, labels)`, or the address of a reward server.",
     "--no_advantage_std_norm": "Do not divide advantages by their standard deviation.",
-    "--disable_ds_ckpt": "Do not save what resuming needs.",
+    "--disable_ds_ckpt": "Do not save the state that resuming needs.",
     "--load_checkpoint": "Resume from the newest checkpoint.",
     "--eps_clip": "The ratio is clipped to 1 minus and 1 plus this.",
     "--eps_clip_low_high": "The ratio is clipped to 1 minus the first and 1 plus the second number.",
@@ -67,7 +67,7 @@ MEANINGS: Mapping[str, str] = {
 }
 
 NOT_BUILT, NO_EFFECT = "Not built yet (a run that uses one is refused)", "Accepted, without effect here"
-# Of the prefixes of a config key, the longest one decides; a flag that sets several keys belongs to the first.
+# The longest prefix of a config key decides its group; a flag that sets several keys belongs to that of the first.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model and data": ("actor.model", "critic.model", "reference.model", "data", "use_modelscope"),
     "Rollout and agents": ("rollout", "agent", "overlap"),
@@ -105,21 +105,21 @@ def _introduction(command: str) -> str:
     lacking = next((each.what for each in UNBUILT if each.key == "task" and task in each.values), None)
     not_yet = f"Not built yet: {lacking}. This command only prints its config, with --print_config. " if lacking else ""
     return (
-        f"{not_yet}OpenRLHF's command line on Hotseat. Below, a flag stands with its newer spelling, if it has one, and"
-        " its default, which is OpenRLHF's; then the config fields that it sets (`hotseat options FIELD` describes one)"
-        " and what it does. Exit codes: 0 done, 1 failed while running, 2 refused before anything ran, 130 stopped by"
-        " Ctrl-C or SIGTERM."
+        f"{not_yet}OpenRLHF's command line on Hotseat. Each flag below has its newer spelling, if there is one, and"
+        " OpenRLHF's default; then the config fields that it sets (`hotseat options FIELD` describes one) and what it"
+        " does. Exit codes: 0 done, 1 failed while running, 2 refused before anything ran, 130 stopped by Ctrl-C or"
+        " SIGTERM."
     )
 
 
 def group_of(flag: Flag) -> str:
-    """Name the group in which `--help` lists a flag."""
+    """Return the group in which `--help` lists a flag."""
     if flag.because:
         return NO_EFFECT
     built = [key for key in flag.sets if not any(each.owns(key) for each in UNBUILT)]
     if flag.not_built or (flag.sets and not built):
         return NOT_BUILT
-    if not flag.sets:  # what launchers set
+    if not flag.sets:  # flags that launchers set
         return "Training"
     prefixes = {prefix: name for name, each in GROUPS.items() for prefix in each}
     first = built[0].split(".")
@@ -150,7 +150,7 @@ def _shown(flag: Flag, value: Any) -> str:
 
 
 def _effect(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say what a flag does, in a sentence."""
+    """Describe what a flag does, in a sentence."""
     if flag.because:
         return f"no effect: {flag.because}"
     if flag.not_built:

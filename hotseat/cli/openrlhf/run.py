@@ -23,7 +23,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def entry(command: str) -> None:
-    """Run a command with this process's arguments, which forget the secrets among them: other code may log them."""
+    """Run a command with this process's arguments, after hiding secrets in sys.argv, which other code may log."""
     wait_passively()
     argv = sys.argv[1:]
     sys.argv[1:] = hide_secrets(command, argv)
@@ -36,7 +36,7 @@ def main(
     env: MutableMapping[str, str] | None = None,
     start: Callable[..., Any] | None = None,
 ) -> int:
-    """Run a command and return its exit code. `start` is what starts a run, `hotseat.loop.start.start` unless given."""
+    """Run a command and return its exit code. start: starts a run, by default `hotseat.loop.start.start`."""
     clock.begin()
     try:
         with interrupted_by_sigterm():
@@ -60,18 +60,18 @@ def _run(command: str, argv: Sequence[str], env: MutableMapping[str, str], start
         return OK
     from hotseat.cli.openrlhf.translate import translate
 
-    found = translate(command, argv, env)
-    launched = is_launched(command, env, found.line["--local_rank"])
-    speaks = not launched or _rank(env, found.line["--local_rank"]) == 0
+    translation = translate(command, argv, env)
+    launched = is_launched(command, env, translation.line["--local_rank"])
+    speaks = not launched or _rank(env, translation.line["--local_rank"]) == 0
     if speaks:
-        for name, because in found.no_effect:
+        for name, because in translation.no_effect:
             print(f"no effect here: {name} because {because}", file=sys.stderr)
-    if found.line.print_config:
+    if translation.line.print_config:
         if speaks:
-            _show(found.yaml)
+            _show(translation.yaml)
         return OK
-    refuse_what_cannot_start(found)
-    begin(found, env, launched, start or _start)
+    refuse_what_cannot_start(translation)
+    begin(translation, env, launched, start or _start)
     return OK
 
 
@@ -80,17 +80,17 @@ def _show(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        # The reader (`| head`) has closed the pipe. Without this, Python would complain again at exit.
         sys.stderr.close()
 
 
-def begin(found: Translation, env: MutableMapping[str, str], launched: bool, start: Callable[..., Any]) -> None:
-    """Hand the run over; what is secret goes by way of the environment."""
-    env.update(found.secrets)
+def begin(translation: Translation, env: MutableMapping[str, str], launched: bool, start: Callable[..., Any]) -> None:
+    """Start the run. Secrets are passed in the environment."""
+    env.update(translation.secrets)
     try:
-        start(found.config, launched=launched)
+        start(translation.config, launched=launched)
     except UserError as error:
-        raise UserError(found.in_flags(str(error))) from error
+        raise UserError(translation.in_flags(str(error))) from error
 
 
 def _start(config: Config, launched: bool) -> None:
@@ -100,7 +100,7 @@ def _start(config: Config, launched: bool) -> None:
 
 
 def is_launched(command: str, env: Mapping[str, str], local_rank: int = -1) -> bool:
-    """Whether torchrun or deepspeed made this process one rank of several. RL starts its own processes."""
+    """Return whether torchrun or deepspeed started this process as one of several ranks. RL starts its own ranks."""
     return TASKS[command] != "rl" and (local_rank >= 0 or all(env.get(name) for name in LAUNCHER_VARIABLES))
 
 
@@ -109,16 +109,16 @@ def _rank(env: Mapping[str, str], local_rank: int) -> int:
     return int(text) if text.isdecimal() else max(local_rank, 0)
 
 
-def refuse_what_cannot_start(found: Translation) -> None:
-    """Everything that stands in the way, in one error."""
+def refuse_what_cannot_start(translation: Translation) -> None:
+    """Raise one error that lists everything that keeps the run from starting."""
     text = ""
-    if found.missing:
-        text = "this run cannot start:\n" + _listed(found.missing)
-    if found.not_built:
-        text += "not part of this version:\n" + _listed(found.not_built)
-        text += "--print_config shows the config all the same"
+    if translation.missing:
+        text = "this run cannot start:\n" + _listed(translation.missing)
+    if translation.not_built:
+        text += "not part of this version:\n" + _listed(translation.not_built)
+        text += "--print_config prints the config nevertheless"
     if text:
-        raise (UserError if found.missing else NotBuiltError)(text.rstrip())
+        raise (UserError if translation.missing else NotBuiltError)(text.rstrip())
 
 
 def _listed(pairs: Sequence[tuple[str, str]]) -> str:

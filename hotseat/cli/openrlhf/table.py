@@ -1,4 +1,4 @@
-"""The table of all flags in docs/openrlhf.md: `python -m hotseat.cli.openrlhf.table FILE` writes it anew."""
+"""The table of all flags in docs/openrlhf.md: `python -m hotseat.cli.openrlhf.table FILE` updates it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADER = "| flag | newer spelling | for | config field | what it does |\n| --- |
 
 
 def render_table() -> str:
-    """One row per flag and meaning, in the order of the commands."""
+    """Render one row per flag and meaning, in the order of the commands."""
     meanings = {option["key"]: option["meaning"] for option in options("")}
     rows: dict[tuple[str, ...], list[str]] = {}
     for command, flags in COMMANDS.items():
@@ -30,7 +30,7 @@ def render_table() -> str:
 
 
 def with_table(document: str, table: str) -> str:
-    """A document with the table between its two marks."""
+    """Return a document with the table between its two marks replaced."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
@@ -47,7 +47,7 @@ def _row(flag: Flag, meanings: Mapping[str, str]) -> tuple[str, str, str, str]:
 
 
 def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
-    """Say what a flag does: the meaning of the first field that it sets, and what of it is not built yet."""
+    """Describe what a flag does: the meaning of the first field that it sets, and its features that are not built."""
     if flag.because:
         return f"no effect: {flag.because}"
     if flag.not_built:
@@ -64,7 +64,7 @@ def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
 
 
 def feature_of(key: str) -> str | None:
-    """The feature that is not built and to which alone a field belongs."""
+    """Return the unbuilt feature that a field belongs to, if it belongs to nothing else."""
     return next((each.what for each in UNBUILT if each.owns(key)), None)
 
 

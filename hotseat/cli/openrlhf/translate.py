@@ -1,4 +1,4 @@
-"""From a command line of OpenRLHF's to our config."""
+"""Translation of a command line of OpenRLHF into our config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.cli.openrlhf.argv import Given, Line, parse
-from hotseat.cli.openrlhf.derive import DERIVED, Draft
+from hotseat.cli.openrlhf.argv import CommandLine, FlagArgument, parse
+from hotseat.cli.openrlhf.derive import DERIVED, ConfigDraft
 from hotseat.cli.openrlhf.flags import TASKS, Flag
 from hotseat.config import Config, checks, to_yaml
 from hotseat.config.built import not_built, value_at
@@ -19,26 +19,26 @@ from hotseat.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Translation:
-    """What a command line asks for. `config` holds only what has an effect; `yaml` is the shortest that loads as it."""
+    """A translated command line. config: without options that have no effect. yaml: the shortest that loads as it."""
 
     config: Config
     yaml: str
     no_effect: list[tuple[str, str]]  # flag or variable, why
     not_built: list[tuple[str, str]]  # flag, feature
-    missing: list[tuple[str, str]]  # flag, what a run cannot start without
+    missing: list[tuple[str, str]]  # required flag, message
     inventory: str | None
-    line: Line = field(repr=False)
+    line: CommandLine = field(repr=False)
     secrets: Mapping[str, str] = field(repr=False)  # environment variables for this process and no one else
 
     def in_flags(self, text: str) -> str:
-        """A message about the config in the words of the command line."""
+        """Rewrite a message about the config with the flags of the command line."""
         return _Words(self.line).in_flags(text)
 
 
 def translate(command: str, argv: Sequence[str], env: Mapping[str, str]) -> Translation:
     """Translate a command line, or raise a ConfigError that names every flag that is wrong."""
     line = parse(command, argv)
-    draft = Draft(line, TASKS[command], env)
+    draft = ConfigDraft(line, TASKS[command], env)
     _fill(draft)
     config, dropped = _effective(draft)
     keys = [key for key in draft.fields if key not in dropped]
@@ -63,8 +63,8 @@ def translate(command: str, argv: Sequence[str], env: Mapping[str, str]) -> Tran
     )
 
 
-def _fill(draft: Draft) -> None:
-    """Every field: OpenRLHF's defaults, then what flags mean together, then what was given, in its order."""
+def _fill(draft: ConfigDraft) -> None:
+    """Set the draft's fields: OpenRLHF's defaults, then derived fields, then the flags in their order."""
     line = draft.line
     draft.fields["task"] = draft.task
     copied = [flag for flag in line.flags if flag.sets and flag.by is None]
@@ -74,12 +74,12 @@ def _fill(draft: Draft) -> None:
             _copy(draft, flag, default)
     for name in dict.fromkeys(["placement", *(flag.by for flag in line.flags if flag.by)]):
         DERIVED[name](draft)
-    for given in line.given.values():
-        if given.flag in copied:
-            _copy(draft, given.flag, given.value)
+    for argument in line.arguments.values():
+        if argument.flag in copied:
+            _copy(draft, argument.flag, argument.value)
 
 
-def _copy(draft: Draft, flag: Flag, value: Any) -> None:
+def _copy(draft: ConfigDraft, flag: Flag, value: Any) -> None:
     if flag.choices is not None:
         value = flag.choices[value]
     if flag.convert is not None:
@@ -88,24 +88,24 @@ def _copy(draft: Draft, flag: Flag, value: Any) -> None:
         draft.fields[key] = value
 
 
-def _effective(draft: Draft) -> tuple[Config, dict[str, str]]:
-    """The config of what has an effect, and (key, why) of the rest. Values that do not fit become problems."""
+def _effective(draft: ConfigDraft) -> tuple[Config, dict[str, str]]:
+    """Return the config of the fields with an effect, and why the others have none. Adds problems to the draft."""
     dropped: dict[str, str] = {}
     words = _Words(draft.line)
     config, problems = validate(Document(_tree(draft.fields)))
-    draft.problems += [Problem(words.flag_of(found.key), words.in_flags(found.message)) for found in problems]
-    wrong = {found.key for found in problems}
+    draft.problems += [Problem(words.flag_of(problem.key), words.in_flags(problem.message)) for problem in problems]
+    wrong = {problem.key for problem in problems}
     while True:
         left = {key: value for key, value in draft.fields.items() if key not in dropped and key not in wrong}
         config, _ = validate(Document(_tree(left)))
-        found = checks.no_effect(config, left)
-        if not found:
+        idle = checks.no_effect(config, left)
+        if not idle:
             return config, dropped
-        dropped |= dict(found)
+        dropped |= dict(idle)
 
 
 def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings."""
+    """Convert dotted keys to nested mappings."""
     tree: dict[str, Any] = {}
     for key, value in fields.items():
         *sections, leaf = key.split(".")
@@ -116,66 +116,70 @@ def _tree(fields: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _no_effect(draft: Draft, dropped: Mapping[str, str], words: _Words) -> list[tuple[str, str]]:
-    """Flags in the order given, each once, then variables."""
+def _no_effect(draft: ConfigDraft, dropped: Mapping[str, str], words: _Words) -> list[tuple[str, str]]:
+    """List flags without effect in the order of the command line, each once, then environment variables."""
     line = draft.line
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for before in line.overridden:
-        found[str(before)] = f"{line.given[before.flag.name]} comes later"
-    for given in line.given.values():
-        because = draft.ignored.get(given.spelling) or given.flag.because or _dropped_because(given, draft, dropped)
+        reasons[str(before)] = f"{line.arguments[before.flag.name]} comes later"
+    for argument in line.arguments.values():
+        because = (
+            draft.ignored.get(argument.spelling) or argument.flag.because or _dropped_because(argument, draft, dropped)
+        )
         if because:
-            found[given.spelling] = words.in_flags(because)
+            reasons[argument.spelling] = words.in_flags(because)
     for name, because in draft.ignored.items():
-        found.setdefault(name, because)
-    return list(found.items())
+        reasons.setdefault(name, because)
+    return list(reasons.items())
 
 
-def _dropped_because(given: Given, draft: Draft, dropped: Mapping[str, str]) -> str | None:
-    """Why nothing that a flag sets has an effect."""
-    keys = [key for key in given.flag.sets if key in draft.fields]
+def _dropped_because(argument: FlagArgument, draft: ConfigDraft, dropped: Mapping[str, str]) -> str | None:
+    """Return why a flag has no effect, if none of the fields that it sets has one."""
+    keys = [key for key in argument.flag.sets if key in draft.fields]
     return dropped[keys[0]] if keys and all(key in dropped for key in keys) else None
 
 
-def _not_built(draft: Draft, config: Config, keys: Iterable[str], words: _Words) -> list[tuple[str, str]]:
-    """Each by the flag that asked for it, given or by its default."""
+def _not_built(draft: ConfigDraft, config: Config, keys: Iterable[str], words: _Words) -> list[tuple[str, str]]:
+    """List unbuilt features with the flag that needs each, whether it is written or has that value by default."""
     line = draft.line
-    found = {given.spelling: given.flag.not_built for given in line.given.values() if given.flag.not_built}
+    features = {
+        argument.spelling: argument.flag.not_built for argument in line.arguments.values() if argument.flag.not_built
+    }
     for key, what in not_built(config, keys):
         if key == "task":
-            found.setdefault(line.command, what)
+            features.setdefault(line.command, what)
             continue
         name = words.flag_of(key)
-        is_given = any(given.spelling == name for given in line.given.values())
+        is_given = any(argument.spelling == name for argument in line.arguments.values())
         name = name if is_given else f"{name} ({value_at(config, key)} by default)"
-        found.setdefault(name, words.in_flags(what))
-    return list(found.items())
+        features.setdefault(name, words.in_flags(what))
+    return list(features.items())
 
 
 class _Words:
-    """Config keys in the words of the user's flags."""
+    """Translator of config keys into the flags of a command line."""
 
-    def __init__(self, line: Line):
+    def __init__(self, line: CommandLine):
         self._line = line
         self._names: dict[str, str] = {}
         for flag in line.flags:
             for key in flag.sets:
                 self._names.setdefault(key, flag.name)
-        for given in line.given.values():
-            for key in given.flag.sets:
-                self._names[key] = given.flag.name
+        for argument in line.arguments.values():
+            for key in argument.flag.sets:
+                self._names[key] = argument.flag.name
         known = sorted(valid_keys(), key=len, reverse=True)
         self._pattern = re.compile(
-            # What --allow-change takes stays a key.
+            # A key after --allow-change is not translated.
             "|".join(rf"(?<![\w.-])(?<!--allow-change ){re.escape(key)}(?![\w.])" for key in known if "." in key)
         )
 
     def flag_of(self, key: str) -> str:
-        """The flag that sets a key, or the key."""
+        """Return the flag that sets a key, or the key itself if there is none."""
         at = key.partition("[")[0]
         return self._line.spelling(self._names[at]) if at in self._names else key
 
     def in_flags(self, text: str) -> str:
-        """A message with flags instead of keys, each named once."""
+        """Replace the keys in a message by flags, and name repeated ones once."""
         said = self._pattern.sub(lambda match: self.flag_of(match[0]), text)
         return re.sub(r"(--[\w.]+)(?:, \1| or \1| nor from \1)+", r"\1", said)

@@ -17,7 +17,7 @@ from hotseat.cluster._ray.reservation import Reservation, own_device_name
 from hotseat.cluster.channel import Address
 from hotseat.cluster.devices import device_memory
 from hotseat.cluster.lease import DeviceMemory, Holder
-from hotseat.cluster.process import Node, devices_of
+from hotseat.cluster.process import ClusterNode, devices_of
 from hotseat.cluster.runtime import Launch
 from hotseat.cluster.session import Session
 from hotseat.errors import ClusterError, PlacementError
@@ -170,11 +170,11 @@ class RayRuntime:
         self._connection.forget()
 
 
-def _nodes(connection: RayConnection) -> tuple[Node, ...]:
+def _nodes(connection: RayConnection) -> tuple[ClusterNode, ...]:
     """Describe the nodes. The devices of other nodes are taken to be like those of this one."""
     first = device_memory(own_device_name(0)) if connection.nodes[0].num_devices else None
     return tuple(
-        Node(
+        ClusterNode(
             rank,
             node.num_devices,
             node.address,

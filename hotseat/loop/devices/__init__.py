@@ -1,1 +1,1 @@
-"""Who may use the devices, and how much memory is in use there."""
+"""Leases on devices, and how much of their memory is in use."""

@@ -1,4 +1,4 @@
-"""How much memory the processes of a role hold, and how much is left."""
+"""Measures the memory that the processes of a role hold, and what is left."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """Device memory of a process since this was last asked, in bytes."""
+    """Device memory of a process since the last measurement, in bytes."""
 
-    peak: int  # the most that was in use
-    unused: int  # that its allocator held beyond that
+    peak: int  # the most that was allocated
+    unused: int  # that its allocator reserved beyond that
 
 
 class MeasuresMemory(Protocol):
-    """The process of a role, as far as its memory is asked for."""
+    """Call that measures the memory of a role's process."""
 
     def held(self) -> Held:
-        """Return the device memory of the process since this was last asked."""
+        """Return the device memory of the process since the last call."""
 
 
 def group_memory(group: WorkerGroup[MeasuresMemory]) -> list[tuple[float, float]] | None:
-    """(GiB held, GiB that the allocator held beyond that) of each process of a role.
+    """Return (GiB in use, GiB that the allocator reserved beyond that) of each process of a role.
 
-    On a GPU the most that was in use since last asked; else resident memory.
+    On a GPU, the peak since the last call; otherwise the resident memory of the process.
     """
     if has_gpu():
-        with contextlib.suppress(RunError):  # whoever works with it next hears of it
+        with contextlib.suppress(RunError):  # the next call to the group raises it again
             return [(held.peak / 2**30, held.unused / 2**30) for held in group.call(MeasuresMemory.held)]
         return None
     sizes = [_resident_bytes(pid) for pid in set(group.known_pids()) if pid is not None]
@@ -47,7 +47,7 @@ def group_memory(group: WorkerGroup[MeasuresMemory]) -> list[tuple[float, float]
 
 
 class DeviceWatch:
-    """The most that was in use on each device, looked at many times a second by a thread of its own."""
+    """Samples the memory in use on each device many times a second, in a thread, and keeps the peaks."""
 
     PERIOD_S = 0.02
 
@@ -62,11 +62,11 @@ class DeviceWatch:
             self._thread.start()
 
     def peaks_gib(self) -> dict[int, float]:
-        """Since this was last asked, device by device; nothing where it cannot be measured."""
+        """Return the peak of each device since the last call; devices that cannot be measured are left out."""
         self._look()
         with self._lock:
-            found, self._peaks = self._peaks, {}
-        return {device: used / 2**30 for device, used in found.items()}
+            peaks, self._peaks = self._peaks, {}
+        return {device: used / 2**30 for device, used in peaks.items()}
 
     def close(self) -> None:
         self._ended.set()
@@ -80,19 +80,19 @@ class DeviceWatch:
     def _look(self) -> None:
         with self._lock:
             for device in self._devices:
-                found = self._measure(device)
-                if found is not None:
-                    self._peaks[device] = max(self._peaks.get(device, 0), found.used)
+                memory = self._measure(device)
+                if memory is not None:
+                    self._peaks[device] = max(self._peaks.get(device, 0), memory.used)
 
 
 def available_bytes(system: Path = Path("/")) -> int:
-    """Of host memory on this node that can be had without swapping; 0 if that cannot be known."""
+    """Return the host memory of this node that is available without swapping; 0 if it is not known."""
     try:
         lines = (system / "proc/meminfo").read_text().splitlines()
         [free] = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError):
         return 0
-    # A container sees the memory of the whole machine there, and is ended when it uses more than its own share.
+    # In a container that is the memory of the whole machine, but the container is killed at its own limit.
     group = system / "sys/fs/cgroup"
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -114,4 +114,4 @@ def _resident_bytes(pid: int) -> int:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return 0  # it is gone, or this is not Linux
+        return 0  # the process is gone, or this is not Linux

@@ -1,8 +1,8 @@
-"""The scheduler of devices: carries the plan out, lease by lease.
+"""Schedules devices: carries out the plan's residency, lease by lease.
 
 A lease is for a step of the plan. Before it is granted, parts that must not be on its devices are offloaded, and the
-holders of the lease before report what they gave up; then what is needed is onloaded. The end of a lease moves nothing:
-whether anything has to move is known only when the next lease is asked for.
+holders of the previous lease report how much they freed; then the parts that the step needs are onloaded. The end of a
+lease moves nothing: what has to move is known only when the next lease is requested.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hotseat.cluster.lease import DeviceMemory, Holder, Lease, Leases
 from hotseat.errors import PlacementError, RunError
 from hotseat.loop.devices.memory import MeasuresMemory
 from hotseat.observe import Timeline
-from hotseat.placement import GIB, Part, Plan, Step
+from hotseat.placement import GIB, Part, PhaseStep, Plan
 from hotseat.types import Moved
 
-ALLOWANCE_BYTES = 1 << 29  # what a process may still hold of the parts that it has offloaded
+ALLOWANCE_BYTES = 1 << 29  # memory that a process may still hold of the parts that it has offloaded
 
 
 @dataclass(frozen=True)
 class PartMove:
-    """One part of one role that was offloaded or onloaded."""
+    """Offload or onload of one part of one role, before a step of the plan."""
 
-    turn: str
+    step: str
     role: str
     part: str
     is_leaving: bool
@@ -39,7 +39,7 @@ class PartMove:
 
 
 class Movable(MeasuresMemory, Protocol):
-    """The process of a role that has devices, as far as `DeviceScheduler` calls it."""
+    """Calls that `DeviceScheduler` makes to a process of a role with devices."""
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
         """Take parts off the device; without `keep_weights` no copy of the weights is kept."""
@@ -48,14 +48,14 @@ class Movable(MeasuresMemory, Protocol):
         """Put parts back on the device."""
 
     def release_cache(self) -> None:
-        """Give memory that nothing uses back to the device."""
+        """Return unused allocator cache to the device."""
 
 
 class DeviceScheduler:
-    """The plan's residency, made true. `groups` holds the running roles; a role that is not there gets no lease.
+    """Grants leases, and moves parts so that each step has the residency of the plan.
 
-    A process that is gone has left its devices: it is not asked to offload or onload anything.
-    Whoever calls it next hears of its death.
+    `groups` holds the running roles; a role that is not in it gets no lease. A process that is gone has left its
+    devices: it is not asked to offload or onload anything, and the next call to it raises.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeviceScheduler:
         }
         self._offloaded: dict[tuple[str, int], set[Part]] = {key: set() for key in self._processes}
         self._without_weights: set[str] = set()
-        self.moves: deque[PartMove] = deque(maxlen=10_000)  # the newest; the timeline has them all
+        self.moves: deque[PartMove] = deque(maxlen=10_000)  # the newest; the timeline has all of them
         self._spent: dict[str, float] = {}  # see `spent`
 
     @contextmanager
@@ -101,25 +101,26 @@ class DeviceScheduler:
         yield
 
     def spent(self) -> dict[str, float]:
-        """Seconds and GiB of hand-overs since this was last asked: offload_s, onload_s, gib, gib_copied."""
-        found, self._spent = self._spent, {}
-        return found
+        """Return seconds and GiB of hand-overs since the last call: offload_s, onload_s, gib, gib_copied."""
+        spent, self._spent = self._spent, {}
+        return spent
 
     def has_weights(self, role: str) -> bool:
-        """Whether none of its weights were dropped since it was last given some."""
+        """Tell whether no weights of a role were dropped since they were last loaded."""
         return role not in self._without_weights
 
-    def given_weights(self, role: str) -> None:
+    def mark_weights_loaded(self, role: str) -> None:
+        """Record that a role has just received all of its weights."""
         self._without_weights.discard(role)
 
     def replaced(self, role: str, rank: int) -> None:
-        """A process was replaced by a new one, which has all its parts on its devices, if it has any."""
+        """Record that a process was replaced by a new one, which has all its parts on its devices, if it has any."""
         if (role, rank) in self._processes:
             self._offloaded[role, rank] = set()
             self._leases.forget_use(self._processes[role, rank].devices)
 
     def make_way(self, role: str, rank: int) -> None:
-        """Offload what other roles have on a process's devices: it is about to start, and measures what is free."""
+        """Offload other roles from the devices of a process that is about to start and measures free memory there."""
         devices = set(self._processes[role, rank].devices) if (role, rank) in self._processes else set()
         for (other, number), process in self._processes.items():
             if other == role or other not in self._groups or not devices & set(process.devices):
@@ -139,67 +140,67 @@ class DeviceScheduler:
         }
 
     def close(self) -> None:
-        """End the last turn's lease."""
+        """End the last lease."""
         self._hand_over({}, "end")
 
     def log(self) -> tuple[object, ...]:
-        """Every hand-over of a device so far."""
+        """Return every hand-over of a device so far."""
         return self._leases.log()
 
-    def _step(self, phase: str, role: str) -> Step:
+    def _step(self, phase: str, role: str) -> PhaseStep:
         for step in self._plan.steps:
             if step.phase == phase and role in step.roles:
                 return step
-        found = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
-        raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {found}")
+        steps = "; ".join(f"{step.name}: {', '.join(step.roles)}" for step in self._plan.steps)
+        raise PlacementError(f"the flow has no phase {phase!r} in which {role} works; it has {steps}")
 
-    def _wanted(self, step: Step, role: str, rank: int) -> dict[Part, bool]:
-        """Part to whether a copy is kept on the host, of what is off the device in this step."""
-        away: dict[Part, bool] = {}
+    def _planned_off(self, step: PhaseStep, role: str, rank: int) -> dict[Part, bool]:
+        """Return the parts that are off the device in this step, each with whether a copy is kept on the host."""
+        planned_off: dict[Part, bool] = {}
         for device in self._processes[role, rank].devices:
             group = self._plan.group_of(device)
             assert group is not None, f"device {device} of {role} is in no class of the plan"
-            at = next(found for found in group.steps if found.step == step.name)
+            at = next(planned for planned in group.steps if planned.step == step.name)
             for holding in at.holdings:
                 if holding.role == role and not holding.is_resident:
-                    away[holding.part] = holding.state == "offloaded"
-        return away
+                    planned_off[holding.part] = holding.state == "offloaded"
+        return planned_off
 
-    def _leaving(self, step: Step) -> dict[tuple[str, int], dict[Part, bool]]:
+    def _leaving(self, step: PhaseStep) -> dict[tuple[str, int], dict[Part, bool]]:
         leaving = {}
         for role, rank in self._processes:
             if role not in self._groups:
                 continue
-            wanted = self._wanted(step, role, rank)
-            new = {part: is_kept for part, is_kept in wanted.items() if part not in self._offloaded[role, rank]}
+            planned_off = self._planned_off(step, role, rank)
+            new = {part: is_kept for part, is_kept in planned_off.items() if part not in self._offloaded[role, rank]}
             if new:
                 leaving[role, rank] = new
         return leaving
 
-    def _hand_over(self, leaving: Mapping[tuple[str, int], Mapping[Part, bool]], turn: str) -> None:
-        given_up: dict[tuple[str, int], int] = {}
+    def _hand_over(self, leaving: Mapping[tuple[str, int], Mapping[Part, bool]], step: str) -> None:
+        freed_bytes: dict[tuple[str, int], int] = {}
         for (role, rank), parts in leaving.items():
             keep_weights = parts.get(Part.WEIGHTS, True)
             faults.reach("offload")
-            moved = self._move("offload", turn, role, rank, list(parts), keep_weights)
+            moved = self._move("offload", step, role, rank, list(parts), keep_weights)
             self._offloaded[role, rank] |= set(parts)
             if not keep_weights:
                 self._without_weights.add(role)
-            given_up[role, rank] = 0 if moved is None else moved.num_bytes
+            freed_bytes[role, rank] = 0 if moved is None else moved.num_bytes
         if self._lease is not None:
             self._draw_lease(self._lease)
             for holder, devices in self._lease.holders.items():
                 if self._is_gone(holder):
-                    continue  # it cannot have given up anything in order; the lease finds its device free
-                # Processes that span several devices give up an equal share of each.
-                share = given_up.get((holder.group, holder.rank), 0) // len(devices)
+                    continue  # it cannot report anything; `Leases` waits until the memory of its device is free
+                # Processes that span several devices free an equal share on each.
+                share = freed_bytes.get((holder.group, holder.rank), 0) // len(devices)
                 self._lease.report(holder, dict.fromkeys(devices, share))
             self._lease = None
 
-    def _make_room(self, step: Step) -> None:
-        """Where memory is short, idle roles give back what their allocators hold and nothing uses."""
+    def _make_room(self, step: PhaseStep) -> None:
+        """Have idle roles release unused allocator cache on devices where memory is short."""
         for group in self._plan.groups:
-            at = next(found for found in group.steps if found.step == step.name)
+            at = next(planned for planned in group.steps if planned.step == step.name)
             working = sum(term.gib for term in at.terms if term.part is None and term.role in at.roles)
             for first, last in group.devices:
                 for device in range(first, last + 1):
@@ -210,11 +211,11 @@ class DeviceScheduler:
                         if device in process.devices and role not in step.roles and role in self._groups:
                             self._groups[role].on(rank).within(self._timeout_s).call(Movable.release_cache)
 
-    def _onload(self, step: Step) -> None:
+    def _onload(self, step: PhaseStep) -> None:
         for (role, rank), offloaded in self._offloaded.items():
             if role not in self._groups or not offloaded:
                 continue
-            coming = [part for part in offloaded if part not in self._wanted(step, role, rank)]
+            coming = [part for part in offloaded if part not in self._planned_off(step, role, rank)]
             if coming:
                 faults.reach("onload")
                 self._move("onload", step.name, role, rank, coming)
@@ -223,13 +224,13 @@ class DeviceScheduler:
     def _move(
         self,
         how: Literal["offload", "onload"],
-        turn: str,
+        step: str,
         role: str,
         rank: int,
         parts: Sequence[Part],
         keep_weights: bool = True,
     ) -> Moved | None:
-        """Ask a process to move parts. None: it is gone."""
+        """Have a process move parts. Returns None if it is gone."""
         started_s, names = time.time(), [str(part) for part in parts]
         devices = self._processes[role, rank].devices
         before = [self._measure(device) for device in devices]
@@ -250,11 +251,11 @@ class DeviceScheduler:
         facts = {f"{how}_s": time.time() - started_s, "gib": moved.num_bytes / GIB}
         for name, value in (facts | {"gib_copied": moved.num_bytes_copied / GIB}).items():
             self._spent[name] = self._spent.get(name, 0.0) + value
-        self.moves += [PartMove(turn, role, name, is_leaving, moved.num_bytes, moved.ms) for name in names]
+        self.moves += [PartMove(step, role, name, is_leaving, moved.num_bytes, moved.ms) for name in names]
         if self._timeline is not None:
             what = f"{'offload' if is_leaving else 'onload'} {role} {', '.join(names)}"
             for device in devices:
-                about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": turn}
+                about = {"kind": "hand-over", "bytes": moved.num_bytes, "turn": step}
                 self._timeline.span("devices", f"device {device}", what, started_s, time.time(), **about)
         return moved
 
@@ -267,7 +268,7 @@ class DeviceScheduler:
         devices: Sequence[int],
         before: Sequence[DeviceMemory | None],
     ) -> None:
-        """Whether each device has as much memory more as the process says that it gave up there."""
+        """Raise unless each device has gained as much free memory as the process reports to have freed."""
         for device, then in zip(devices, before, strict=True):
             now = self._measure(device)
             if then is None or now is None:
@@ -281,7 +282,7 @@ class DeviceScheduler:
                 )
 
     def _draw_lease(self, lease: Lease) -> None:
-        """Who held each device, until now."""
+        """Draw into the timeline who held each device until now."""
         if self._timeline is None:
             return
         for device in lease.devices:
@@ -289,12 +290,12 @@ class DeviceScheduler:
             thread = f"device {device}"
             self._timeline.span("devices", thread, ", ".join(names), self._since_s, time.time(), turn=lease.phase)
 
-    def _holders(self, step: Step) -> dict[Holder, tuple[int, ...]]:
-        found = {}
+    def _holders(self, step: PhaseStep) -> dict[Holder, tuple[int, ...]]:
+        holders = {}
         for role in step.roles:
             if role in self._groups:
                 for holder in self._groups[role].holders():
                     process = self._processes.get((role, holder.rank))
                     if process is not None:
-                        found[holder] = process.devices
-        return found
+                        holders[holder] = process.devices
+        return holders

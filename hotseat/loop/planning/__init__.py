@@ -1,1 +1,1 @@
-"""From a config to a plan and to token budgets."""
+"""Turns a config into a plan and token budgets."""

@@ -1,9 +1,9 @@
-"""What to change where a plan does not fit: settings of the config, tried by the planner before they are named.
+"""Advises which settings to change where a plan does not fit; the planner tries each before it is recommended.
 
-First single settings; if none is enough, as few as possible together; if not even all of them are, the same on more
-devices. Where no setting is enough with the transformers engine, which holds a whole model on each device, the same is
-tried with vLLM. Those settings come first with which the steps that did not fit have room to spare. Settings that
-change what is learned (adapters, precision, lengths) are not tried.
+Single settings are tried first; if none is enough, as few as possible together; if not even all of them are, the same
+on more devices. Where no setting is enough with the transformers engine, which holds a whole model on each device, the
+same is tried with vLLM. Settings that give the steps that did not fit room to spare come first. Settings that change
+what is learned (adapters, precision, lengths) are not tried.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hotseat.loop.planning.plan import (
 )
 from hotseat.placement import Plan
 
-Settings = Mapping[str, Any]  # dotted keys of the config, and what to set them to
+Settings = Mapping[str, Any]  # values by dotted keys of the config
 
-MAX_SINGLES = 3  # single settings that are named, the cheapest first
+MAX_SINGLES = 3  # single settings to recommend, the cheapest first
 MAX_DEVICES = 512  # of the larger inventories that are tried
 MAX_SEARCHED = 1024  # devices of an inventory for which settings are searched: plans take time
 _PLACEMENT = "cluster.component_placement"
@@ -41,7 +41,7 @@ _VLLM: Settings = {"rollout.engine": "vllm"}
 class Advice:
     """Settings with which a config's plan fits, and that plan.
 
-    inventory: the machines that it takes, where those at hand are not enough.
+    inventory: the machines that it needs, where the current ones are not enough.
     """
 
     settings: Settings
@@ -50,13 +50,13 @@ class Advice:
 
     @property
     def used(self) -> float:
-        """Memory in use in the fullest step, as a share of its device."""
+        """Return the memory in use in the fullest step, as a share of its device."""
         return max(
             step.used_gib / group.memory_gib for group in self.plan.groups for step in group.steps if group.memory_gib
         )
 
     def as_yaml(self) -> str:
-        """The settings as a config file has them."""
+        """Return the settings as YAML of a config file."""
         tree: dict[str, Any] = {}
         for key, value in self.settings.items():
             *sections, leaf = key.split(".")
@@ -67,7 +67,7 @@ class Advice:
         return dump(tree)
 
     def as_arguments(self) -> str:
-        """The settings as they stand behind a command, quoted for a shell."""
+        """Return the settings as arguments of a command, quoted for a shell."""
         return shlex.join(_overrides(self.settings))
 
 
@@ -84,7 +84,7 @@ def _flow(value: Any) -> str:
 
 
 def advise(config: Config, inventory: str | None = None) -> list[Advice]:
-    """Ways to make a plan fit, each by itself; nothing where none was found, or the inventory is too large to search.
+    """List alternative ways to make a plan fit; empty if there is none, or the inventory is too large to search.
 
     A config without a placement is planned on all devices of the inventory, and the advice says so.
     """
@@ -94,21 +94,21 @@ def advise(config: Config, inventory: str | None = None) -> list[Advice]:
     as_it_is = trials.plan({})
     if as_it_is is not None and as_it_is.inventory.num_devices > MAX_SEARCHED:
         return []
-    found = _enough(config, trials, as_it_is)
-    if not found and (sampled_by_vllm := _with_vllm(config)) is not None:
+    alternatives = _enough(config, trials, as_it_is)
+    if not alternatives and (sampled_by_vllm := _with_vllm(config)) is not None:
         by_vllm = _Trials(sampled_by_vllm, inventory)
-        found = [{**_VLLM, **settings} for settings in _enough(sampled_by_vllm, by_vllm, by_vllm.plan({}))]
-    if found:
-        return [trials.advice({**assumed, **settings}) for settings in found]
+        alternatives = [{**_VLLM, **settings} for settings in _enough(sampled_by_vllm, by_vllm, by_vllm.plan({}))]
+    if alternatives:
+        return [trials.advice({**assumed, **settings}) for settings in alternatives]
     return _on_more_devices(config, as_it_is, assumed)
 
 
 def _enough(config: Config, trials: _Trials, plan: Plan | None) -> Sequence[Settings]:
-    """Settings with which the plan fits, each by itself: single ones, else as few as possible together."""
+    """Return alternative settings with which the plan fits: single ones, else one set of as few as possible."""
     knobs = list(_knobs(config, plan))
     more_knobs = [*knobs, *_last_resorts(config)]
     for is_goal, tried in ((trials.has_room, knobs), (_fits, more_knobs)):
-        singles = [found for knob in tried if (found := trials.first({}, knob, is_goal)) is not None]
+        singles = [single for knob in tried if (single := trials.first({}, knob, is_goal)) is not None]
         if singles:
             return singles[:MAX_SINGLES]
         together = _together(trials, tried, is_goal)
@@ -118,7 +118,7 @@ def _enough(config: Config, trials: _Trials, plan: Plan | None) -> Sequence[Sett
 
 
 def _with_vllm(config: Config) -> Config | None:
-    """The config with vLLM as its engine, which can cut a model over several devices; None if it has it or cannot."""
+    """Return the config with vLLM as engine, which can shard a model; None if it has it already, or cannot."""
     if config.task != "rl" or config.rollout.engine == "vllm":
         return None
     try:
@@ -131,7 +131,7 @@ Goal = Callable[[Plan | None], bool]
 
 
 class _Trials:
-    """Plans of a config with other settings, each made once."""
+    """Makes plans of a config with other settings, each once."""
 
     def __init__(self, config: Config, inventory: str | None):
         self._inventory = inventory
@@ -144,7 +144,7 @@ class _Trials:
         self._plans.clear()
 
     def plan(self, settings: Settings) -> Plan | None:
-        """The plan with these settings; None if the config, the placement or the batch sizes are refused."""
+        """Return the plan with these settings; None if the config, the placement or the batch sizes are refused."""
         key = str(sorted(_overrides(settings)))
         if key not in self._plans:
             self._plans[key] = self._plan(settings)
@@ -155,13 +155,13 @@ class _Trials:
             config = loads(self._text, _overrides(settings))
             made = plan_as_is(with_least_budgets(config), self._inventory)
             if made.verdict == "does_not_fit" and config.train.backend == "fsdp":
-                # A budget that takes a whole optimizer step at once does without whole gradients.
+                # A micro-batch for the whole optimizer step needs no unsharded gradients.
                 at_once = with_least_budgets(with_whole_steps(config, num_data_parallel(config, made)))
                 other = plan_as_is(at_once, self._inventory)
                 made = other if other.verdict == "fits" else made
         except UserError:
             return None
-        # Batch sizes that did not divide before are no reason against a setting.
+        # If batch sizes did not divide before, that is no reason against a setting.
         return made if not self._divides or _divides(config, made) else None
 
     def advice(self, settings: Settings, inventory: str | None = None) -> Advice:
@@ -169,12 +169,12 @@ class _Trials:
         return Advice(settings, made, inventory)
 
     def first(self, settings: Settings, knob: Sequence[Settings], is_goal: Goal) -> Settings | None:
-        """The settings with the first value of a knob with which the plan is as it should be."""
+        """Return the settings with the first value of a knob that reaches the goal; None if no value does."""
         tried = ({**settings, **value} for value in knob)
         return next((each for each in tried if is_goal(self.plan(each))), None)
 
     def has_room(self, plan: Plan | None) -> bool:
-        """Tell whether a plan fits, and those steps well that did not fit before."""
+        """Tell whether a plan fits, with room to spare in the steps that did not fit before."""
         if plan is None or not _fits(plan):
             return False
         steps = [step for group in plan.groups for step in group.steps]
@@ -200,7 +200,7 @@ def _fits(plan: Plan | None) -> bool:
 
 
 def _excess(plan: Plan | None) -> tuple[float, int]:
-    """GiB that the steps of all sorts of devices take too much, and the number of steps that do not fit."""
+    """Return the GiB by which steps exceed the memory of their devices and hosts, and how many of them do."""
     if plan is None:
         return float("inf"), 0
     over = [
@@ -235,7 +235,7 @@ def _together(trials: _Trials, knobs: Sequence[Sequence[Settings]], is_goal: Goa
 
 
 def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
-    """Settings that take less memory, each with its values in the order in which they are tried; cheap ones first."""
+    """Yield settings that take less memory, cheap ones first, each with its values in the order to try them."""
     train, is_rl = config.train, config.task == "rl"
     for role in ("actor", "critic", "reference", "reward", "rollout"):
         if getattr(config, role).enable_offload is False:
@@ -269,8 +269,8 @@ def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
 
 
 def _last_resorts(config: Config) -> Iterator[Sequence[Settings]]:
-    """Settings that are tried where the others are not enough: ranks that share sequences talk in every layer."""
-    sizes = _sharing_sizes(config) if config.train.num_model_parallel == 1 else []
+    """Yield settings to try where others are not enough: sequence-parallel ranks communicate in every layer."""
+    sizes = _sequence_parallel_sizes(config) if config.train.num_model_parallel == 1 else []
     if sizes:
         yield [{"train.sequence_parallel_size": size} for size in sizes]
 
@@ -291,13 +291,13 @@ def _engine_knobs(config: Config) -> Iterator[Sequence[Settings]]:
 
 
 def _engines_of(config: Config, size: int) -> Settings:
-    """Engines of so many devices each, as many as there is room for."""
+    """Return the settings for engines of `size` devices each, as many as there is room for."""
     count = {"rollout.num_engines": None} if config.rollout.num_engines is not None else {}
     return {"rollout.tensor_parallel_size": size, **count}
 
 
-def _sharing_sizes(config: Config) -> list[int]:
-    """Numbers of ranks that can share sequences: they divide the heads of every model whose shape is known."""
+def _sequence_parallel_sizes(config: Config) -> list[int]:
+    """Return possible sequence-parallel sizes: they divide the heads of every model whose shape is known."""
     heads = [spec.model.num_heads for spec in role_specs(config) if spec.model is not None and not spec.is_engine]
     return [size for size in (2, 4, 8) if all(count % size == 0 for count in heads)]
 
@@ -308,7 +308,7 @@ def _uses_some(plan: Plan) -> bool:
 
 
 def _on_more_devices(config: Config, plan: Plan | None, assumed: Settings) -> list[Advice]:
-    """The smallest inventory of more nodes of the same sort on which settings make a colocated plan fit."""
+    """Find the smallest inventory of more nodes of the same kind on which settings make a colocated plan fit."""
     if plan is None or plan.label != "colocated":
         return []
     machines = plan.inventory

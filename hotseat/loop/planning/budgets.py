@@ -1,9 +1,8 @@
-"""How large micro-batches are where `micro_batch_size` is `auto`: a token budget for updates, and one for scoring.
+"""Token budgets of micro-batches where `micro_batch_size` is `auto`: one for updates, and one for scoring.
 
 Each is the largest with which the plan still fits beside what is on the device in that phase, up to a bound beyond
-which a larger micro-batch is not faster. Cutting a batch differently changes speed and rounding alone. Without
-accelerators it depends on the model alone, never on the machine or the placement, so that the same config gives the
-same bits.
+which a larger micro-batch is not faster. Cutting a batch differently changes speed and rounding alone. On CPUs a budget
+depends on the model alone, never on the machine or the placement, so that the same config gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from hotseat.placement import GIB, Plan
 
 Use = Literal["train", "rollout"]  # the section of the config: updates, or scoring
 
-MAX_TOKENS = 65_536  # of a micro-batch on one device: more of them take as long each
-UNPRICED_TOKENS = 8_192  # where the plan does not know the memory of the model or of the device
+MAX_TOKENS = 65_536  # of a micro-batch on one device; with more, a token takes no less time
+UNPRICED_TOKENS = 8_192  # budget where the plan does not know the memory of the model or of the device
 CPU_TOKENS = 8_192
-CPU_GIB = 2.0  # of activations, at most
-_UNIT = 256  # tokens by which budgets differ
+CPU_GIB = 2.0  # most memory for activations
+_UNIT = 256  # tokens; budgets are multiples of it
 
 _ROUNDING = 1e-6  # GiB
 
@@ -32,8 +31,8 @@ _NAMES: Mapping[Use, str] = {"train": "micro-batches of updates", "rollout": "mi
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A config with its token budgets, and what there is to say about them, a line each.
+class ChosenBudgets:
+    """Config with its token budgets, and notes on them to print, a line each.
 
     is_priced: the memory of models and devices is known; otherwise the budgets are a constant.
     """
@@ -44,7 +43,7 @@ class Chosen:
 
 
 def with_budget(config: Config, use: Use, tokens: int) -> Config:
-    """The config with a token budget that was chosen for updates or for scoring."""
+    """Return the config with a token budget that was chosen for updates or for scoring."""
     section = getattr(config, use).model_copy(update={"chosen_tokens_per_device": tokens})
     return config.model_copy(update={use: section})
 
@@ -61,7 +60,7 @@ def is_chosen(config: Config) -> bool:
 
 
 def with_budgets_of(config: Config, other: Config) -> Config:
-    """The config with what another one chose, such as that of a checkpoint, where it has not chosen itself."""
+    """Return the config with the budgets of another, such as a checkpoint's, where it has chosen none itself."""
     for use in uses(config):
         tokens = getattr(other, use).chosen_tokens_per_device
         if tokens is not None and getattr(config, use).chosen_tokens_per_device is None:
@@ -70,7 +69,7 @@ def with_budgets_of(config: Config, other: Config) -> Config:
 
 
 def with_least_budgets(config: Config) -> Config:
-    """The config with the smallest token budgets wherever the run chooses them: a plan fits with these if with any."""
+    """Return the config with the smallest budgets wherever the run chooses them: if any budgets fit, these do."""
     for use in uses(config):
         if getattr(config, use).chosen_tokens_per_device is None:
             config = with_budget(config, use, least_tokens(config))
@@ -78,7 +77,7 @@ def with_least_budgets(config: Config) -> Config:
 
 
 def with_whole_steps(config: Config, num_ranks: int) -> Config:
-    """The config with a token budget, where the run chooses it, that takes a rank's optimizer step at once."""
+    """Return the config with a budget, where the run chooses it, for a rank's whole optimizer step at once."""
     if "train" not in uses(config) or config.train.chosen_tokens_per_device is not None:
         return config
     return with_budget(config, "train", _most(config, "train", num_ranks, least_tokens(config)))
@@ -90,10 +89,10 @@ def least_tokens(config: Config) -> int:
     return -(-config.data.max_length * pair // config.train.sequence_parallel_size)
 
 
-def choose_on_cpu(config: Config, token_bytes: float | None) -> Chosen:
+def choose_on_cpu(config: Config, token_bytes: float | None) -> ChosenBudgets:
     """Choose budgets without accelerators.
 
-    token_bytes: of the activations of one token in an update; None: not known.
+    token_bytes: activations of one token in an update; None: not known.
     """
     most = CPU_TOKENS if token_bytes is None else min(CPU_TOKENS, int(CPU_GIB * GIB / token_bytes))
     made = config
@@ -101,13 +100,13 @@ def choose_on_cpu(config: Config, token_bytes: float | None) -> Chosen:
         if getattr(config, use).chosen_tokens_per_device is None:
             tokens = most if use == "train" else CPU_TOKENS
             made = with_budget(made, use, max(least_tokens(config), tokens // _UNIT * _UNIT))
-    return Chosen(made, _notes(config, made, "which on CPUs depends on the model alone"))
+    return ChosenBudgets(made, _notes(config, made, "on CPUs the size depends on the model alone"))
 
 
-def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> Chosen:
-    """Choose budgets for the devices of `plan_with`, which plans a config in which nothing is left to choose.
+def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) -> ChosenBudgets:
+    """Choose budgets for the devices of `plan_with`, which plans a config with all budgets chosen.
 
-    `num_ranks` counts those that see different samples.
+    num_ranks: data-parallel ranks.
     """
     least = least_tokens(config)
     open_uses = [use for use in uses(config) if getattr(config, use).chosen_tokens_per_device is None]
@@ -119,24 +118,24 @@ def choose(config: Config, num_ranks: int, plan_with: Callable[[Config], Plan]) 
         for use in open_uses:
             made = with_budget(made, use, max(least, UNPRICED_TOKENS))
         why = "a constant: the plan does not know the memory of every model or of the device"
-        return Chosen(made, _notes(config, made, why), is_priced=False)
+        return ChosenBudgets(made, _notes(config, made, why), is_priced=False)
     for use in open_uses:
 
         def fits(tokens: int, before: Config = made, use: Use = use) -> bool:
             try:
                 return _is_no_worse(plan_with(with_budget(before, use, tokens)), lowest)
-            except PlacementError:  # a part is in the way that may not leave
+            except PlacementError:  # a part that may not be offloaded is in the way
                 return False
 
         made = with_budget(made, use, _largest(least, _most(config, use, num_ranks, least), fits))
-    why = "the largest that fits and is of use"
+    why = "the largest that fits and still gains speed"
     if lowest.verdict == "does_not_fit":
-        why = "the largest that makes the plan, which does not fit, no worse"
-    return Chosen(made, _notes(config, made, why))
+        why = "the plan does not fit, and larger ones would make it worse"
+    return ChosenBudgets(made, _notes(config, made, why))
 
 
 def _most(config: Config, use: Use, num_ranks: int, least: int) -> int:
-    """Tokens that a rank can have in an optimizer step, or in the scoring of a rollout; no more than is of use."""
+    """Return the most tokens of a rank in an optimizer step, or in scoring a rollout, at most `MAX_TOKENS`."""
     is_rl = config.task == "rl"
     group = config.rollout.samples_per_prompt if is_rl else 1
     samples = config.rollout.batch_size * group if use == "rollout" else config.train.batch_size
@@ -145,7 +144,7 @@ def _most(config: Config, use: Use, num_ranks: int, least: int) -> int:
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number of tokens that fits, in whole units; `least` if none does."""
+    """Return the largest number of tokens that fits, in whole units; `least` if none does."""
     if most <= least or fits(most):
         return most
     low, high = 0, (most - least) // _UNIT  # units beyond `least`: those that fit, and the first that do not
@@ -173,7 +172,7 @@ def _is_no_worse(plan: Plan, lowest: Plan) -> bool:
 
 
 def _copied_gib(plan: Plan) -> float:
-    """GiB that leave a device for the host in a step of the run."""
+    """Return the GiB that are copied from devices to the host in a step of the run."""
     moves = [move for group in plan.groups for passing in group.hand_overs for move in passing.leaves]
     return sum(move.gib or 0.0 for move in moves if move.how == "copied")
 
@@ -191,7 +190,7 @@ def _notes(config: Config, made: Config, why: str) -> tuple[str, ...]:
 
 
 def describe(config: Config) -> str:
-    """The budgets that were chosen, in words."""
+    """Describe the budgets that were chosen."""
     words = {"train": "updates of at most {:,} tokens on a device", "rollout": "log-probs of at most {:,}"}
     budgets = [(use, token_budget(getattr(config, use))) for use in uses(config)]
     return ", ".join(words[use].format(tokens) for use, tokens in budgets if tokens is not None)
@@ -201,7 +200,7 @@ def describe(config: Config) -> str:
 
 
 def lowered_until(fits: Callable[[int], bool], tokens: int, least: int) -> int:
-    """The budget, halved until it fits. At `least` it is left alone: such a micro-batch may never come."""
+    """Halve a budget until it fits. `least` is not tried: a micro-batch of that size may never occur."""
     while tokens > least and not fits(tokens):
         tokens = max(least, tokens // 2)
     return tokens
@@ -213,17 +212,17 @@ def lowered_note(why: str, use: Use, tokens: int, before: int) -> str:
 
 
 def smallest(lowered: Iterable[Mapping[Use, int]]) -> dict[Use, int]:
-    """The smallest budget that any rank was left with."""
-    found: dict[Use, int] = {}
+    """Return the smallest budget of any rank, by its use."""
+    budget_of: dict[Use, int] = {}
     for budgets in lowered:
         for use, tokens in budgets.items():
-            found[use] = min(tokens, found.get(use, tokens))
-    return found
+            budget_of[use] = min(tokens, budget_of.get(use, tokens))
+    return budget_of
 
 
 @contextmanager
 def smaller_budget_kept(config: Callable[[], Config], keep: Callable[[Config], object]) -> Iterator[None]:
-    """Around a run: if it ends because a micro-batch was too large, the smaller budget is kept for resuming."""
+    """Keep a smaller budget for resuming if the run in this block ends because a micro-batch was too large."""
     try:
         yield
     except RunError as error:

@@ -1,4 +1,4 @@
-"""From a config to the planner's question: inventory, roles and flow in, `Plan` out. No device and no Ray needed."""
+"""Turns a config into inventory, roles and flow, and has the planner plan them. Needs no device and no Ray."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.maths import overlap_queue
 from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.schema import Rollout, Train
+from hotseat.config.schema import RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.planning.budgets import Chosen, choose, choose_on_cpu, is_chosen
+from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
@@ -48,15 +49,15 @@ MAX_ASSUMED_NODES = 4096
 DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
 VLLM_SLOTS = 256  # sequences that one vLLM engine decodes at a time
 
-_MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # those behind a training backend
+_MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # roles behind a training backend
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _TRAINED = frozenset({Part.WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER})
 
 
 def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False) -> Plan:
-    """The plan of a run on an inventory: the one given, the config's, or as many nodes of eight devices as it takes.
+    """Plan a run on an inventory: the argument, the config's, or as many nodes of eight devices as needed.
 
-    are_devices_logical: everything is on CPUs, and a device is only a place in the plan.
+    are_devices_logical: everything runs on CPUs, and a device is only a place in the plan.
     """
     made = with_budgets(config, inventory, are_devices_logical=are_devices_logical)
     return _make_plan(made.config, inventory, are_devices_logical)
@@ -64,13 +65,13 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
 
 def with_budgets(
     config: Config, inventory: str | Inventory | None = None, *, are_devices_logical: bool = False
-) -> Chosen:
-    """The config with a token budget for micro-batches wherever it leaves their size to the run.
+) -> ChosenBudgets:
+    """Return the config with a token budget for micro-batches wherever it leaves their size to the run.
 
-    One that it has chosen before, or that a run before has, stays.
+    Budgets that were chosen before, also by an earlier part of the run, stay.
     """
     if is_chosen(config):
-        return Chosen(config)
+        return ChosenBudgets(config)
     if are_devices_logical:
         return choose_on_cpu(config, _activation_bytes(with_dtype(config, has_gpus=False)))
     num_ranks = num_data_parallel(config, _make_plan(config, inventory, False))
@@ -78,11 +79,11 @@ def with_budgets(
 
 
 def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> Config:
-    """The config with the actor, and so every role, on all devices of a known inventory, if it places no role."""
-    given = inventory if inventory is not None else config.cluster.inventory
-    if given is None or config.cluster.component_placement:
+    """Return the config with the actor, and so every role, on all devices of the inventory, if it places no role."""
+    machines = inventory if inventory is not None else config.cluster.inventory
+    if machines is None or config.cluster.component_placement:
         return config
-    known = given if isinstance(given, Inventory) else Inventory.parse(given)
+    known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
     if known.num_devices < 2:
         return config
     cluster = config.cluster.model_copy(update={"component_placement": {"actor": "all"}})
@@ -90,49 +91,49 @@ def on_all_devices(config: Config, inventory: str | Inventory | None = None) -> 
 
 
 def plan_as_is(config: Config, inventory: str | Inventory | None = None) -> Plan:
-    """The plan of a config in which nothing is left to choose; see `make_plan`."""
+    """Plan a config with all budgets chosen; see `make_plan`."""
     return _make_plan(config, inventory, False)
 
 
 def _with_dtype(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Config:
-    """The config with the type that a run on these machines would compute in; nodes that are assumed have GPUs."""
-    given = inventory if inventory is not None else config.cluster.inventory
-    if are_devices_logical or given is None:
+    """Return the config with the dtype that a run on these machines computes in; assumed nodes have GPUs."""
+    machines = inventory if inventory is not None else config.cluster.inventory
+    if are_devices_logical or machines is None:
         return with_dtype(config, not are_devices_logical)
-    found = given if isinstance(given, Inventory) else Inventory.parse(given)
-    return with_dtype(config, any(node.num_devices for node in found.nodes))
+    known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
+    return with_dtype(config, any(node.num_devices for node in known.nodes))
 
 
 def _activation_bytes(config: Config) -> float | None:
     """Count the activation bytes of one token in an update, of the model that takes most; None if one is unknown."""
-    found = []
+    token_bytes = []
     for spec in role_specs(config):
         if not isinstance(spec.memory, TrainMemory):
             continue
         if spec.model is None:
             return None
-        found.append(token_activation_bytes(spec.memory, spec.model))
-    return max(found)
+        token_bytes.append(token_activation_bytes(spec.memory, spec.model))
+    return max(token_bytes)
 
 
 def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_logical: bool) -> Plan:
     specs = role_specs(_with_dtype(config, inventory, are_devices_logical))
     roles = [_without_accelerator(config, spec) if are_devices_logical else spec for spec in specs]
     flow = make_flow(config, tuple(spec.name for spec in roles))
-    given = inventory if inventory is not None else config.cluster.inventory
-    if given is not None:
-        found = given if isinstance(given, Inventory) else Inventory.parse(given)
-        made = plan(_with_pools(found, config), roles, flow)
+    machines = inventory if inventory is not None else config.cluster.inventory
+    if machines is not None:
+        known = machines if isinstance(machines, Inventory) else Inventory.parse(machines)
+        made = plan(_with_pools(known, config), roles, flow)
     else:
         made = _on_assumed_nodes(config, roles, flow)
-    if given is not None:
+    if machines is not None:
         _check_second_copies(config, made)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
     return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
 
 
 def _check_second_copies(config: Config, made: Plan) -> None:
-    """ZeRO++ keeps them among so many ranks of every model."""
+    """Raise unless ZeRO++'s groups with a second copy of the weights divide the ranks of every model."""
     zero = config.train.deepspeed
     size = zero.zpg if config.train.backend == "deepspeed" and zero.zero_stage == 3 else 1
     for role in made.roles:
@@ -145,37 +146,37 @@ def _check_second_copies(config: Config, made: Plan) -> None:
 
 
 def plan_on(config: Config, cluster: Any) -> Plan:
-    """The plan of a run on a running cluster."""
+    """Plan a run on a running cluster."""
     return make_plan(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 
 
-def budgets_on(config: Config, cluster: Any) -> Chosen:
+def budgets_on(config: Config, cluster: Any) -> ChosenBudgets:
     """Choose budgets as `with_budgets` does, on a running cluster."""
     return with_budgets(config, inventory_of(cluster), are_devices_logical=are_devices_logical(cluster))
 
 
 def are_devices_logical(cluster: Any) -> bool:
-    """Whether the cluster's devices are none: its processes share CPUs.
+    """Tell whether the cluster's devices exist only in the plan, and its processes share CPUs.
 
-    Of devices on other nodes than this one nothing is known; those are taken for real.
+    Devices of other nodes are taken for real, since nothing is known of them here.
     """
     is_here = not any(node.num_devices for node in cluster.nodes[1:])
     return is_here and all(node.device_bytes is None for node in cluster.nodes) and not has_gpu()
 
 
 def plan_notes(config: Config, cluster: Any) -> list[str]:
-    """What a run says of its plan: of memory only where there are devices that have some."""
+    """Return notes on a run's plan: on CPUs, options without effect; on devices, models of unknown memory."""
     return without_effect_on_cpus(config) if are_devices_logical(cluster) else not_described(config)
 
 
 def without_effect_on_cpus(config: Config) -> list[str]:
-    """Options that are set and change nothing where there are no accelerators."""
-    found = []
+    """List options that are set and have no effect without accelerators, with why."""
+    notes = []
     if _is_vllm(config) and config.rollout.enable_offload:
-        found.append("rollout.enable_offload: no effect here: on a CPU vLLM cannot offload its weights and its cache")
+        notes.append("rollout.enable_offload: no effect here: on a CPU vLLM cannot offload its weights and its cache")
     if _is_vllm(config) and config.rollout.memory_share is not None:
-        found.append("rollout.memory_share: no effect here: on a CPU vLLM's cache has the size that its sequences need")
-    return found
+        notes.append("rollout.memory_share: no effect here: on a CPU vLLM's cache has the size that its sequences need")
+    return notes
 
 
 def _is_vllm(config: Config) -> bool:
@@ -183,15 +184,15 @@ def _is_vllm(config: Config) -> bool:
 
 
 def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
-    """As the role is on a CPU."""
+    """Return the role as it is on a CPU, where vLLM cannot offload."""
     if spec.name == "rollout" and _is_vllm(config):
         return replace(spec, can_offload=frozenset(), offload=None)
     return spec
 
 
 def not_described(config: Config) -> list[str]:
-    """Models at hand whose memory cannot be told from their shape."""
-    found = []
+    """List local models whose memory cannot be computed from their config, with why."""
+    notes = []
     for name in ("actor", "critic", "reference", "reward"):
         section = getattr(config, name)
         local = None if section.model is None else _local_config(section.model)
@@ -200,22 +201,22 @@ def not_described(config: Config) -> list[str]:
         try:
             from_hf_config(local)
         except PlacementError as error:
-            found.append(f"{name}.model: its memory is not checked: {error}")
-    return found
+            notes.append(f"{name}.model: its memory is not checked: {error}")
+    return notes
 
 
 def _not_priced(config: Config) -> list[str]:
-    """Options that change the memory in a way that the figures do not show."""
-    found = []
+    """List options whose effect on memory the plan does not compute."""
+    notes = []
     if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
-        found.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
+        notes.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
     if config.actor.optimizer.kind == "muon":
-        found.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
-    return found
+        notes.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
+    return notes
 
 
 def inventory_of(cluster: Any) -> Inventory:
-    """What a running cluster has: its nodes in order, each with its devices."""
+    """Return the nodes of a running cluster in order, each with its devices."""
 
     def kind(node: Any) -> DeviceKind:
         return DeviceKind("GPU", node.device_bytes / GIB) if node.device_bytes else UNKNOWN_KIND
@@ -228,7 +229,7 @@ def inventory_of(cluster: Any) -> Inventory:
 
 
 class ComponentPlacement:
-    """Where each role of a config goes on a running cluster, in the shape that users of RLinf know.
+    """Placement of each role of a config on a running cluster, with the interface of RLinf's class.
 
     placement = ComponentPlacement(config, cluster)
     Actor.create_group(config).launch(cluster, name="actor", placement_strategy=placement.get_strategy("actor"))
@@ -243,11 +244,11 @@ class ComponentPlacement:
 
     @property
     def placement_mode(self) -> str:
-        """colocated, disaggregated or hybrid: derived."""
+        """Return colocated, disaggregated or hybrid, derived from the placement."""
         return self.plan.label
 
     def get_strategy(self, name: str) -> PlannedRole:
-        """The processes of a role, for `launch`."""
+        """Return the processes of a role, for `launch`."""
         return self.plan.role(name)
 
     def get_world_size(self, name: str) -> int:
@@ -255,12 +256,12 @@ class ComponentPlacement:
 
 
 def num_data_parallel(config: Config, made: Plan) -> int:
-    """Ranks that each see different samples. The planner has checked that they divide into replicas."""
+    """Return the number of data-parallel ranks. The planner has checked that ranks divide into replicas."""
     return len(made.role("actor").processes) // config.train.num_model_parallel
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
-    overlap = Overlap(config.overlap.queue, config.overlap.staleness)
+    overlap = Overlap(overlap_queue(config), config.overlap.staleness)
     if config.flow is not None:
         return parse_flow([phase.model_dump(exclude_defaults=True) for phase in config.flow], roles, overlap)
     task = "embodied" if config.task == "rl" and "env" in roles else config.task
@@ -268,7 +269,7 @@ def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
 
 
 def role_specs(config: Config) -> list[RoleSpec]:
-    """Every role of the run as the planner takes it. A role that is not placed goes where the actor is.
+    """Return every role of the run in the form that the planner takes. A role without a placement goes to the actor's.
 
     Where `train.dtype` is unset, memory is that of a run on GPUs.
     """
@@ -285,7 +286,7 @@ def role_specs(config: Config) -> list[RoleSpec]:
                 f"cluster.component_placement: {role} is placed, but this run has no {role}: remove it"
             )
     selections.setdefault("actor", "0")
-    # Packed selections take devices in this order: the actor first, then as written.
+    # Packed selections take devices in this order: the actor first, then as the config lists them.
     order = ["actor", *(role for role in (*selections, *present) if role != "actor")]
     return [_spec(priced, role, selections.get(role, "@actor")) for role in dict.fromkeys(order)]
 
@@ -385,30 +386,33 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
 
 
 def _train_batch(config: Config) -> tuple[int, int]:
-    """(tokens of a sequence, sequences) of a micro-batch."""
+    """Return (tokens of a sequence, sequences) of a micro-batch of an update."""
     pair = 2 if config.task in ("rm", "dpo") else 1
     return _batch(config, config.train, pair)
 
 
-def _batch(config: Config, section: Train | Rollout, pair: int) -> tuple[int, int]:
-    """The same for one of the two sections. A token budget is one sequence of that length, or padded ones."""
+def _batch(config: Config, section: TrainConfig | RolloutConfig, pair: int) -> tuple[int, int]:
+    """Return (tokens of a sequence, sequences) of a section's micro-batch.
+
+    A token budget counts as one sequence of that length if sequences are packed, else as several padded ones.
+    """
     length = config.data.max_length
     budget = tokens_per_micro_batch(config, token_budget(section))
     if budget is not None:
         return (budget, 1) if config.train.packing else (length, -(-budget // length))
-    # Where nothing is chosen yet, the least that can be.
+    # Where no budget is chosen yet, count the smallest micro-batch.
     return length, pair * (1 if section.micro_batch_size == "auto" else section.micro_batch_size)
 
 
 def _score_batch(config: Config) -> tuple[int, int]:
-    """The same for log-probs; outside rl they are of the micro-batches that are trained on."""
+    """Return (tokens of a sequence, sequences) of a micro-batch of scoring; outside rl, of an update."""
     if config.task != "rl":
         return _train_batch(config)
     return _batch(config, config.rollout, 1)
 
 
 def _master_bytes(config: Config, compute: int, has_master: bool) -> int:
-    """Sharding, DeepSpeed steps a copy of the weights, even where that has their type."""
+    """Return bytes per weight of the copy that DeepSpeed's optimizer steps: sharded, it has one even in their dtype."""
     if config.train.backend != "deepspeed":
         return 0
     return 4 if has_master else compute if config.train.deepspeed.zero_stage > 0 else 0
@@ -427,7 +431,7 @@ def _engine_share(config: Config) -> float | None:
 
 
 def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
-    """The model's shape, and the public model it was assumed to be where only its name was there to go by."""
+    """Return a role's model shape, and the public model that it is assumed to be where only its name is known."""
     actor = (config.actor.model, config.actor.shape)
     reward = (config.reward.model, config.reward.shape)
     critic = (config.critic.model, config.critic.shape)
@@ -446,7 +450,7 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
         if local is not None:
             try:
                 return _with_head(config, role, from_hf_config(local)), None
-            except PlacementError:  # of which `not_described` tells
+            except PlacementError:  # `not_described` lists it
                 return None, None
         assumed = known_shape(name)
         if assumed is not None:
@@ -455,7 +459,7 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
 
 
 def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:
-    """Models that give one number per sequence have no vocabulary at the end."""
+    """Return the shape with a scalar head for value models, which have no output vocabulary."""
     return shape.with_scalar_head() if role in ("critic", "reward") or config.task == "rm" else shape
 
 
@@ -464,12 +468,12 @@ def _local_config(name: str) -> Mapping[str, object] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text())
+        model_config = json.loads(path.read_text())
     except ValueError as error:
         raise PlacementError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(model_config, dict):
         raise PlacementError(f"{path} does not hold a model config")
-    return found
+    return model_config
 
 
 def _with_pools(inventory: Inventory, config: Config) -> Inventory:
@@ -500,7 +504,7 @@ def _with_pools(inventory: Inventory, config: Config) -> Inventory:
 
 
 def _on_assumed_nodes(config: Config, roles: list[RoleSpec], flow: Flow) -> Plan:
-    """With nothing known of the machines, the smallest number of nodes on which the placement fits."""
+    """Plan on the smallest number of assumed nodes that have enough devices for the placement."""
     if config.cluster.num_nodes is not None:
         return plan(_with_pools(Inventory.parse(f"{config.cluster.num_nodes}x{DEVICES_PER_NODE}"), config), roles, flow)
     count = 1

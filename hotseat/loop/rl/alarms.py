@@ -1,5 +1,5 @@
-"""What a user should look at while a run goes on: steps that teach nothing, updates far out of the ordinary, and
-engines whose log-probs of what they sampled are not the trainer's.
+"""Warnings about a running step: rewards without a learning signal, gradient spikes, and engines whose log-probs of
+sampled tokens differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Literal
 
 from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
+from hotseat.types import SampleKey
 
-NUM_REMEMBERED = 20  # steps that an update is compared with
-NUM_NEEDED = 5
-NUM_NAMED = 8
+NUM_REMEMBERED = 20  # steps whose gradient norms a new one is compared with
+NUM_NEEDED = 5  # norms before any is judged; also spikes in a row after which they count as normal
+NUM_NAMED = 8  # samples that a warning names
 
 
 class Alarms:
-    """Looks at the numbers of each step.
+    """Checks the metrics of each step and warns.
 
-    has_groups: samples are compared with their siblings. spike_factor: times the usual gradient norm that is out of the
-    ordinary.
+    has_groups: the estimator compares samples with their siblings. spike_factor: a gradient norm above this many times
+    the median of recent ones is a spike.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Alarms:
         self._was_apart = False
 
     def look(self, step: int, metrics: Mapping[str, float], collected: Collected) -> None:
+        """Warn of what is wrong with a step. Raises `RunError` at a gradient spike if `train.on_spike` is stop."""
         is_alike = self._has_groups and metrics["groups_alike"] == 1.0
         if is_alike and not self._was_alike:
             self._say(
@@ -69,25 +71,25 @@ class Alarms:
         if usual is not None and usual > 0 and norm > self._spike_factor * usual:
             text = (
                 f"step {step}: the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}, and"
-                f" the loss {metrics['loss']:.3g}; the rewards furthest from their siblings' are of samples"
+                f" the loss {metrics['loss']:.3g}; the rewards of these samples differ most from their siblings':"
                 f" {', '.join(_outliers(collected))}"
             )
             if self._on_spike == "stop":
-                raise RunError(f"{text}. The update was made; train.on_spike=warn goes on")
+                raise RunError(f"{text}. The update was made; with train.on_spike=warn the run continues")
             self._say(text, kind="warning")
             self._num_spikes += 1
             if self._num_spikes < NUM_NEEDED:
-                return  # it is no measure for those to come
-            self._norms.clear()  # so many in a row are the new ordinary
+                return  # a spike must not raise the median that later norms are compared with
+            self._norms.clear()  # so many in a row are the new normal
         self._num_spikes = 0
         if norm > 0:
             self._norms.append(norm)
 
 
 def _outliers(collected: Collected) -> list[str]:
-    """Samples by their distance from the mean reward of their group, the furthest first."""
+    """Return ids of the samples whose rewards differ most from the mean of their group, the furthest first."""
     distances = [
-        (-abs(reward - statistics.fmean(facts.rewards)), f"{facts.epoch}/{facts.prompt}/{sample}")
+        (-abs(reward - statistics.fmean(facts.rewards)), str(SampleKey(facts.epoch, facts.prompt, sample)))
         for facts in collected.groups
         for sample, reward in zip(facts.samples, facts.rewards, strict=True)
     ]

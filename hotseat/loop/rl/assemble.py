@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 from hotseat.config import Config
+from hotseat.config.maths import overlap_queue
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
@@ -20,20 +22,25 @@ from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.micro_batches import MicroBatches
+from hotseat.loop.rl.overlapped import Asking, Callbacks, OverlappedStream, RolloutSpans
+from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import Recovery
-from hotseat.loop.rl.rollout import Answering, RolloutPhase
+from hotseat.loop.rl.rollout import Answering, RolloutPhase, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
-from hotseat.loop.rl.stream import SynchronousStream
+from hotseat.loop.rl.stream import Stream, SynchronousStream
 from hotseat.loop.rl.sync import Routes, SyncPhase, sender_host
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
+from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
+from hotseat.loop.workers.spool import Spool
 from hotseat.observe import Journal
+from hotseat.placement import Plan
 
 COLUMNS = {
     "reward": "reward {:.3f}",
@@ -46,13 +53,13 @@ COLUMNS = {
 
 
 @contextmanager
-def assemble(place: OnCluster, inputs: RlInputs, groups: Groups, ledger: Ledger, journal: Journal) -> Iterator[RlRun]:
+def assemble(place: OnCluster, inputs: RlInputs, groups: Groups, run_dir: Path, journal: Journal) -> Iterator[RlRun]:
     """Make the objects of a run whose worker groups are ready; at the end, close what holds devices or a thread."""
     config, plan, cluster = place.config, place.plan, place.cluster
     with ExitStack() as stack:
         scheduler = DeviceScheduler(
             plan,
-            groups.seated,
+            groups.by_role,
             timeout_s=config.cluster.call_timeout_s,
             is_gone=cluster.is_gone,
             measure=cluster.device_memory,
@@ -62,21 +69,21 @@ def assemble(place: OnCluster, inputs: RlInputs, groups: Groups, ledger: Ledger,
         devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
         watch = DeviceWatch(devices, cluster.device_memory)
         stack.callback(watch.close)
-        meter = PhaseMeter(scheduler, groups.seated, plan, watch)
-        yield _connect(place, inputs, groups, ledger, journal, scheduler, meter)
+        meter = PhaseMeter(scheduler, groups.by_role, plan, watch)
+        yield _connect(place, inputs, groups, run_dir, journal, scheduler, meter)
 
 
 def _connect(
     place: OnCluster,
     inputs: RlInputs,
     groups: Groups,
-    ledger: Ledger,
+    run_dir: Path,
     journal: Journal,
     scheduler: DeviceScheduler,
     meter: PhaseMeter,
 ) -> RlRun:
     """Make the phases and connect them."""
-    config, algebra, prompts = place.config, inputs.algebra, inputs.prompts
+    config, plan, algebra, prompts = place.config, place.plan, inputs.algebra, inputs.prompts
     assert algebra.num_steps is not None
     warn = partial(journal.say, kind="warning")
     state = RlState.initial(config, prompts)
@@ -92,7 +99,7 @@ def _connect(
     )
 
     def reconnect() -> None:
-        """Connect hosts to the engines that there are now; what these still do for earlier connections is of no use."""
+        """Connect hosts to the current engines, and drop requests of earlier connections."""
         groups.engines.call(EngineWorker.drop_requests)
         groups.hosts.call(RolloutHost.connect, groups.engines)
 
@@ -108,9 +115,16 @@ def _connect(
     routes = _routes(place, groups)
     sync = SyncPhase(groups, routes, state, guard, meter, scheduler, recovery, journal.say)
     answering = Answering(groups, phase_settings, meter, guard, sync)
+    ledger = Ledger(run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
     rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)
-    stream = SynchronousStream(rollout)
+    stream: Stream = SynchronousStream(rollout)
+    if config.overlap.staleness > 0:
+        spans = RolloutSpans(journal.timeline, rollout_devices(plan))
+        callbacks = Callbacks(
+            rollout.evaluate, answering.score, reconnect, samples.record_unfinished, spans.pause, spans.resume
+        )
+        stream = _overlapped_stream(place, inputs, groups, Spool(run_dir / SPOOL), state, recovery, callbacks)
     return RlRun(
         num_steps=algebra.num_steps,
         eval_every=config.eval.every,
@@ -122,8 +136,35 @@ def _connect(
         metrics=StepMetrics(meter, recovery, guard, phase_settings, state, has_reference=groups.reference is not None),
         micro_batches=MicroBatches(groups.models, phase_settings, meter),
         samples=samples,
-        checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, phase_settings),
+        checkpoints=RlCheckpoints(groups, scheduler, state, guard, ledger, stream, phase_settings),
     )
+
+
+def _overlapped_stream(
+    place: OnCluster,
+    inputs: RlInputs,
+    groups: Groups,
+    spool: Spool,
+    state: RlState,
+    recovery: Recovery,
+    callbacks: Callbacks,
+) -> OverlappedStream:
+    config, num_steps = place.config, inputs.algebra.num_steps
+    assert num_steps is not None
+    asking = Asking(inputs.prompts, config.rollout.samples_per_prompt, settings.sampling(config), group_filter(config))
+    pace = pace_of(config, num_steps)
+    return OverlappedStream(pace, asking, config.overlap.in_flight, groups.hosts, spool, state, recovery, callbacks)
+
+
+def pace_of(config: Config, num_steps: int) -> Pace:
+    """Return how far rollout may run ahead in a run of so many steps."""
+    overlap, batch_size = config.overlap, config.rollout.batch_size
+    return Pace(batch_size, overlap.staleness, overlap_queue(config), overlap.order, batch_size * num_steps)
+
+
+def rollout_devices(plan: Plan) -> list[int]:
+    """Return the devices of the engines."""
+    return sorted({device for process in plan.role("rollout").processes for device in process.devices})
 
 
 def _routes(place: OnCluster, groups: Groups) -> Routes:

@@ -1,13 +1,13 @@
-"""The canary: after every push, engines and trainer score the same answers of the policy, and their gaps are judged.
+"""The canary: after every push, engines and trainer score the same answers, and the gaps of their log-probs are judged.
 
     first push    an engine samples answers; all engines and the trainer score them; a float32 forward of the same
-                  weights says what rounding alone does to log-probs, and gaps are judged against that
-    later pushes  the same answers are scored with the new weights, in the push itself or, by engines that need their
-                  cache to score, in their next turn; gaps are judged against the same limits and the first push's gaps
+                  weights measures what rounding alone does to log-probs, and gaps are judged against that
+    later pushes  the same answers are scored with the new weights: in the push itself, or, by engines that need their
+                  cache to score, in their next lease; gaps are judged against the same limits and the first push's gaps
     an alarm      new answers, of other prompts, are sampled with the current weights, and rounding is measured anew:
-                  a policy that has moved far finds old answers unlikely, where 16 bits are coarser. Gaps above
-                  those limits too end the run. If they are not, the new answers are the canary from then on.
-    a resume      the checkpoint has the canary and its limits. Besides, new answers are judged as at a first push.
+                  to a policy that has moved far, old answers are unlikely, and 16 bits are coarser there. Gaps above
+                  the new limits end the run; otherwise the new answers are the canary from then on
+    a resume      the checkpoint has the canary and its limits; in addition, new answers are judged as at a first push
 
 `algorithms.agreement` has the statistics and their limits.
 """
@@ -40,12 +40,12 @@ from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWork
 from hotseat.loop.workers.proof import Canary
 from hotseat.types import Prompt, Request, Sampling
 
-ANSWER_TOKENS = 128  # of each answer, where data.max_length leaves room for them
-NUM_SEARCHED = 256  # prompts among which the shortest are taken, since they are scored too
-RESUMED_FACTOR = 2.0  # gaps that have grown more than this since the checkpoint are another machine's
+ANSWER_TOKENS = 128  # length of an answer, where data.max_length leaves room for it
+NUM_SEARCHED = 256  # prompts to choose the shortest from; prompts cost time, since they are scored too
+RESUMED_FACTOR = 2.0  # gaps that grew more than this since the checkpoint come from running on another machine
 NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
 
-# Smaller gaps than factor times these are never errors. TF32, in which kernels of a GPU may multiply float32 numbers,
+# Gaps smaller than the factor times these are never errors. GPU kernels may multiply float32 numbers in TF32, which
 # rounds to 10 bits.
 FLOORS = {
     "fp32": GapStatistics(2.5e-4, 5e-4, 6e-5),
@@ -53,9 +53,9 @@ FLOORS = {
     "fp16": GapStatistics(6e-4, 2e-3, 2e-4),
     "bf16": GapStatistics(5e-3, 1.5e-2, 1.5e-3),
 }
-# The same for growth since the first push. What kernels do does not change during a run, so float32 is exact here.
+# The same for growth since the first push. Kernels do not change during a run, so float32 repeats exactly here.
 DRIFT_FLOORS = FLOORS | {"fp32": GapStatistics(2.5e-5, 5e-5, 1e-5)}
-# What rounding is taken to do where there is no memory to measure it.
+# Effect of rounding that is assumed where there is no memory to measure it.
 ASSUMED_ROUNDING = {
     "fp32": NO_ROUNDING,
     "fp16": GapStatistics(4e-3, 1.2e-2, 1e-3),
@@ -70,7 +70,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class CanarySettings:
-    """How many tokens are scored, and which gaps are errors. `dtype`: of the computation, as `train.dtype`."""
+    """Number of tokens to score, and which gaps are errors. `dtype`: the one of the computation, as `train.dtype`."""
 
     num_tokens: int
     rounding_factor: float
@@ -106,9 +106,9 @@ class Measured:
     """Gaps of engines and inference ranks on one set of answers, and what rounding alone does to them."""
 
     canary: Canary
-    gaps: Mapping[str, GapStatistics]  # by the name of who was asked
+    gaps: Mapping[str, GapStatistics]  # by the name of the engine or inference rank
     rounding: GapStatistics
-    basis: str  # of the limits that come from `rounding`
+    basis: str  # how `rounding` is known
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class Baseline:
 
 @dataclass(frozen=True)
 class CanaryState:
-    """Everything that a guard knows, as a checkpoint holds it."""
+    """State of a guard, as a checkpoint holds it."""
 
     canary: Canary
-    rounding: GapStatistics  # what it does to log-probs of these answers
+    rounding: GapStatistics  # what rounding alone does to log-probs of these answers
     basis: str  # how `rounding` is known
     first: Baseline | None  # None until the first push was judged
     num_sets: int  # sets of answers that were sampled
@@ -132,7 +132,7 @@ class CanaryState:
 
     @classmethod
     def parse(cls, state: Mapping[str, Any]) -> CanaryState:
-        """Read what `asdict` made of a state, and a file of that."""
+        """Read a state from the JSON of its `asdict`."""
         canary, first = state["canary"], state["first"]
         sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
         return cls(
@@ -148,7 +148,7 @@ class CanaryState:
 class CanaryGuard:
     """Keeps the canary of a run and judges what engines and inference ranks make of it.
 
-    turn: takes the devices for a phase and a role. warn: records a warning.
+    lease: holds the devices of a role for a phase. warn: records a warning.
     """
 
     def __init__(
@@ -158,28 +158,28 @@ class CanaryGuard:
         actor: WorkerGroup[ActorWorker],
         engines: WorkerGroup[EngineWorker],
         inference: WorkerGroup[InferenceWorker] | None,
-        turn: Callable[[str, str], AbstractContextManager[None]],
+        lease: Callable[[str, str], AbstractContextManager[None]],
         warn: Callable[[str], object],
     ):
         self._settings = settings
         self._prompts = _choose_prompts(prompts, settings)
         self._actor, self._engines, self._inference = actor, engines, inference
-        self._turn = turn
+        self._lease = lease
         self._warn = warn
         self.is_started = False  # whether the first push of this process was judged
         self._state: CanaryState | None = None  # None until answers were sampled after the first push
         self._num_sets = 0  # sets of answers that were sampled, those before a resume included
-        self._owed: PushReport | None = None  # the push of which engines have not scored the canary yet
+        self._unscored: PushReport | None = None  # the push after which engines have yet to score the canary
 
     @property
     def canary(self) -> Canary | None:
-        """The answers that are scored after a push; None before the first."""
+        """Return the answers that are scored after a push; None before the first."""
         return None if self._state is None else self._state.canary
 
     def start(self, version: int) -> None:
         """Judge the engines after the first push, on new answers. Raises `WeightError`."""
         measured = self._measure(version)
-        resumed, self._state = self._state, None  # After what can fail and is then done again.
+        resumed, self._state = self._state, None  # Only now: `_measure` can fail, and is then done again.
         verdict = self._adopt(measured)
         if verdict.is_alarm:
             measured = self._confirm(version, verdict, measured.gaps)
@@ -194,52 +194,52 @@ class CanaryGuard:
         self._state = replace(self._state, first=Baseline(gap, measured.rounding))
 
     def state(self) -> dict[str, Any] | None:
-        """The guard's part of a checkpoint; None before the first push was judged."""
+        """Return the guard's part of a checkpoint; None before the first push was judged."""
         return None if self._state is None or self._state.first is None else asdict(self._state)
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from the state in a checkpoint; without one, as at the start of a run."""
+        """Continue from the state in a checkpoint; a checkpoint without one changes nothing."""
         if state is not None:
             self._state = CanaryState.parse(state)
             self._num_sets = self._state.num_sets
 
     def check(self, pushed: PushReport, to_inference: PushReport | None = None) -> None:
-        """Judge what was answered during a push. Raises `WeightError`."""
-        self._owed = None
+        """Judge the scores that a push brought back. Raises `WeightError`."""
+        self._unscored = None
         if self.canary is None or pushed.expected is None:
             return
         answers: dict[str, list[float]] = {}
         if to_inference is not None:
             answers |= _named("inference rank", to_inference.answers)
         if pushed.answers is None:
-            self._owed = pushed
+            self._unscored = pushed
         else:
             answers |= _named("engine", pushed.answers)
         self._judge(pushed.version, pushed.expected, answers)
 
     def ask(self) -> None:
-        """Have engines score what they owed, in their turn, and judge it. Raises `WeightError`."""
-        if self._owed is None or self.canary is None:
+        """Have engines score the canary if they could not during the push, and judge it. Raises `WeightError`."""
+        if self._unscored is None or self.canary is None:
             return
-        pushed = self._owed
+        pushed = self._unscored
         assert pushed.expected is not None
-        with self._turn("rollout", "rollout"):
+        with self._lease("rollout", "rollout"):
             answers = self._engines.call(EngineWorker.score_canary, self.canary)
-        self._owed = None
+        self._unscored = None
         self._judge(pushed.version, pushed.expected, _named("engine", answers))
 
     def metrics(self) -> dict[str, float]:
-        """The last gaps that are known, and the share of its limit that the largest takes."""
+        """Return the latest gaps, and the share of its limit that the largest takes."""
         return {"canary_alarms": 0.0} if self._state is None else dict(self._state.metrics)
 
     @property
     def limits(self) -> tuple[GapLimits, ...]:
-        """The limits that gaps are judged by, all of which hold; empty before the first push was judged."""
+        """Return the limits of gaps, all of which hold; empty before the first push was judged."""
         return () if self._state is None else self._limits_of(self._state)
 
-    def use(self, found: GapStatistics) -> float | None:
-        """The share that other gaps, such as those of a step, take of the canary's limits; None before the first."""
-        return judge(found, self.limits).use if self.limits else None
+    def use(self, gaps: GapStatistics) -> float | None:
+        """Return the share of the canary's limits that gaps, such as a step's, take; None before the first push."""
+        return judge(gaps, self.limits).use if self.limits else None
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -252,24 +252,24 @@ class CanaryGuard:
             self._confirm(version, verdict, gaps)
 
     def _look_at(self, gaps: Mapping[str, GapStatistics]) -> NamedVerdict:
-        """Record gaps and find the worst of them."""
+        """Put gaps into the metrics, and return the verdict on the worst of them."""
         assert self._state is not None
         verdict = _worst(gaps, self.limits)
-        found = largest(list(gaps.values()))
+        gap = largest(list(gaps.values()))
         metrics = {
-            "canary_gap": found.mean_size,
-            "canary_gap_median": found.median,
-            "canary_gap_p90": found.p90,
-            "canary_gap_mean": found.mean,
+            "canary_gap": gap.mean_size,
+            "canary_gap_median": gap.median,
+            "canary_gap_p90": gap.p90,
+            "canary_gap_mean": gap.mean,
             "canary_use": verdict.use,
         }
         self._state = replace(self._state, metrics={**self._state.metrics, **metrics})
         return verdict
 
     def _confirm(self, version: int, alarm: NamedVerdict, gaps: Mapping[str, GapStatistics]) -> Measured:
-        """Measure again on new answers: raise if they say the same of the same engine, else take them for the canary.
+        """Measure again on new answers. Raises `WeightError` if the same engine exceeds its limits again.
 
-        An engine that only the new answers speak against is asked once more.
+        Otherwise the new answers become the canary. If only another engine exceeds them, answers are sampled once more.
         """
         assert self._state is not None
         seen = f"over {self._state.canary.num_sampled:,} tokens of the policy's own answers {alarm}"
@@ -292,27 +292,27 @@ class CanaryGuard:
         self._state = replace(self._state, metrics=metrics | {"canary_alarms": metrics["canary_alarms"] + 1})
         self._warn(
             f"canary: after the push of version {version} {alarm.name} seemed to disagree with the trainer: {seen}. New"
-            f" answers do not confirm it ({verdict}), so the run goes on, and they are the canary from now on"
+            f" answers do not confirm it ({verdict}), so the run continues, with them as its canary"
         )
         return measured
 
     def _advice(self) -> str:
         if self._state is None or self._state.first is None:
             return (
-                "Every weight that digests reach is the trainer's, bit for bit, so look at what the engine computes"
-                " from them: its config of the model (positions, epsilon of norms), its attention, its own number type,"
-                " and weights that no digest reaches. Nothing was trained on what it samples. If it is right all the"
-                " same, raise rollout.canary.rounding_factor"
+                "Every weight that has a digest equals the trainer's, bit for bit, so look at what the engine computes"
+                " from them: its config of the model (positions, epsilon of norms), its attention, its dtype,"
+                " and weights that have no digest. Nothing was trained on what it samples. If the engine is right"
+                " nevertheless, raise rollout.canary.rounding_factor"
             )
         return (
-            "Earlier pushes agreed, so look at weights that no digest reaches or that the engine keeps in a form of its"
-            " own. Nothing was trained on what it sampled with them. If it is right all the same, resume with a higher"
-            " rollout.canary.rounding_factor or drift_factor"
+            "Earlier pushes agreed, so look at weights that have no digest or that the engine keeps in a form of its"
+            " own. Nothing was trained on what it sampled with them. If the engine is right nevertheless, resume with a"
+            " higher rollout.canary.rounding_factor or drift_factor"
         )
 
     def _adopt(self, measured: Measured) -> NamedVerdict:
-        """Take answers for the canary, with the limits that belong to them."""
-        self._owed = None
+        """Make these answers the canary, with the limits that belong to them, and return the verdict on their gaps."""
+        self._unscored = None
         first = None if self._state is None else self._state.first
         self._state = CanaryState(
             measured.canary, measured.rounding, measured.basis, first, self._num_sets, self.metrics()
@@ -331,17 +331,17 @@ class CanaryGuard:
         return absolute, limits_from(state.first.gap, factor, DRIFT_FLOORS[settings.dtype], basis, grown)
 
     def _measure(self, version: int) -> Measured:
-        """Sample answers with the current weights, and have everybody score them."""
-        with self._turn("rollout", "rollout"):
+        """Sample answers with the current weights, and have engines, inference ranks and the trainer score them."""
+        with self._lease("rollout", "rollout"):
             canary = self._sample(version)
             answers = _named("engine", self._engines.call(EngineWorker.score_canary, canary))
-        with self._turn("sync", "actor"):
+        with self._lease("sync", "actor"):
             expected = self._actor.call(ActorWorker.score_canary, canary)[0]
             _check_finite(expected, version)
             if self._inference is not None:
                 answers |= _named("inference rank", self._inference.call(InferenceWorker.score_canary, canary))
             rounding, basis = self._rounding(canary, expected)
-        self._num_sets += 1  # Not before: what fails is done again with the same requests.
+        self._num_sets += 1  # Only now: a measurement that fails is done again with the same requests.
         return Measured(canary, _gaps(expected, answers), rounding, basis)
 
     def _sample(self, version: int) -> Canary:
@@ -350,13 +350,13 @@ class CanaryGuard:
         num_tokens, number = 0, self._num_sets
         while num_tokens < settings.num_tokens:
             index = len(requests)
-            # Sets take turns with the two halves of the prompts, and go round where those are too few.
+            # Sets alternate between the two halves of the prompts, and reuse prompts where there are too few.
             prompt = self._prompts[(number * len(self._prompts) // 2 + index) % len(self._prompts)]
             length = _answer_length(prompt, settings)
             num_tokens += length
             name = f"canary/{version}/{number}/{index}"
             seed = hashlib.blake2b(f"{settings.seed}/{name}".encode(), digest_size=8).digest()
-            # Answers go on beyond their end: few and long ones reach far positions, and cost fewer prompts.
+            # Sampling ignores the end token: a few long answers reach far positions, and need fewer prompts.
             sampling = Sampling(length, settings.temperature, ignore_eos=True)
             requests.append(Request(name, prompt, sampling, int.from_bytes(seed, "little") >> 1))
         [answers] = self._engines.on(0).call(EngineWorker.answer, requests)
@@ -369,8 +369,8 @@ class CanaryGuard:
     def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
         """Measure what rounding alone does to log-probs of these tokens; return it, and how it is known.
 
-        The trainer's own rounding, plus that of logits in the engine's type: the trainer computes them in float32, and
-        engines may not.
+        It is the trainer's own rounding, plus that of logits in the engine's dtype: the trainer computes logits in
+        float32, and engines may not.
         """
         if self._settings.dtype == "fp32":
             return NO_ROUNDING, "the smallest gap that can be an error in fp32"
@@ -389,7 +389,7 @@ class CanaryGuard:
         return gap_statistics(gaps), "what rounding alone does, by a float32 forward of the same weights"
 
     def _assumed(self, why: str) -> tuple[GapStatistics, str]:
-        """Stand in for what could not be measured, and say so."""
+        """Warn that rounding could not be measured, and return what is assumed instead."""
         dtype = self._settings.dtype
         self._warn(
             f"canary: no float32 forward of the policy could be made ({why}), so engines are judged by what rounding"
@@ -400,7 +400,7 @@ class CanaryGuard:
 
 @dataclass(frozen=True)
 class NamedVerdict(Verdict):
-    """A verdict, and whom it is about."""
+    """Verdict on one engine or inference rank, with its name."""
 
     name: str
 
@@ -409,14 +409,14 @@ class NamedVerdict(Verdict):
 
 
 def _worst(gaps: Mapping[str, GapStatistics], limits: Sequence[GapLimits]) -> NamedVerdict:
-    verdicts = {name: judge(found, limits) for name, found in gaps.items()}
+    verdicts = {name: judge(gap, limits) for name, gap in gaps.items()}
     name = max(verdicts, key=lambda name: verdicts[name].use)
     worst = verdicts[name]
     return NamedVerdict(worst.statistic, worst.value, worst.limit, worst.basis, name)
 
 
 def _check_finite(expected: Sequence[float], version: int) -> None:
-    """Raise if the trainer itself has no log-probs: no engine can be compared with it."""
+    """Raise if log-probs of the trainer itself are not finite: no engine can be compared with them."""
     num_wrong = sum(not math.isfinite(each) for each in expected)
     if num_wrong:
         raise WeightError(
@@ -437,12 +437,12 @@ def _named(what: str, answers: Sequence[list[float]] | None) -> dict[str, list[f
 
 
 def _answer_length(prompt: Sequence[int], settings: CanarySettings) -> int:
-    """Tokens to sample after a prompt. Of a sequence that fills the engine vLLM cannot score the last token."""
+    """Return how many tokens to sample after a prompt. vLLM cannot score the last token of a full-length sequence."""
     return max(1, min(ANSWER_TOKENS, settings.max_length - 1 - len(prompt)))
 
 
 def _choose_prompts(prompts: Sequence[Prompt], settings: CanarySettings) -> list[tuple[int, ...]]:
-    """The shortest of the first prompts, shortest first: enough for two sets of answers, if there are so many.
+    """Return the shortest of the first prompts, shortest first: enough for two sets of answers, if there are as many.
 
     Prompts that leave no room for an answer are cut.
     """

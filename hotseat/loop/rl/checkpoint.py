@@ -12,8 +12,9 @@ from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.state import RlState
+from hotseat.loop.rl.stream import Stream
 from hotseat.loop.state.checkpoints import Checkpoint
-from hotseat.loop.state.saving import BACKENDS, Parts, critic_folder
+from hotseat.loop.state.saving import BACKENDS, CheckpointSource, critic_folder
 from hotseat.loop.workers.models import ModelWorker
 
 
@@ -27,6 +28,7 @@ class RlCheckpoints:
         state: RlState,
         guard: CanaryGuard,
         ledger: Ledger,
+        stream: Stream,
         phase_settings: PhaseSettings,
     ):
         self._groups = groups
@@ -34,20 +36,22 @@ class RlCheckpoints:
         self._state = state
         self._guard = guard
         self._ledger = ledger
+        self._stream = stream
         self._settings = phase_settings
 
     @property
     def _trained(self) -> dict[str, WorkerGroup[ModelWorker]]:
-        """Return the roles that learn, in the order in which they do."""
+        """Return the roles that learn, in the order of their updates."""
         models = self._groups.models
         return {role: models[role] for role in ("critic", "actor") if role in models}
 
-    def parts(self, evaluation: dict[str, float]) -> Parts:
-        """Return what a checkpoint is made of."""
+    def source(self, evaluation: dict[str, float]) -> CheckpointSource:
+        """Return the calls that write a checkpoint and an export."""
 
         def write(path: Path, method: Callable[[ModelWorker, str], None] = ModelWorker.save) -> None:
-            # The ledger before the ranks, which may go on writing when this returns.
+            # The ledger first: the ranks may still be writing when this returns.
             self._ledger.copy_to(path)
+            self._stream.save(path)
             for role, group in self._trained.items():
                 with self._scheduler.lease("update", role):
                     group.call(method, str(path / BACKENDS[role]))
@@ -61,13 +65,14 @@ class RlCheckpoints:
             if self._settings.config.checkpoint.export_critic:
                 self.export(critic_folder(path), role="critic")
 
-        return Parts(
+        return CheckpointSource(
             num_bytes=lambda: sum(sum(group.call(ModelWorker.saved_bytes)) for group in self._trained.values()),
             write=write,
             snapshot=snapshot,
             export=export,
             state=lambda: {
                 **self._state.save(),
+                "stream": self._stream.state(),
                 "evaluation": evaluation,
                 "canary": self._guard.state(),
                 "num_ranks": self._groups.actor.size,
@@ -78,7 +83,8 @@ class RlCheckpoints:
         """Return to where a checkpoint was made."""
         self._state.restore(checkpoint.state, self._settings.config)
         self._guard.restore(checkpoint.state.get("canary"))
-        self._ledger.go_back(checkpoint.path)
+        self._ledger.restore(checkpoint.path)
+        self._stream.restore(checkpoint.state.get("stream"), checkpoint.path, checkpoint.step)
         for role, group in self._trained.items():
             with self._scheduler.lease("update", role):
                 group.call(ModelWorker.load, str(checkpoint.path / BACKENDS[role]))

@@ -21,6 +21,7 @@ from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
+from hotseat.loop.state.run_dir import LOGS, SPOOL
 from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
@@ -32,7 +33,7 @@ M = TypeVar("M", bound=Movable)
 
 @dataclass(frozen=True)
 class Groups:
-    """The running roles. `seated` are those that the plan gives devices, by name."""
+    """Worker groups of a run. `by_role`: those to which the plan assigns devices, by the name of their role."""
 
     engines: WorkerGroup[EngineWorker]
     actor: WorkerGroup[ActorWorker]
@@ -41,13 +42,13 @@ class Groups:
     reference: WorkerGroup[ModelWorker] | None
     reward: WorkerGroup[RewardWorker] | None
     inference: WorkerGroup[InferenceWorker] | None
-    seated: dict[str, WorkerGroup[Movable]]
-    have_gpus: bool  # the actor trains on them
-    measures_its_device: bool  # an engine that starts takes a share of what it finds free on its device
+    by_role: dict[str, WorkerGroup[Movable]]
+    have_gpus: bool  # the actor trains on GPUs
+    measures_its_device: bool  # a starting engine takes a share of the free memory that it measures on its device
 
     @property
     def models(self) -> dict[str, WorkerGroup[ModelWorker]]:
-        """The roles that hold a model behind a training backend, by name, in the order of their launch."""
+        """Return the roles that hold a model behind a training backend, by name, in the order of their launch."""
         roles: dict[str, WorkerGroup[ModelWorker] | None] = {
             "actor": self.actor,
             "critic": self.critic,
@@ -59,20 +60,26 @@ class Groups:
 
 
 def launch_groups(
-    place: OnCluster, algebra: BatchAlgebra, eos_token_ids: tuple[int, ...], logs: Path, journal: Journal
+    place: OnCluster, algebra: BatchAlgebra, eos_token_ids: tuple[int, ...], run_dir: Path, journal: Journal
 ) -> Groups:
     """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
     assert algebra.schedule_length is not None
-    engine = settings.engine_settings(place.config, eos_token_ids, logs)
+    engine = settings.engine_settings(place.config, eos_token_ids, run_dir / LOGS)
+    host = _host_settings(place.config, run_dir / SPOOL)
     with closing(Readiness(journal.progress)) as readiness:
-        return _launch(place, algebra.schedule_length, engine, journal, readiness)
+        return _launch(place, algebra.schedule_length, engine, host, journal, readiness)
 
 
 def _launch(
-    place: OnCluster, schedule_length: int, engine: EngineSettings, journal: Journal, readiness: Readiness
+    place: OnCluster,
+    schedule_length: int,
+    engine: EngineSettings,
+    host: HostSettings,
+    journal: Journal,
+    readiness: Readiness,
 ) -> Groups:
     config, plan, cluster = place.config, place.plan, place.cluster
-    seated: dict[str, WorkerGroup[Movable]] = {}
+    by_role: dict[str, WorkerGroup[Movable]] = {}
     say_fault = partial(journal.say, kind="fault")
 
     def launch(role: str, cls: type[M], *args: Any) -> WorkerGroup[M]:
@@ -86,13 +93,13 @@ def _launch(
             timeout_s=config.cluster.call_timeout_s,
             wait=False,
         )
-        seated[role] = group
+        by_role[role] = group
         readiness.watch(group, started_s)
         return group
 
     trust = config.trust_remote_code
     engines = launch("rollout", EngineWorker, engine)
-    # vLLM sizes its cache by what it finds on its device: nobody else may come or go there meanwhile.
+    # vLLM sizes its cache by the free memory of its device: no other process may start or end there meanwhile.
     measures_its_device = config.rollout.engine == "vllm" and not are_devices_logical(cluster)
     if measures_its_device:
         start_up(engines, say_fault)
@@ -119,7 +126,7 @@ def _launch(
     hosts = cluster.launch(
         "agents",
         RolloutHost,
-        args=(_host_settings(config),),
+        args=(host,),
         timeout_s=config.cluster.call_timeout_s,
         wait=False,
     )
@@ -127,14 +134,14 @@ def _launch(
     faults.reach("start-up")
     start_up(engines, say_fault)
     start_up(hosts, say_fault)
-    for group in seated.values():
+    for group in by_role.values():
         group.ready()
     hosts.call(RolloutHost.connect, engines)
     have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
-    return Groups(engines, actor, hosts, critic, reference, reward, inference, seated, have_gpus, measures_its_device)
+    return Groups(engines, actor, hosts, critic, reference, reward, inference, by_role, have_gpus, measures_its_device)
 
 
-def _host_settings(config: Config) -> HostSettings:
+def _host_settings(config: Config, spool: Path) -> HostSettings:
     assert config.actor.model is not None
     return HostSettings(
         tokenizer=config.actor.model,
@@ -152,4 +159,5 @@ def _host_settings(config: Config) -> HostSettings:
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
+        spool=str(spool.absolute()) if config.overlap.staleness > 0 else None,
     )

@@ -27,7 +27,7 @@ from hotseat.observe import Journal
 
 @dataclass(frozen=True)
 class RlRun:
-    """Everything that the loop drives: where batches come from, the phases, and what is measured and recorded."""
+    """Objects that the loop drives: the source of batches, the phases, and what measures and records them."""
 
     num_steps: int
     eval_every: int | None
@@ -61,7 +61,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         journal.phase("sync")
         with run.stream.crossing():
             pushed = run.sync.run()
-        metrics = run.metrics.of_step(prepared.batch, updates, pushed) | saver.metrics()
+        metrics = run.metrics.of_step(prepared.batch, updates, pushed) | run.stream.metrics() | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
             evaluation = run.stream.evaluate()
@@ -69,7 +69,7 @@ def train_rl(run: RlRun, journal: Journal, saver: Saver, checkpoint: Checkpoint 
         journal.step(step, metrics)
         run.samples.record(step, prepared.batch, metrics)
         measured = evaluation if run.is_evaluated(step) else {}
-        saver.after_step(step, run.checkpoints.parts(evaluation), measured, journal)
+        saver.after_step(step, run.checkpoints.source(evaluation), measured, journal)
     return evaluation
 
 

@@ -1,11 +1,11 @@
-"""The numbers of a step, from what its phases reported."""
+"""Metrics of a step, computed from the reports of its phases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from hotseat.algorithms.agreement import GapStatistics
-from hotseat.algorithms.spread import quantile
+from hotseat.algorithms.quantiles import quantile
 from hotseat.loop.rl.push import PushReport
 from hotseat.train.backend import UpdateReport
 
@@ -13,14 +13,14 @@ _PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy"
 
 
 def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
-    """Of the actor's optimizer steps; nothing where it made none."""
+    """Return the metrics of the actor's optimizer steps; none where it made none."""
     if not reports:
         return {}
     metrics = {
         "loss": sum(report.loss for report in reports) / len(reports),
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
         "learning_rate": reports[-1].learning_rate,
-        # The means below are over these: samples whose loss has no gradient are left out.
+        # The means below are over these tokens: samples whose loss has no gradient are left out.
         "learned_tokens": float(sum(report.num_sampled for report in reports)),
         "skipped_updates": float(reports[-1].num_skipped),
     }
@@ -32,7 +32,10 @@ def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 
 
 def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
-    """Of the critic's. `value` and `explained_variance` are of the critic before it learned from the rollout."""
+    """Return the metrics of the critic's optimizer steps; none where it made none.
+
+    `value` and `explained_variance` are those of the critic before it learned from the rollout.
+    """
     if not reports:
         return {}
     metrics = {
@@ -54,6 +57,7 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 
 
 def push_metrics(pushed: PushReport) -> dict[str, float]:
+    """Return version, size and times of a push."""
     return {
         "version": float(pushed.version),
         "sync/gb": pushed.num_bytes / 1e9,
@@ -64,13 +68,13 @@ def push_metrics(pushed: PushReport) -> dict[str, float]:
 
 
 def hand_over_metrics(spent: Mapping[str, float]) -> dict[str, float]:
-    """From `DeviceScheduler.spent`."""
+    """Return times and sizes of hand-overs, from what `DeviceScheduler.spent` returned."""
     seconds = {f"time/{name}": spent[f"{name}_s"] for name in ("offload", "onload") if f"{name}_s" in spent}
     return seconds | {f"handover/{name}": spent[name] for name in ("gib", "gib_copied") if name in spent}
 
 
 def mean(reports: Sequence[UpdateReport], name: str) -> float | None:
-    """Per token that was learned from, over all optimizer steps of a rollout; None where it was not measured."""
+    """Return a metric's mean per learned token, over all optimizer steps of a rollout; None if it was not measured."""
     if not reports or any(name not in report.metrics for report in reports):
         return None
     total: float = sum(report.metrics[name] for report in reports)
@@ -78,7 +82,7 @@ def mean(reports: Sequence[UpdateReport], name: str) -> float | None:
 
 
 def engine_gap_statistics(reports: Sequence[UpdateReport]) -> GapStatistics | None:
-    """How far engine and trainer are apart on tokens of the first update, when both have the same weights.
+    """Compare engine and trainer log-probs on tokens of the first update, when both have the same weights.
 
     None where nothing was learned. Median and 90th percentile are right to 15%.
     """
@@ -90,15 +94,15 @@ def engine_gap_statistics(reports: Sequence[UpdateReport]) -> GapStatistics | No
 
 
 def _gap_spread(reports: Sequence[UpdateReport]) -> dict[str, float]:
-    """Statistics of the first update's engine gaps, and the worst of them."""
-    found = engine_gap_statistics(reports)
-    if found is None:
+    """Return statistics of the first update's engine gaps, and the largest gap."""
+    gaps = engine_gap_statistics(reports)
+    if gaps is None:
         return {}
     first = reports[0].metrics
     return {
-        "engine_gap_median": found.median,
-        "engine_gap_p90": found.p90,
-        "engine_gap_mean": found.mean,
+        "engine_gap_median": gaps.median,
+        "engine_gap_p90": gaps.p90,
+        "engine_gap_mean": gaps.mean,
         "engine_gap_p99": quantile(first["engine_gap_counts"], 0.99),
         "engine_gap_max": first["engine_gap_max"],
     }

@@ -1,4 +1,4 @@
-"""Token budgets of micro-batches: tried out before the first step, lowered where memory runs out."""
+"""Token budgets of micro-batches: tried out before the first step, lowered when memory runs out."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class MicroBatches:
             return lowered_until(fits, token_budget(getattr(config, use)) or least, least)
 
     def keep_lowered(self, keep: Callable[[Config], object]) -> None:
-        """Use budgets that ranks lowered because memory ran out for all steps to come, and have them kept."""
+        """Adopt for all later steps the budgets that ranks lowered because memory ran out; `keep` gets the config."""
         before = self._settings.config
         if not uses(before):
             return
         asked = {name: group.start(ModelWorker.lowered) for name, group in self._models.items()}
         for role, calls in asked.items():
             for use, tokens in smallest(calls.result()).items():
-                self._settings.lower_budget(use, tokens, f"{role} ran out of device memory, and did its work again")
+                self._settings.lower_budget(use, tokens, f"{role} ran out of device memory, and repeated its work")
         if self._settings.config is not before:
             keep(self._settings.config)

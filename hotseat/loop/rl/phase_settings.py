@@ -14,7 +14,7 @@ from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 
 
 class PhaseSettings:
-    """The run's config with the token budgets in use, and what workers are sent of it."""
+    """Config of the run with the token budgets in use, and the settings that workers get from it."""
 
     def __init__(self, config: Config, algebra: BatchAlgebra, state: RlState, warn: Callable[[str], object]):
         self.config = config
@@ -39,7 +39,7 @@ class PhaseSettings:
         return settings.reward_settings(self.config)
 
     def lower_budget(self, use: Use, tokens: int, why: str) -> None:
-        """Use at most so many tokens per micro-batch from now on, if that is fewer than before."""
+        """Use at most `tokens` tokens per micro-batch from now on, if that is fewer than before."""
         before = token_budget(getattr(self.config, use))
         if before is None or tokens >= before:
             return

@@ -1,4 +1,4 @@
-"""prepare: reference, critic and actor turn the groups of a step into experience."""
+"""Prepare phase: reference, critic and actor turn the groups of a step into experience."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hotseat.loop.workers.models import ActorWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker
 
-Shares = list[list[Share]]  # of each data-parallel rank: references to its groups, typed as what arrives
+Shares = list[list[Share]]  # for each data-parallel rank, references to its groups, typed as what they arrive as
 
 R = TypeVar("R")
 M = TypeVar("M", bound=ModelWorker)
@@ -69,7 +69,7 @@ class PreparePhase:
         return {group.size // self._num_model_parallel for group in groups if group is not None}
 
     def _shares(self, batch: Collected, num_ranks: int) -> tuple[Shares, int]:
-        """Return a share for each of so many ranks, and the number of optimizer steps, which does not depend on it."""
+        """Return a share for each of `num_ranks` ranks, and the number of optimizer steps, the same for any."""
         sizes = [len(facts.rewards) for facts in batch.groups]
         has_budget = token_budget(self._settings.config.train) is not None
         tokens = [sum(facts.num_tokens) for facts in batch.groups] if has_budget else None
@@ -92,7 +92,7 @@ class PreparePhase:
             *args: P.args,
             **kwargs: P.kwargs,
         ) -> list[R]:
-            """Have a role compute its values of every sample in a lease of its own; nothing without that role."""
+            """Have a role compute its values of every sample in a lease of its own; empty without such a role."""
             if group is None:
                 return []
             with self._meter.lease("prepare", role):

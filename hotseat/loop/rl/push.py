@@ -1,4 +1,4 @@
-"""The sync phase: the actor's weights to every engine, and the proof that they arrived."""
+"""A push: the actor's weights go to every engine, and digests prove that they arrived."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, Tr
 
 @dataclass(frozen=True)
 class PushReport:
-    """Report of a push: its size and times, and what both sides make of the canary afterwards."""
+    """Report of a push: its size and times, and the log-probs of the canary on both sides afterwards."""
 
     version: int
     num_buckets: int
     num_bytes: int
     transfer_s: float  # from the first gathering of weights until every engine has loaded all
     proof_s: float  # digests and canary, on both sides at once
-    undigested: frozenset[str]  # weights of some engine that only the canary guards
+    undigested: frozenset[str]  # weights of some engine that have no digest; only the canary guards them
     expected: list[float] | None  # the trainer's log-probs of the canary; None: there is no canary yet
-    answers: list[list[float]] | None  # those of each engine; None: some engine can answer only in its next turn
+    answers: list[list[float]] | None  # those of each engine; None: some engine can score only in its next lease
 
 
 class SendsWeights(Protocol):
-    """One rank of the actor, as far as a push calls it. All ranks gather weights; the first can send to many."""
+    """Calls that a push makes to a rank of the actor. All ranks gather weights; the first can broadcast."""
 
     def begin_push(self, version: int, receivers: BroadcastGroup | None = None) -> int | None:
         """Gather the first bucket: return its bytes, or None if there is none."""
@@ -46,7 +46,7 @@ class SendsWeights(Protocol):
 
 
 class TakesWeights(Protocol):
-    """An engine or a rank of the inference role, as far as a push calls it."""
+    """Calls that a push makes to an engine or a rank of the inference role."""
 
     def begin_load(self, version: int) -> None:
         """Get ready for the buckets of a version."""
@@ -69,10 +69,10 @@ def push_weights(
 ) -> PushReport:
     """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them.
 
-    `what`: the word for one that takes them, in errors.
+    `what`: what errors call a receiver.
 
-    Both sides work at the same time where they can: on a small model the calls themselves are most of the time. The
-    next bucket is packed while engines take the last; the one after that waits, since its memory is being read.
+    Both sides work at the same time where they can: on a small model the calls themselves take most of the time. The
+    next bucket is packed while engines load the current one; the one after that waits, since its memory is being read.
     """
     started_s = time.monotonic()
     packing = actor.start(SendsWeights.begin_push, version, receivers)
@@ -84,7 +84,7 @@ def push_weights(
         taking = engines.start_scatter(TakesWeights.take_bucket, _hand_out(actor, transports))
         sending = actor.on(0).start(SendsWeights.broadcast) if receivers is not None else None
         packing = actor.start(SendsWeights.pack_next)
-        taking.result()  # First: an engine that dies says so at once, and whoever sends to it only in the end.
+        taking.result()  # First: the death of an engine shows here at once, but in `sending` only after its timeout.
         if sending is not None:
             sending.result()
         packed_bytes = packing.result()[0]
@@ -95,10 +95,10 @@ def push_weights(
     proving = actor.start(SendsWeights.finish_push, canary)
     proofs = engines.call(TakesWeights.finish_load, version, canary)
     sent = proving.result()[0]
-    for rank, found in enumerate(proofs):
-        reached = {name: digest for name, digest in sent.digests.items() if name not in found.undigested}
-        check_digests(version, reached, found.digests, f"{what} {rank}")
-    answers = [found.log_probs for found in proofs if found.log_probs is not None]
+    for rank, proof in enumerate(proofs):
+        reached = {name: digest for name, digest in sent.digests.items() if name not in proof.undigested}
+        check_digests(version, reached, proof.digests, f"{what} {rank}")
+    answers = [proof.log_probs for proof in proofs if proof.log_probs is not None]
     is_complete = len(answers) == len(proofs)
     return PushReport(
         version,
@@ -106,24 +106,24 @@ def push_weights(
         num_bytes,
         transfer_s=transferred_s - started_s,
         proof_s=time.monotonic() - transferred_s,
-        undigested=frozenset().union(*(found.undigested for found in proofs)),
+        undigested=frozenset().union(*(proof.undigested for proof in proofs)),
         expected=sent.log_probs,
         answers=answers if is_complete else None,
     )
 
 
 def _hand_out(actor: WorkerGroup[SendsWeights], transports: TransportPlan) -> list[Bucket]:
-    """The packed bucket for each engine, as its transport takes it. Bytes in host memory stay out of this process."""
-    found: dict[Transport, Bucket] = {}
+    """Return the packed bucket for each engine, by its transport. Bytes in host memory stay out of this process."""
+    buckets: dict[Transport, Bucket] = {}
     if "host" in transports.engines:
         [bucket] = actor.on(0).call_and_keep(SendsWeights.packed, "host")
-        found["host"] = bucket.as_argument()
+        buckets["host"] = bucket.as_argument()
     if "ipc" in transports.engines:
-        found["ipc"] = merge(actor.on(*transports.sources).call(SendsWeights.packed, "ipc"))
+        buckets["ipc"] = merge(actor.on(*transports.sources).call(SendsWeights.packed, "ipc"))
     if "broadcast" in transports.engines:
-        [found["broadcast"]] = actor.on(0).call(SendsWeights.packed, "broadcast")
+        [buckets["broadcast"]] = actor.on(0).call(SendsWeights.packed, "broadcast")
     return [
-        _as_rank(found[transport], rank) if transport == "broadcast" else found[transport]
+        _as_rank(buckets[transport], rank) if transport == "broadcast" else buckets[transport]
         for transport, rank in zip(transports.engines, transports.first_ranks, strict=True)
     ]
 

@@ -1,8 +1,7 @@
-"""Engines and agent hosts that die are replaced, and what they were doing is done again.
+"""Replaces engines and agent hosts that die, and repeats what they were doing.
 
-Neither holds anything that is not elsewhere: an engine's weights are the trainer's, and a sample that is asked for
-again comes out the same. So a run goes on, bit for bit as if nothing had happened, unless they die faster than rollouts
-are made.
+Neither holds state of its own: an engine's weights are the trainer's, and a sample that is requested again comes out
+the same. So a run continues, bit for bit as if nothing had happened, unless processes die faster than rollouts finish.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from hotseat.cluster import WorkerGroup
 from hotseat.errors import ClusterError, RunError, WorkerError
 from hotseat.loop.devices.scheduler import DeviceScheduler
 
-MAX_DEATHS = 5  # between two rollouts that succeed; those that die at the same time count once
-DYING_S = 5.0
+MAX_DEATHS = 5  # between two rollouts that succeed; processes that die at the same time count once
+DYING_S = 5.0  # longest time between the report of a death and the end of the process
 
 T = TypeVar("T")
 
 
 class Recovery:
-    """Runs what needs engines and hosts, replaces those that die meanwhile, and runs it again.
+    """Runs work that needs engines and hosts; if some die meanwhile, replaces them and runs it again.
 
-    reconnect: tells the hosts of the engines' processes. push: brings the current weights to all engines.
-    measures_its_device: an engine that starts takes a share of what it finds free, so others make way for it.
+    reconnect: connects the hosts to the engines' current processes. push: sends the current weights to all engines.
+    measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
     """
 
     def __init__(
@@ -52,31 +51,31 @@ class Recovery:
         self.num_host_restarts = 0
 
     def start_counting(self) -> None:
-        """A rollout was made: whatever killed some has not killed all."""
+        """Count deaths from 0 again, since a rollout succeeded."""
         self._num_deaths = 0
 
     def during(self, work: Callable[[], T], *, is_push: bool = False) -> T:
-        """The result of `work`, which must be something that can be done again. `is_push`: it brings the weights."""
+        """Return the result of `work`, which must be repeatable. `is_push`: it sends the weights itself."""
         while True:
             try:
                 return work()
             except ClusterError:
-                raise  # nobody can be replaced
+                raise  # without a cluster nothing can be replaced
             except RunError as error:
                 self._replace_dead(error, needs_push=not is_push)
 
     def _find_dead(self, error: RunError) -> tuple[list[int], list[int]]:
-        """Engines and hosts. The news of a death may come before the process is gone."""
-        until = time.monotonic() + (DYING_S if tells_of_death(error) else 0.0)
+        """Return ranks of dead engines and of dead hosts. A death may be reported before the process is gone."""
+        until = time.monotonic() + (DYING_S if reports_death(error) else 0.0)
         while True:
-            found = _dead(self._engines), _dead(self._hosts)
-            if any(found) or time.monotonic() >= until:
-                return found
+            dead = _dead(self._engines), _dead(self._hosts)
+            if any(dead) or time.monotonic() >= until:
+                return dead
             time.sleep(0.05)
 
     def _replace_dead(self, error: RunError, needs_push: bool) -> None:
-        """Until all are alive and have their weights. Raises the error if none has died, or too many have."""
-        owes_push = False
+        """Replace the dead until all are alive and have their weights. Raises if none has died, or too many have."""
+        has_new_engines = False
         while True:
             dead_engines, dead_hosts = self._find_dead(error)
             if not dead_engines and not dead_hosts:
@@ -84,10 +83,10 @@ class Recovery:
             self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
                 raise WorkerError(
-                    f"engines or agent hosts died {self._num_deaths} times and no rollout came to its end in between;"
+                    f"engines or agent hosts died {self._num_deaths} times without a finished rollout in between;"
                     f" the last: {error}"
                 ) from error
-            owes_push = owes_push or bool(dead_engines)
+            has_new_engines = has_new_engines or bool(dead_engines)
             try:
                 for rank in dead_engines:
                     self._say(f"engine {rank} died and is replaced ({_first_line(error)})")
@@ -101,7 +100,7 @@ class Recovery:
                     self.num_host_restarts += 1
                     self._hosts.restart(rank)
                 self._reconnect()
-                if needs_push and owes_push:
+                if needs_push and has_new_engines:
                     self._push()
                 return
             except ClusterError:
@@ -110,8 +109,8 @@ class Recovery:
                 error = another
 
 
-def tells_of_death(error: BaseException | None) -> bool:
-    """Whether somebody, here or in a worker, was told that a process died."""
+def reports_death(error: BaseException | None) -> bool:
+    """Tell whether an error, raised here or in a worker, reports the death of a process."""
     while error is not None:
         if getattr(error, "is_death", False):
             return True
@@ -120,14 +119,14 @@ def tells_of_death(error: BaseException | None) -> bool:
 
 
 def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:
-    """Wait until a group that holds nothing of value is ready. A process that dies while it starts is started again."""
+    """Wait until a group without state of its own is ready. A process that dies while it starts is started again."""
     start = group.ready
     for _ in range(MAX_DEATHS):
         try:
             start()
             return
         except RunError as error:
-            if not tells_of_death(error):
+            if not reports_death(error):
                 raise
             say(f"{group.name} died while it started, and is started again ({_first_line(error)})")
             start = partial(_restart_dead, group)

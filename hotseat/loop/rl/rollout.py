@@ -1,4 +1,4 @@
-"""rollout: engines sample answers to prompts, and rewards score them."""
+"""Rollout phase: engines sample answers to prompts, and rewards score them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotseat.config import Config
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
-from hotseat.loop.rl.collect import Collected, Collector, Keep, evaluation_metrics
+from hotseat.loop.rl.collect import Collected, Collector, GroupFilter, evaluation_metrics
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
@@ -48,6 +48,11 @@ class Answering:
             [facts] = self._hosts.call(RolloutHost.collect, jobs, sampling)
         if self._reward is None or facts:  # `eval.reward` has scored them
             return facts
+        return self.score()
+
+    def score(self) -> list[GroupFacts]:
+        """Have the reward model score what hosts hold for it; return the groups that are complete then."""
+        assert self._reward is not None
         num_model_parallel = self._settings.config.train.num_model_parallel
         with self._meter.lease("prepare", "reward"):
             num_ranks = self._reward.size // num_model_parallel
@@ -72,7 +77,7 @@ class Answering:
 
 
 class RolloutPhase:
-    """Samples the groups of a step, and those of an evaluation. What is lost with an agent host is sampled again."""
+    """Samples the groups of a step or an evaluation, and samples groups again that were lost with an agent host."""
 
     def __init__(
         self,
@@ -92,9 +97,10 @@ class RolloutPhase:
         self._collector = Collector(answering.answer, groups.hosts, prompts)
         self._evaluator = Collector(answering.answer, groups.hosts, eval_prompts) if eval_prompts else None
         self._has_reward_model = groups.reward is not None
-        self._order_before = state.order.state()  # of the batch that was sampled last
-        self._num_host_restarts = 0  # until then
-        self._step = 0  # for which it was sampled
+        # Of the batch that was sampled last: order of prompts before it, restarts of hosts by its end, and its step.
+        self._order_before = state.order.state()
+        self._num_host_restarts = 0
+        self._step = 0
 
     def run(self, step: int) -> Collected:
         """Sample and score the groups of a step. If that stops the run, record what became of its samples."""
@@ -142,7 +148,7 @@ class RolloutPhase:
         return batch
 
     def _sample(self) -> Collected:
-        # Whatever is sampled again comes out the same: a request's seed is made from its key.
+        # Sampling again gives the same samples: a request's seed is made from its key.
         self._state.order = self._state.order.at(self._order_before)
         config = self._settings.config
         return self._collector.collect(
@@ -150,14 +156,14 @@ class RolloutPhase:
             config.rollout.batch_size,
             config.rollout.samples_per_prompt,
             settings.sampling(config),
-            groups_to_keep(config),
+            group_filter(config),
         )
 
 
-def groups_to_keep(config: Config) -> Keep:
-    """Return which groups a step may learn from."""
+def group_filter(config: Config) -> GroupFilter:
+    """Return the conditions on the groups that a step may learn from."""
     filtering = config.algorithm.filtering
-    return Keep(
+    return GroupFilter(
         min_samples=2 if config.algorithm.estimator in ESTIMATORS_WITH_GROUP else 1,
         low=filtering.low if filtering.enabled else None,
         high=filtering.high if filtering.enabled else None,

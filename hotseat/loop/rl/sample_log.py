@@ -1,28 +1,30 @@
-"""What is recorded of the samples of a step: the fate of each in the ledger, and some of them for people to read."""
+"""Records the samples of a step: the fate of each in the ledger, and some of them in full for people to read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hotseat.config.schema import Log
+from hotseat.config.schema import LogConfig
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.ledger import Ledger
-from hotseat.loop.rl.sample_records import Chosen, choose, failures, gaps, written
+from hotseat.loop.rl.sample_records import ChosenSample, choose, failures, gaps, written
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.workers.models import ActorWorker
 from hotseat.loop.workers.records import SampleRecord
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.observe import Journal
 
-NUM_RECORDED = 200  # steps of which samples are recorded, before that becomes less frequent
+NUM_RECORDED = 200  # steps whose samples are recorded before recording becomes less frequent
 
 
 class SampleLog:
     """Chooses samples before their groups are dropped, and records them when the step is done."""
 
-    def __init__(self, groups: Groups, ledger: Ledger, alarms: Alarms, state: RlState, journal: Journal, log: Log):
+    def __init__(
+        self, groups: Groups, ledger: Ledger, alarms: Alarms, state: RlState, journal: Journal, log: LogConfig
+    ):
         self._hosts = groups.hosts
         self._actor = groups.actor
         self._ledger = ledger
@@ -30,23 +32,23 @@ class SampleLog:
         self._state = state
         self._journal = journal
         self._log = log
-        self._chosen: list[tuple[Chosen, SampleRecord]] = []  # of the step under way
+        self._chosen: list[tuple[ChosenSample, SampleRecord]] = []  # of the step under way
 
     @property
     def ids_in_training(self) -> list[str]:
-        """Return the ids of chosen samples that are learned from: the actor keeps its numbers of each token."""
+        """Return the ids of chosen samples that are learned from: the actor records their tokens."""
         return [str(chosen.key) for chosen, _ in self._chosen if chosen.state == "trained"]
 
     def choose(self, step: int, batch: Collected) -> None:
-        """Choose samples of a batch, and fetch from the hosts what they know of them."""
+        """Choose samples of a batch, and fetch their records from the hosts."""
         self._chosen = []
         if self._is_due(step):
             chosen = choose(batch, step, self._log.samples_per_step)
-            [records] = self._hosts.call(RolloutHost.tell, [each.key for each in chosen])
+            [records] = self._hosts.call(RolloutHost.sample_records, [each.key for each in chosen])
             self._chosen = list(zip(chosen, records, strict=True))
 
     def record(self, step: int, batch: Collected, metrics: Mapping[str, float]) -> None:
-        """Record a step that is done and whose weights were pushed; warn of what is out of the ordinary."""
+        """Record a step that is done and whose weights were pushed; warn of anything unusual."""
         self._ledger.record(step, self._state.version - 1, batch)
         self._alarms.look(step, metrics, batch)
         distributions: dict[str, list[float]] = {
@@ -62,14 +64,14 @@ class SampleLog:
         self._journal.distributions(step, distributions)
 
     def record_unfinished(self, step: int, batch: Collected) -> None:
-        """Record the samples of a step in which the run stops: nothing else would say which failed, and why."""
+        """Record the samples of a step in which the run stops, so that the ledger says which failed, and why."""
         self._ledger.record(step, self._state.version, batch, is_trained=False)
         self._journal.samples(failures(batch, step, self._log.samples_per_step))
 
     def _is_due(self, step: int) -> bool:
         """Tell whether samples of this step are recorded.
 
-        Half as often each time a run has become twice as long, so that the file does not grow as the run does.
+        Recording is half as frequent each time the run has become twice as long: the file grows slower than the run.
         """
         every = self._log.samples_every << (step // (NUM_RECORDED * self._log.samples_every)).bit_length()
         return self._log.samples_per_step > 0 and (step == 1 or step % every == 0)

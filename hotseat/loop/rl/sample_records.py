@@ -1,4 +1,4 @@
-"""Lines of `samples.jsonl`: which samples of a step are recorded, and what is written of each."""
+"""Lines of `samples.jsonl`: chooses the samples of a step to record, and formats them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hotseat.loop.workers.records import NO_GRADIENT, SampleRecord, SegmentRecor
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A sample to be recorded, and what became of it."""
+class ChosenSample:
+    """Sample to be recorded, and its fate."""
 
     key: SampleKey
     state: str  # trained or dropped
     reason: str = ""
 
 
-def choose(collected: Collected, step: int, count: int) -> list[Chosen]:
-    """Up to `count` samples that are learned from and as many that were dropped, from groups all over the step."""
-    kept = [Chosen(key, "trained") for key in _spread_out([*collected.groups], step, count)]
+def choose(collected: Collected, step: int, count: int) -> list[ChosenSample]:
+    """Choose up to `count` samples that are learned from and `count` that were dropped, from all over the step."""
+    kept = [ChosenSample(key, "trained") for key in _spread_out([*collected.groups], step, count)]
     reasons = {facts.key: reason for facts, reason in collected.dropped}
     keys = _spread_out([facts for facts, _ in collected.dropped], step, count)
-    return kept + [Chosen(key, "dropped", reasons[key.epoch, key.prompt]) for key in keys]
+    return kept + [ChosenSample(key, "dropped", reasons[key.epoch, key.prompt]) for key in keys]
 
 
 def _spread_out(groups: Sequence[GroupFacts], step: int, count: int) -> list[SampleKey]:
-    """A sample each of groups at equal distances, another position each time."""
+    """Return a sample each of `count` groups at equal distances; the position in the group changes with the step."""
     groups = [facts for facts in groups if facts.samples]
     picked = [groups[index * len(groups) // count] for index in range(count)] if groups else []
     keys = [
@@ -43,17 +43,19 @@ def _spread_out(groups: Sequence[GroupFacts], step: int, count: int) -> list[Sam
 
 
 def failures(collected: Collected, step: int, count: int) -> list[dict[str, Any]]:
-    """Lines for the first samples that came to nothing."""
+    """Return lines for the first samples that failed."""
     groups = [*collected.groups, *(facts for facts, _ in collected.dropped)]
-    found = [(facts, sample, why) for facts in groups for sample, why in facts.failures]
+    failed_samples = [(facts, sample, why) for facts in groups for sample, why in facts.failures]
     return [
         written_failure(step, SampleKey(facts.epoch, facts.prompt, sample), facts.source, why)
-        for facts, sample, why in found[:count]
+        for facts, sample, why in failed_samples[:count]
     ]
 
 
-def written(step: int, chosen: Chosen, record: SampleRecord, tokens: Sequence[TokenRecord] | None) -> dict[str, Any]:
-    """A line of `samples.jsonl`. `tokens`: a record per segment, of a sample that reached the trainer."""
+def written(
+    step: int, chosen: ChosenSample, record: SampleRecord, tokens: Sequence[TokenRecord] | None
+) -> dict[str, Any]:
+    """Return a line of `samples.jsonl`. `tokens`: a record per segment; None if the trainer did not get the sample."""
     return {
         **_named(step, record.key, record.source, chosen.state, chosen.reason),
         "reward": record.reward,
@@ -70,7 +72,7 @@ def written(step: int, chosen: Chosen, record: SampleRecord, tokens: Sequence[To
 
 
 def written_failure(step: int, key: SampleKey, source: str, reason: str) -> dict[str, Any]:
-    """A line for a sample that came to nothing."""
+    """Return a line for a sample that failed."""
     return {**_named(step, key, source, "failed", reason), "reward": None, "segments": []}
 
 
@@ -99,7 +101,7 @@ def _segment(segment: SegmentRecord, tokens: TokenRecord | None) -> dict[str, An
 
 
 def gaps(samples: Iterable[tuple[SampleRecord, Sequence[TokenRecord] | None]]) -> list[float]:
-    """Between the engine's and the trainer's log-prob, of every sampled token that has both."""
+    """Return |engine log-prob - trainer log-prob| of every sampled token that has both."""
     return [
         abs(engine - trainer)
         for record, tokens in samples

@@ -1,4 +1,4 @@
-"""What the driver of a reinforcement run remembers from step to step, apart from the weights."""
+"""State that the driver of a reinforcement run keeps from step to step, apart from the weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RlState:
         return {"order": self.order.state(), "kl_coefficient": self.kl.coefficient, "version": self.version}
 
     def restore(self, saved: Mapping[str, Any], config: Config) -> None:
-        """Continue from what `save` returned. A KL coefficient that was changed since begins anew."""
+        """Continue from what `save` returned. A KL coefficient that was changed in the config since starts anew."""
         self.order = self.order.at(saved["order"])
         if loads_saved(str(saved["config"])).algorithm.kl.coef == config.algorithm.kl.coef:
             self.kl = replace(self.kl, coefficient=float(saved["kl_coefficient"]))

@@ -15,7 +15,7 @@ from hotseat.loop.setup import settings
 
 
 class StepMetrics:
-    """Asks every object that measured something of a step."""
+    """Collects the metrics of a step from the objects that measured them."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class StepMetrics:
             "time/driver_cpu": measured.pop("time/driver_cpu"),
         }
         metrics["tokens_per_s"] = metrics["sampled_tokens"] / metrics["step_s"]
-        # Of this step's push, or, where engines answer when their cache is back, of the one before.
+        # They are of this step's push, or of the one before where engines score only once their cache is onloaded.
         metrics |= self._guard.metrics()
         gaps = engine_gap_statistics(updates.actor)
         use = None if gaps is None or not self._are_gaps_comparable() else self._guard.use(gaps)
@@ -57,7 +57,12 @@ class StepMetrics:
         return metrics | measured
 
     def _are_gaps_comparable(self) -> bool:
-        """Tell whether gaps of a step compare with the canary's: of the whole distribution, and without dropout."""
+        """Tell whether gaps of a step compare with the canary's.
+
+        They have to be of the weights that are trained, of the whole distribution, and without dropout.
+        """
         config = self._settings.config
+        if config.overlap.staleness > 0 or settings.is_filtered(config):
+            return False
         drops = config.train.lora.rank > 0 and config.train.lora.dropout > 0
-        return not settings.is_filtered(config) and (not drops or self._settings.policy.needs_old_log_probs)
+        return not drops or self._settings.policy.needs_old_log_probs

@@ -1,4 +1,4 @@
-"""sync: the actor's weights go to every engine, and both sides prove that they hold the same."""
+"""Sync phase: the actor's weights go to every engine, and both sides prove that they hold the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hotseat.weights import LOOPBACK, TIMEOUT_S, BroadcastGroup, TransportPlan
 
 @dataclass(frozen=True)
 class Routes:
-    """How weights travel from the actor to engines, and to the ranks of the inference role if there are any."""
+    """Transports of weights from the actor to engines, and to the ranks of the inference role if there are any."""
 
     to_engines: TransportPlan
     to_inference: TransportPlan | None
@@ -28,7 +28,7 @@ class Routes:
     timeout_s: float
 
     def receivers(self, transport: TransportPlan, generation: int) -> BroadcastGroup | None:
-        """Return who receives a broadcast. `generation`: receivers that were replaced must be met anew."""
+        """Return the group that receives a broadcast. `generation`: replaced receivers have to connect anew."""
         return transport.broadcast_group(generation, self.sender_host, min(TIMEOUT_S, self.timeout_s))
 
 
@@ -87,11 +87,13 @@ class SyncPhase:
                 to_inference = push_weights(
                     groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
                 )
-        self._scheduler.given_weights("rollout")
+        self._scheduler.mark_weights_loaded("rollout")
         self._guard.check(pushed, to_inference)
         unseen = sorted(pushed.undigested)
         if unseen and version == 0:
-            self._say(f"no digest reaches {len(unseen)} weights of the engines, as {unseen[0]}: the canary does")
+            self._say(
+                f"{len(unseen)} weights of the engines have no digest, such as {unseen[0]}: only the canary checks them"
+            )
         return pushed
 
 

@@ -1,4 +1,4 @@
-"""update: the critic learns from the returns, then the actor from the advantages."""
+"""Update phase: the critic learns from the returns, then the actor from the advantages."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is read and checked before a run starts."""
+"""Inputs and settings of a run, read and checked before it starts."""

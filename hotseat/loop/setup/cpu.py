@@ -1,4 +1,4 @@
-"""What the CPU of this machine can do, and what to say about a config that asks it for something else."""
+"""Warns of a dtype that the CPU of this machine computes slowly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def has_bf16_units(cpuinfo: str) -> bool | None:
 
 
 def slow_dtype(config: Config, cpuinfo: str | None = None) -> str | None:
-    """Word the warning about bf16 on a CPU without units for it; None if there is nothing to warn about."""
+    """Return a warning about bf16 on a CPU without units for it; None if there is nothing to warn of."""
     if config.train.dtype != "bf16":
         return None
     if cpuinfo is None:

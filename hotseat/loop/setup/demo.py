@@ -111,7 +111,7 @@ def make_model(path: Path, seed: int, *, num_layers: int = 2, width: int = 192) 
             num_key_value_heads=4,
             max_position_embeddings=32,
             tie_word_embeddings=True,
-            initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones wake up late
+            initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones learn late with it
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

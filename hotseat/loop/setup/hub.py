@@ -1,4 +1,4 @@
-"""Models and data sets on the hub: whether they can be had, before a library spends a minute on trying."""
+"""Checks that models and data sets can be fetched from the hub, before a library tries for a minute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDPOINT = "https://huggingface.co"
 OFFLINE = "HF_HUB_OFFLINE"
 _CONNECT_TIMEOUT_S = 4.0
 _ON = ("1", "ON", "YES", "TRUE")
-# Variables that keep each kind from being fetched.
+# Environment variables that prevent fetching, by what would be fetched.
 _SWITCHES = {
     "models": (OFFLINE, "TRANSFORMERS_OFFLINE"),
     "data": (OFFLINE, "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"),
@@ -27,7 +27,7 @@ _UNREACHABLE = "this machine is offline"
 
 @dataclass(frozen=True)
 class HubProblem:
-    """A model or data set that cannot be had, and why."""
+    """Model or data set that cannot be fetched, and why."""
 
     name: str
     text: str
@@ -36,9 +36,9 @@ class HubProblem:
 def hub_problem(
     models: Sequence[str], data_sets: Sequence[str] = (), timeout_s: float = _CONNECT_TIMEOUT_S
 ) -> HubProblem | None:
-    """Find a hub name that is neither on this machine nor can be fetched.
+    """Find a hub name that is neither cached on this machine nor can be fetched.
 
-    If the hub cannot be reached and everything is here already, this process and those that it starts use what is here.
+    If the hub cannot be reached and everything is cached, this process and those that it starts work offline.
     """
     why_models = _why_not_fetched(_SWITCHES["models"], timeout_s) if models else None
     why_data = _why_not_fetched(_SWITCHES["data"], timeout_s) if data_sets else None
@@ -63,7 +63,7 @@ def hub_problem(
 
 
 def _why_not_fetched(switches: Sequence[str], timeout_s: float) -> str | None:
-    """Say why nothing is fetched from the hub: a variable that is set, or a hub that cannot be reached. None: it is."""
+    """Return why nothing is fetched from the hub: a variable is set, or the hub cannot be reached. None: it is."""
     for name in switches:
         if os.environ.get(name, "").upper() in _ON:
             return f"{name} is set, so it is not fetched"
@@ -107,7 +107,7 @@ def is_data_set_cached(name: str, env: Mapping[str, str]) -> bool:
     """Tell whether the caches of the hub hold something of a data set."""
     if any((cache_folder(env) / f"datasets--{name.replace('/', '--')}" / "snapshots").glob("*")):
         return True
-    folder = data_set_cache(env)  # where names are in snake case, which is not worth telling apart
+    folder = data_set_cache(env)  # its names are in snake case, so only letters and digits are compared
     entries = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return _letters(name) in {_letters(entry) for entry in entries}
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hotseat.config import Config
 from hotseat.config.maths import prompt_limit, prompt_max_length
 from hotseat.config.roles import has_critic, has_reference, has_reward_model
-from hotseat.config.schema import Data
+from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import length_problem
@@ -18,7 +18,7 @@ from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.types import Prompt
 
-Made = TypeVar("Made")  # of rows, with a report
+Made = TypeVar("Made")  # prompts, examples or pairs, with a report
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -32,7 +32,7 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def check_models(config: Config) -> None:
-    """Whether each model can do what is asked of it, as far as its config tells."""
+    """Raise if a model cannot do what the run needs, as far as its config shows."""
     assert config.actor.model is not None
     is_value = config.task == "rm"
     aux_loss = config.algorithm.aux_loss_coef
@@ -55,19 +55,19 @@ def _check_model(
     from hotseat.train.models import check_fit, check_length, check_stored_head, check_value_head
 
     try:
-        found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-        check_fit(found, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
-        check_length(found, config.data.max_length)
-        if (problem := length_problem(config, key, model, found.to_dict())) is not None:
+        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
+        check_length(model_config, config.data.max_length)
+        if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
             raise UserError(f"data.max_length: {problem}")
         if key == "actor.model" and config.task == "rl":
-            _check_engine(config, found)
+            _check_engine(config, model_config)
         if config.train.liger_kernel:
-            check_liger(found)
+            check_liger(model_config)
         if is_value:
-            check_value_head(found)
+            check_value_head(model_config)
         if is_value and not is_trained:
-            check_stored_head(Path(model), found, config.reward.value_head_prefix)
+            check_stored_head(Path(model), model_config, config.reward.value_head_prefix)
         lora = config.train.lora
         if lora.rank > 0 and is_trained:
             check_targets(model, lora.target_modules, "value" if is_value else "policy", config.trust_remote_code)
@@ -78,7 +78,7 @@ def _check_model(
 
 
 def _check_engine(config: Config, model_config: Any) -> None:
-    """Refuse a model of this config that the engine cannot run."""
+    """Raise if the engine cannot run a model of this config."""
     if config.rollout.engine == "transformers":
         from hotseat.rollout.transformers_engine import check_config
 
@@ -92,25 +92,25 @@ def _check_engine(config: Config, model_config: Any) -> None:
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's, and what the model's generation config adds."""
+    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
     from transformers import GenerationConfig
 
-    found = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    token_ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     assert config.actor.model is not None
     try:
         more = GenerationConfig.from_pretrained(config.actor.model).eos_token_id
     except OSError:  # a model need not have one
         more = None
-    found |= set(more) if isinstance(more, list) else {more} if more is not None else set()
-    if not found:
+    token_ids |= set(more) if isinstance(more, list) else {more} if more is not None else set()
+    if not token_ids:
         raise UserError(
             f"actor.model {config.actor.model!r}: its tokenizer has no end-of-sequence token; set eos_token"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(token_ids))
 
 
 def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
-    """(prompts to learn from, prompts to evaluate on, what to tell the user)."""
+    """Return (prompts to learn from, prompts to evaluate on, notes for the user)."""
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report), *_lost(config, report, evaluation)]
     if evaluation is None:
@@ -120,20 +120,20 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
 
 @dataclass(frozen=True)
 class SupervisedData:
-    """What a supervised run teaches, and from what."""
+    """Objective and data of a supervised run."""
 
     objective: Objective[Any]
     items: list[Any]
     held_out: list[Any]
-    notes: list[str]  # to tell the user
+    notes: list[str]  # for the user
 
 
 def supervised(config: Config, tokenizer: Any) -> SupervisedData:
-    """Objective and data of the task."""
-    return _preference(config, tokenizer) if config.task == "rm" else _imitation(config, tokenizer)
+    """Read the data of a supervised task, and make its objective."""
+    return _reward_model_data(config, tokenizer) if config.task == "rm" else _sft_data(config, tokenizer)
 
 
-def _imitation(config: Config, tokenizer: Any) -> SupervisedData:
+def _sft_data(config: Config, tokenizer: Any) -> SupervisedData:
     (examples, report), evaluation = _read(config, lambda rows: _examples(config, tokenizer, rows))
     notes = [
         f"{report.num_examples:,} examples, {report.num_learned_tokens:,} tokens to learn"
@@ -143,7 +143,7 @@ def _imitation(config: Config, tokenizer: Any) -> SupervisedData:
     return SupervisedData(SftObjective(), examples, [] if evaluation is None else evaluation[0], notes)
 
 
-def _preference(config: Config, tokenizer: Any) -> SupervisedData:
+def _reward_model_data(config: Config, tokenizer: Any) -> SupervisedData:
     (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
     lost = _lost(config, report, evaluation)
     section = config.algorithm.reward_modelling
@@ -152,42 +152,42 @@ def _preference(config: Config, tokenizer: Any) -> SupervisedData:
             "algorithm.reward_modelling.margin is true, but no row of data.path has a number other than 0 under"
             " 'margin': add that column, or leave the option unset"
         )
-    pad_token_id, notes = _filling(tokenizer)
+    pad_token_id, notes = _pad_token(tokenizer)
     objective = RewardModelObjective(section.loss, section.margin, pad_token_id)
     if evaluation is None:
         without = "no pairs are held out (eval.path): the model's mean and std are of pairs it learned from"
-        return SupervisedData(objective, pairs, [], [_told("pairs", report), *lost, without, *notes])
-    told = [_told("pairs", report), _told("held-out pairs", evaluation[1]), *lost]
-    return SupervisedData(objective, pairs, evaluation[0], told + notes)
+        return SupervisedData(objective, pairs, [], [_described_pairs("pairs", report), *lost, without, *notes])
+    counts = [_described_pairs("pairs", report), _described_pairs("held-out pairs", evaluation[1]), *lost]
+    return SupervisedData(objective, pairs, evaluation[0], counts + notes)
 
 
-def _filling(tokenizer: Any) -> tuple[int, list[str]]:
-    """The token that stands for filling when transformers scores a batch, and what to tell about it.
+def _pad_token(tokenizer: Any) -> tuple[int, list[str]]:
+    """Return the pad token with which transformers scores batches of the exported model, and notes for the user.
 
-    transformers reads a reward at the last token that is not filling. That is the end of the sequence if filling is any
-    token but that. A tokenizer that has no such pad token gets one of its special tokens.
+    transformers reads a reward at the last token that is not padding. That is the end of the sequence if the pad token
+    differs from the end token. A tokenizer without such a pad token gets one of its other special tokens.
     """
     end = tokenizer.eos_token_id
     if tokenizer.pad_token_id not in (None, end):
         return tokenizer.pad_token_id, []
     special = (index for index, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special)
     candidates = (tokenizer.unk_token_id, tokenizer.bos_token_id, *special)
-    found = next((index for index in candidates if index not in (None, end)), None)
+    pad_token_id = next((index for index in candidates if index not in (None, end)), None)
     problem = "has no pad token, without which transformers scores no batches"
     if tokenizer.pad_token_id is not None:
         problem = "has its end token as pad token, so that transformers would read rewards a token early"
-    if found is None:
-        # An ordinary token would be cut differently out of texts if the tokenizer held it for a special one.
-        found = 0 if end != 0 else 1
-        how = f"fill batches with token id {found}, which the exported config.json names"
+    if pad_token_id is None:
+        # Not set in the tokenizer: as a special token, an ordinary one would be split from texts differently.
+        pad_token_id = 0 if end != 0 else 1
+        how = f"pad batches with token id {pad_token_id}, which the exported config.json names"
     else:
-        tokenizer.pad_token_id = found
+        tokenizer.pad_token_id = pad_token_id
         how = f"{tokenizer.pad_token!r} is exported as such"
-    return found, [f"the tokenizer {problem}: {how}"]
+    return pad_token_id, [f"the tokenizer {problem}: {how}"]
 
 
 def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made | None]:
-    """What is made of the rows to learn from, and of those to evaluate on."""
+    """Read the rows to learn from and those to evaluate on, and return what `make` makes of each."""
     data, evaluation = config.data, config.eval
     assert data.path is not None
     learned = load_rows(data.path, split=data.split, probs=data.probs, seed=config.seed, max_samples=data.max_samples)
@@ -202,7 +202,7 @@ def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made
 
 
 def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
-    """Warn of rows that are too long, of the data to learn from and to evaluate on; too many are refused."""
+    """Return warnings about rows that are too long, to learn from and to evaluate on. Raises if too many are."""
     limit = f"data.max_length {config.data.max_length}"
     fix = "raise data.max_length"
     if config.task == "rl":
@@ -217,7 +217,7 @@ def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
                 limit=limit,
                 fix=fix,
                 max_fraction=config.data.max_lost_fraction,
-                warn_above=Data().max_lost_fraction,
+                warn_above=DataConfig().max_lost_fraction,
             )
     return notes
 
@@ -269,7 +269,7 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     )
 
 
-def _told(what: str, report: PairReport) -> str:
+def _described_pairs(what: str, report: PairReport) -> str:
     return (
         f"{report.num_pairs:,} {what} ({report.num_truncated:,} truncated, {report.num_dropped_no_answer:,} dropped"
         f" without an answer, {report.num_dropped_identical:,} dropped with the same answer twice)"

@@ -1,4 +1,4 @@
-"""Refuses at once what cannot start: with the config and a look at files, without torch, transformers or Ray."""
+"""Refuses runs that cannot start, by their config and files alone, without torch, transformers or Ray."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hotseat.loop.setup.hub import hub_problem
 from hotseat.loop.setup.user_files import agent_problem, reward_problem
 from hotseat.loop.state.run_dir import check_name
 
-# Files that are rows by their name, whether they are there or not.
+# Endings of data files: a path with one of them is no name on the hub.
 _ROW_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
-# What `datasets` reads with code of its own, as in json@FOLDER.
-MODEL_FOLDER = "model"  # where a run leaves its model
+MODEL_FOLDER = "model"  # folder of a run with its exported model
+# Formats that `datasets` reads by itself, as in json@FOLDER.
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
 
 
 def obstacles(config: Config) -> list[tuple[str, str]]:
-    """List (key, message) of what stands in the way of a run and can be seen in the config and in files."""
+    """List (key, message) of everything that would stop a run and can be seen in the config and in files."""
     return [
         *missing(config),
         *_user_files(config),
@@ -38,7 +38,7 @@ def obstacles(config: Config) -> list[tuple[str, str]]:
 
 
 def refuse_at_once(config: Config) -> None:
-    """Raise one error with everything that stands in the way and can be seen in the config and in files."""
+    """Raise one error with everything that would stop a run and can be seen in the config and in files."""
     absent = obstacles(config)
     text = ""
     if absent:
@@ -63,21 +63,21 @@ def refuse_at_once(config: Config) -> None:
 
 
 def _user_files(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, message) of Python files that are named and are not there, or cannot be what they are named for."""
+    """Yield (key, message) of reward and agent files that are missing, or do not define what they should."""
     if config.task != "rl":
         return
-    for key, given, find_problem in (
+    for key, path, find_problem in (
         ("reward.function", config.reward.function, reward_problem),
         ("eval.reward", config.eval.reward, reward_problem),
         ("agent.path", config.agent.path, agent_problem),
     ):
-        found = re.fullmatch(r"(.+\.py)(?::(\w+))?", given or "")
-        if found is None:
+        match = re.fullmatch(r"(.+\.py)(?::(\w+))?", path or "")
+        if match is None:
             continue
-        file = Path(found[1]).expanduser()
+        file = Path(match[1]).expanduser()
         if not file.is_file():
-            yield key, f"there is no file {found[1]}{near(file)}"
-        elif (problem := find_problem(file, found[2])) is not None:
+            yield key, f"there is no file {match[1]}{near(file)}"
+        elif (problem := find_problem(file, match[2])) is not None:
             yield key, problem
 
 
@@ -85,7 +85,7 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _models(config: Config) -> list[tuple[str, str]]:
-    """(key, folder or hub name) of every model that the run loads."""
+    """List (key, folder or hub name) of every model that the run loads."""
     named = [
         ("actor.model", config.actor.model, True),
         ("critic.model", config.critic.model, has_critic(config)),
@@ -119,8 +119,8 @@ def _missing_models(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
-    for key, given in (("data.path", config.data.path), ("eval.path", config.eval.path)):
-        for part in (given or "").split(","):
+    for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+        for part in (joined or "").split(","):
             part = part.strip()
             path = Path(part).expanduser()
             if not part or path.exists() or "@" in part:
@@ -130,7 +130,7 @@ def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, name) of data sets that are neither files nor folders here, so that they would come from the hub."""
+    """Yield (key, name) of data sets that are neither files nor folders here, and so come from the hub."""
     for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
         for part in (joined or "").split(","):
             name = part.strip()
@@ -138,13 +138,13 @@ def _hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
                 name, _, folder = name.rpartition("@")  # NAME@FOLDER is a folder in it
                 name = name.strip() or folder.strip()
                 if "/" not in name and name != folder and Path(folder.strip()).expanduser().is_dir():
-                    continue  # the name of what reads the folder, as in json@FOLDER
+                    continue  # the format of the folder, as in json@FOLDER
             if name and name not in _BUILDERS and not Path(name).expanduser().exists():
                 yield key, name
 
 
 def _missing_columns(config: Config) -> Iterator[tuple[str, str]]:
-    """Columns that the config names and the first row does not have, of data in a single file of JSON lines."""
+    """Yield (key, message) of columns that the first row of a file of JSON lines lacks."""
     path = Path(config.data.path or "").expanduser()
     row = first_row(path) if path.suffix == ".jsonl" and path.is_file() else None
     if row is None:
@@ -170,7 +170,7 @@ def num_rows_of(config: Config) -> int | None:
 
 
 def first_row(path: Path) -> dict[str, Any] | None:
-    """Return the first row of a file of JSON lines; None if it is no such row, which is said when all are read."""
+    """Return the first row of a file of JSON lines; None if it is no row, for which reading the data raises later."""
     try:
         with path.open(encoding="utf-8") as file:
             row = json.loads(file.readline())
@@ -180,9 +180,9 @@ def first_row(path: Path) -> dict[str, Any] | None:
 
 
 def near(path: Path, holding: str | None = None) -> str:
-    """Word what is there instead of a path that is not: the entry with the most similar name, or the missing parent.
+    """Return a hint for a path that does not exist: the entry with the most similar name, or the missing parent.
 
-    holding: a file that folders must have to be named.
+    holding: a file that a folder must have to be suggested.
     """
     parent = path.parent
     if not parent.is_dir():
@@ -202,14 +202,14 @@ def near(path: Path, holding: str | None = None) -> str:
 
 
 def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
-    """Sequences longer than a model has positions, of models whose config.json is here."""
+    """Yield (key, message) if sequences may be longer than a local model has positions."""
     for key, name in _models(config):
         if key == "reward.model" and config.reward.retokenize:
             continue  # texts may be shorter in its own tokens
         try:
             shape = json.loads((Path(name) / "config.json").read_text())
         except (OSError, ValueError):
-            continue  # which is said when the model is read
+            continue  # reading the model raises later
         message = length_problem(config, key, name, shape if isinstance(shape, dict) else {})
         if message is not None:
             yield "data.max_length", message
@@ -217,7 +217,7 @@ def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any]) -> str | None:
-    """Word what is wrong with data.max_length for a model with this config.json; None if it fits."""
+    """Describe what is wrong with data.max_length for a model with this config.json; None if it fits."""
     positions = num_positions(shape)
     length = config.data.max_length
     if positions is None or length <= positions:
@@ -233,7 +233,7 @@ def num_positions(shape: Mapping[str, Any]) -> int | None:
     positions = values.get("max_position_embeddings", values.get("n_positions"))
     if not isinstance(positions, int) or positions < 1:
         return None
-    # Scaled angles reach further than what some checkpoints write; engines, which know each kind, are stricter.
+    # Scaled rotary angles reach further than some checkpoints state; engines, which know each kind, are stricter.
     scaling = values.get("rope_parameters") or values.get("rope_scaling")
     factor = scaling.get("factor") if isinstance(scaling, dict) else None
     return int(positions * factor) if isinstance(factor, int | float) and factor > 1 else positions

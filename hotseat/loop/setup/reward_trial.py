@@ -1,8 +1,8 @@
 """Calls the user's reward function once before a run starts, so that a broken one is refused before a model loads.
 
-The call is made as for the first row, with the label in the place of every answer. That need not be like anything that
-a model would write, and the prompt has no chat template around it: a function that raises, or that gives no reward,
-may be right to do so, and the run starts with a warning. What no answer can cause is refused.
+The call is made as for the first row, with the label as every answer. A model may never write such an answer, and the
+prompt has no chat template around it: a function that raises, or that gives no reward, may be right to do so, and the
+run starts with a warning. A problem that no answer can cause is refused.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hotseat.loop.setup.refusals import first_row
 from hotseat.loop.setup.user_files import line_of_function
 from hotseat.rewards.trial import Trial, try_reward
 
-# Outcomes for which a run is refused, by whether the call was made for a row of the data. A made-up row may be unlike
-# all that the function can answer.
+# Outcomes for which a run is refused, by whether the call was made for a row of the data. The function may be unable to
+# score a made-up row.
 _REFUSED = {True: ("broken", "not here", "unusable"), False: ("broken", "not here")}
 _MAX_SHOWN = 200  # characters of a prompt, or of what was returned
 
 
 @dataclass(frozen=True)
-class StandIn:
-    """What a reward function is called with. source: the file whose first row it is; None if it is made up."""
+class TrialRow:
+    """Row to call a reward function with. source: the file whose first row it is; None if it is made up."""
 
     prompt: str
     label: str | None
@@ -38,9 +38,9 @@ class StandIn:
 
 
 def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
-    """Try the reward functions of a config, and return what to tell the user; raise `UserError` for a broken one.
+    """Try the reward functions of a config, and return notes for the user. Raises `UserError` for a broken one.
 
-    show: is called with what is going on.
+    show: is called with a line on what happens now.
     """
     limit_s = config.reward.trial_timeout_s
     if config.task != "rl" or limit_s == 0:
@@ -50,7 +50,7 @@ def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
     max_gib = config.reward.max_memory_gib
     for key, path, data, num_samples in _reward_files(config):
         show(f"calling {path} once, to see that it works")
-        row = stand_in(config, data)
+        row = trial_row(config, data)
         trial = try_reward(
             path,
             [row.prompt + row.answer] * num_samples,
@@ -81,8 +81,8 @@ def try_rewards(config: Config, show: Callable[[str], object]) -> list[str]:
     return notes
 
 
-def stand_in(config: Config, path: str | None) -> StandIn:
-    """Make what to call the reward function with: from the first row of a file of JSON lines, or made up."""
+def trial_row(config: Config, path: str | None) -> TrialRow:
+    """Make the row to call a reward function with: the first of a file of JSON lines, or a made-up one."""
     data = config.data
     file = Path(path or "").expanduser()
     row = first_row(file) if file.suffix == ".jsonl" and file.is_file() else None
@@ -90,18 +90,18 @@ def stand_in(config: Config, path: str | None) -> StandIn:
     is_unlabelled = row is not None and data.label_key is not None and row.get(data.label_key) is None
     if row is None or prompt is None or is_unlabelled:
         label = None if data.label_key is None else "2"
-        return StandIn("1 + 1 = ", label, "2", None)
+        return TrialRow("1 + 1 = ", label, "2", None)
     if data.input_template is not None and not data.apply_chat_template:
         prompt = data.input_template.replace("{}", prompt)
     label = None
     if data.label_key is not None:
         value = row.get(data.label_key)
         label = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return StandIn(prompt, label, "an answer" if label is None else label, path)
+    return TrialRow(prompt, label, "an answer" if label is None else label, path)
 
 
 def _reward_files(config: Config) -> Iterator[tuple[str, str, str | None, int]]:
-    """(key, file, data, samples per prompt) of every reward function that is a file of the user's."""
+    """Yield (key, file, data, samples per prompt) of every reward function that is a file of the user's."""
     evaluation = config.eval
     for key, path, data, num_samples in (
         ("reward.function", config.reward.function, config.data.path, config.rollout.samples_per_prompt),
@@ -112,7 +112,7 @@ def _reward_files(config: Config) -> Iterator[tuple[str, str, str | None, int]]:
 
 
 def _text(value: Any) -> str | None:
-    """The text of a prompt, which is a string or a list of messages; None if it is neither."""
+    """Return the text of a prompt, which is a string or a list of messages; None if it is neither."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and isinstance(value[-1], dict):
@@ -121,8 +121,8 @@ def _text(value: Any) -> str | None:
     return None
 
 
-def _described(path: str, trial: Trial, row: StandIn, num_samples: int) -> str:
-    """Word where the function is, what it did, what it was called with and what it returned."""
+def _described(path: str, trial: Trial, row: TrialRow, num_samples: int) -> str:
+    """Describe where the function is, what went wrong, its arguments and its result."""
     file, _, name = path.partition(".py:")
     file = f"{file}.py" if name else file
     name = name or "reward_func"

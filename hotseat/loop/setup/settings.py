@@ -1,4 +1,4 @@
-"""From the config to what each worker is told. Workers never see the config."""
+"""Makes the settings of each worker from the config. Workers never see the config."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.maths import aggregation, kl_estimator, max_new_tokens, max_sampled_tokens
+from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import has_inference
-from hotseat.config.schema import Optimizer, Rollout, Train
+from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.loop.planning.plan import VLLM_SLOTS
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.workers.cutting import BatchSettings
@@ -41,7 +41,7 @@ def eval_sampling(config: Config) -> Sampling:
 
 
 def train_options(config: Config, schedule_length: int, *, is_trained: bool = True) -> TrainOptions:
-    """For the actor; a model that is only scored has no optimizer."""
+    """Return the backend options of the actor, or of a model that is not trained and has no optimizer."""
     train = config.train
     return TrainOptions(
         precision=_precision(config, is_trained),
@@ -107,11 +107,11 @@ def reward_options(config: Config) -> TrainOptions:
     )
 
 
-def _adamw(optimizer: Optimizer) -> AdamW:
+def _adamw(optimizer: OptimizerConfig) -> AdamW:
     return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
 
 
-def _schedule(optimizer: Optimizer, num_steps: int) -> Schedule:
+def _schedule(optimizer: OptimizerConfig, num_steps: int) -> Schedule:
     return Schedule(
         kind=optimizer.schedule,
         peak=optimizer.learning_rate,
@@ -125,7 +125,7 @@ def _precision(config: Config, is_trained: bool) -> Precision:
     dtype = dtype_of(config)
     if dtype != "bf16":
         return dtype
-    # Nothing is added to weights that are not trained: what they are computed with is all they need.
+    # Weights that are not trained need no fp32 copy: nothing is added to them.
     return "bf16_master" if config.train.fp32_master and is_trained else "bf16"
 
 
@@ -134,7 +134,7 @@ def engine_dtype(config: Config) -> str:
 
 
 def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) -> EngineSettings:
-    """`logs`: the folder for what engines write."""
+    """Return the settings of the rollout engines. `logs`: the folder for their logs."""
     assert config.actor.model is not None
     rollout = config.rollout
     vllm = VllmSettings(
@@ -153,17 +153,19 @@ def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) 
         num_threads=config.cluster.threads_per_process,
         trust_remote_code=config.trust_remote_code,
         fp32_head=rollout.fp32_head,
+        keeps_cache=config.overlap.in_flight == "keep",
         vllm=vllm if rollout.engine == "vllm" else None,
     )
 
 
 def episodes_per_engine(config: Config) -> int:
-    """In flight, so that an engine is full: while one half is sampled, agents and rewards are busy with the other."""
+    """Return how many episodes keep an engine full: one half is sampled while agents and rewards handle the other."""
     return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
 
 
 def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
     algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
+    kind = correction_kind(config)
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
     return PolicySettings(
         objective=PolicyObjective(
@@ -171,13 +173,13 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
-            correction=None if correction.kind == "none" or correction.kind == "rollout-ratio" else correction.kind,
+            correction=None if kind == "none" or kind == "rollout-ratio" else kind,
             correction_low=correction.low,
             correction_high=correction.high,
             kl_estimator=kl_estimator(config),
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
-            ratio_to="rollout" if correction.kind == "rollout-ratio" else "old",
+            ratio_to="rollout" if kind == "rollout-ratio" else "old",
         ),
         advantages=AdvantageSettings(
             estimator=algorithm.estimator,
@@ -227,7 +229,7 @@ def train_batches(config: Config) -> BatchSettings:
     return _batches(config, config.train)
 
 
-def _batches(config: Config, section: Train | Rollout) -> BatchSettings:
+def _batches(config: Config, section: TrainConfig | RolloutConfig) -> BatchSettings:
     max_tokens = tokens_per_micro_batch(config, token_budget(section))
     size = None if section.micro_batch_size == "auto" else section.micro_batch_size
     return BatchSettings(
@@ -240,9 +242,11 @@ def _batches(config: Config, section: Train | Rollout) -> BatchSettings:
 
 
 def weight_transports(config: Config, plan: Plan, is_cuda: bool, role: str = "rollout") -> TransportPlan:
-    """How weights reach each engine, or each process of another role that gets them."""
+    """Return how weights travel to each engine, or to each process of another role that receives them."""
     actor = [process.devices for process in plan.role("actor").processes]
-    takers = [process.devices for process in plan.role(role).processes]
+    receivers = [process.devices for process in plan.role(role).processes]
     if config.cluster.runtime == "local" and is_cuda:
-        takers = [actor[0]] * len(takers)  # One process has one device, whatever the plan calls it.
-    return choose_transports(actor, takers, is_cuda, config.rollout.weight_transport)
+        receivers = [actor[0]] * len(
+            receivers
+        )  # In one process all roles have the same device, whatever the plan says.
+    return choose_transports(actor, receivers, is_cuda, config.rollout.weight_transport)

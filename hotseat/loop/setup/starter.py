@@ -1,7 +1,7 @@
-"""A small task for a first run: rows of data in every form that tasks take, and a tiny model to train on them.
+"""A small task for a first run: rows of data in the format of every task, and a tiny model to train on them.
 
-A question asks for a digit as a word. The model knows how to answer, but was mostly shown the word of the next digit:
-every kind of training has something to mend, and a few dozen steps mend it.
+A question asks for a digit as a word. The model knows how to answer, but was mostly trained on the word of the next
+digit: every kind of training has an error to correct, which takes a few dozen steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a digit."""
+    """Question about a digit."""
 
     text: str
     digit: int
@@ -43,19 +43,19 @@ class Question:
 
 
 def questions() -> tuple[list[Question], list[Question]]:
-    """Questions to learn from, and others to evaluate on: always the same ones."""
+    """Return questions to learn from, and others to evaluate on: always the same ones."""
     every = [Question(text.format(digit), digit) for text in QUESTIONS for digit in range(len(WORDS))]
     random.Random(SEED).shuffle(every)
     return every[NUM_HELD_OUT:], every[:NUM_HELD_OUT]
 
 
 def prompts(asked: Sequence[Question]) -> str:
-    """Rows for a policy and a reward function, which gets the label."""
+    """Return rows for reinforcement learning: questions, with the answer as label for the reward function."""
     return _lines({"input": question.text, "label": question.answer} for question in asked)
 
 
 def chats(asked: Sequence[Question]) -> str:
-    """Rows for supervised training: conversations that end with the answer."""
+    """Return rows for supervised fine-tuning: conversations that end with the answer."""
     turns = (
         [{"role": "user", "content": question.text}, {"role": "assistant", "content": question.answer}]
         for question in asked
@@ -64,7 +64,7 @@ def chats(asked: Sequence[Question]) -> str:
 
 
 def pairs(asked: Sequence[Question]) -> str:
-    """Rows for a reward model: the right answer beside a wrong one."""
+    """Return rows for reward modelling: the right answer and a wrong one."""
     rng = random.Random(SEED)
     rows = []
     for question in asked:
@@ -87,9 +87,9 @@ SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>
 VOCABULARY_SIZE = 384  # room for all bytes, the special tokens and the words above
 WIDTH = 64
 MAX_LENGTH = 1024
-NUM_LESSONS = 120  # optimizer steps
-LESSON_SIZE = 32
-RIGHT = 0.2  # share of answers shown to the model that are right; the others are the next digit's
+NUM_STEPS = 120  # optimizer steps
+BATCH_SIZE = 32
+RIGHT = 0.2  # share of answers in its training that are right; the others are the next digit's
 
 
 def make_model(path: Path) -> None:
@@ -110,7 +110,7 @@ def make_model(path: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
-        initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones wake up late
+        initializer_range=0.06,  # the usual 0.02 is for wide models: narrow ones learn late with it
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -121,16 +121,16 @@ def make_model(path: Path) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             model = LlamaForCausalLM(config)
-            _teach(model, tokenizer)
+            _train(model, tokenizer)
     finally:
         torch.set_num_threads(num_threads)
-    make_tokenizer().save_pretrained(path)  # as new: the other one has been told to pad
+    make_tokenizer().save_pretrained(path)  # a new one: the other was set to pad
     with without_deepspeeds_greeting():
         model.save_pretrained(path)
 
 
 def make_tokenizer() -> Any:
-    """Bytes, and the words of the task as tokens of their own: it can write any text."""
+    """Make a tokenizer of bytes that can write any text, and has tokens for the words of the task."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -144,22 +144,22 @@ def make_tokenizer() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*QUESTIONS, *WORDS] * 2, trainer)  # twice: what occurs once is no word to it
+    tokenizer.train_from_iterator([*QUESTIONS, *WORDS] * 2, trainer)  # twice: a word that occurs once gets no token
     end, pad = SPECIAL_TOKENS[:2]
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=pad)
     made.chat_template = CHAT_TEMPLATE
     return made
 
 
-def _teach(model: Any, tokenizer: Any) -> None:
-    """Show the model conversations in which most answers are the next digit's."""
+def _train(model: Any, tokenizer: Any) -> None:
+    """Train the model on conversations in which most answers are the next digit's."""
     import torch
 
     rng = random.Random(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(NUM_LESSONS):
+    for _ in range(NUM_STEPS):
         texts = []
-        for _ in range(LESSON_SIZE):
+        for _ in range(BATCH_SIZE):
             digit = rng.randrange(len(WORDS))
             said = digit if rng.random() < RIGHT else (digit + 1) % len(WORDS)
             asked = {"role": "user", "content": rng.choice(QUESTIONS).format(digit)}

@@ -1,7 +1,7 @@
 """Looks into users' Python files without running them: syntax, and the names that a reward or an agent must have.
 
 A file may make a name in ways that its text does not show (`from x import *`, `exec`, `globals()`). Such a file is not
-refused here: the process that loads it tells.
+refused here, but by the process that loads it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _AGENT_FORMS = (
 
 @dataclass
 class Names:
-    """The names that a module binds at its top level.
+    """Names that a module binds at its top level.
 
-    functions: those defined there, with their lines. can_be_class: some name is bound to a class, or to what a call
-    returns. is_certain: the module's text shows all of its names.
+    functions: those defined there, with their lines. can_be_class: some name is bound to a class, or to the result of a
+    call. is_certain: the module's text shows all of its names.
     """
 
     bound: set[str] = field(default_factory=set)
@@ -33,16 +33,16 @@ class Names:
 
 
 def reward_problem(file: Path, function: str | None = None) -> str | None:
-    """Word why a file cannot be a reward function; None if it can, as far as its text shows."""
+    """Return why a file cannot be a reward function; None if it can, as far as its text shows."""
     names = _names_in(file)
     if isinstance(names, str):
         return names
-    wanted = function or "reward_func"
-    if not names.is_certain or wanted in names.bound:
+    function_name = function or "reward_func"
+    if not names.is_certain or function_name in names.bound:
         return None
     there = ", ".join(f"{name} (line {line})" for name, line in names.functions.items() if not name.startswith("_"))
     return (
-        f"{file} has no {wanted}(queries, prompts, labels); its functions are: {there or 'none'}. Rename one of"
+        f"{file} has no {function_name}(queries, prompts, labels); its functions are: {there or 'none'}. Rename one of"
         f" them, or say which to use: {file}:NAME"
     )
 
@@ -54,7 +54,7 @@ def line_of_function(file: Path, function: str) -> int | None:
 
 
 def agent_problem(file: Path, name: str | None = None) -> str | None:
-    """Word why a file cannot be an agent; None if it can, as far as its text shows."""
+    """Return why a file cannot be an agent; None if it can, as far as its text shows."""
     names = _names_in(file)
     if isinstance(names, str):
         return names
@@ -68,10 +68,10 @@ def agent_problem(file: Path, name: str | None = None) -> str | None:
 
 
 def _names_in(file: Path) -> Names | str:
-    """The names of a file, or why it is not Python."""
+    """Return the names of a file, or why it is not Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python says them when the file is loaded
+            warnings.simplefilter("ignore")  # Python prints them when the file is loaded
             tree = ast.parse(file.read_bytes(), str(file))
     except SyntaxError as error:
         return f"{file}:{error.lineno or 1}: not Python: {error.msg}"
@@ -84,7 +84,7 @@ def _names_in(file: Path) -> Names | str:
 
 
 def _collect(node: ast.AST, names: Names) -> None:
-    """Add what a statement binds at the top level, also inside `if`, `try` and `with`; functions have their own."""
+    """Add the names that a statement binds at the top level, also inside `if`, `try` and `with`, not in functions."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         names.bound.add(node.name)
         if isinstance(node, ast.ClassDef):
@@ -108,7 +108,7 @@ def _collect(node: ast.AST, names: Names) -> None:
 
 
 def _note_dynamic(node: ast.AST, names: Names) -> None:
-    """Note what can bind a name of the module without writing it there."""
+    """Record global names, and ways to bind names that the text does not show."""
     if isinstance(node, ast.Global):
         names.bound |= set(node.names)
     if isinstance(node, ast.Name) and node.id in _MAKES_NAMES:

@@ -1,4 +1,4 @@
-"""Which checkpoints the models beside the policy come from, and whether they fit it. No model is loaded for that."""
+"""Checks the models beside the policy (critic, reference, reward model) by their configs, without loading them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _NUM_NAMED = 3  # tokens in an error message
 
 
 def critic_model(config: Config) -> str:
-    """Its own checkpoint, the reward model's, or the actor's."""
-    found = config.critic.model or config.reward.model or config.actor.model
-    assert found is not None
-    return found
+    """Return the critic's checkpoint: its own, else the reward model's, else the actor's."""
+    model = config.critic.model or config.reward.model or config.actor.model
+    assert model is not None
+    return model
 
 
 def critic_aux_loss(config: Config) -> float:
-    """The coefficient of the loss that balances its experts: the actor's, if it has any."""
+    """Return the coefficient of the critic's balancing loss: the actor's if the critic has experts, else 0."""
     if not config.algorithm.aux_loss_coef:
         return 0.0
     from transformers import AutoConfig
 
     from hotseat.train.experts import has_experts
 
-    found = AutoConfig.from_pretrained(critic_model(config), trust_remote_code=config.trust_remote_code)
-    return config.algorithm.aux_loss_coef if has_experts(found) else 0.0
+    model_config = AutoConfig.from_pretrained(critic_model(config), trust_remote_code=config.trust_remote_code)
+    return config.algorithm.aux_loss_coef if has_experts(model_config) else 0.0
 
 
 def check_readers(config: Config, tokenizer: Any) -> None:
-    """Raise unless critic, reward model and reference can read what the policy writes. `tokenizer`: the actor's."""
+    """Raise unless critic, reward model and reference can read the policy's tokens. `tokenizer`: the actor's."""
     if has_reward_model(config):
         reward_scale(config)
         _check_reward_model(config, tokenizer)
@@ -43,14 +43,14 @@ def check_readers(config: Config, tokenizer: Any) -> None:
 
 
 def reward_scale(config: Config) -> tuple[float, float] | None:
-    """Mean and deviation of the reward model's scores, from its config.json; None: they are not asked for."""
+    """Return mean and deviation of the reward model's scores from its config.json; None if they are not needed."""
     from transformers import AutoConfig
 
     if not config.reward.normalize:
         return None
     model = config.reward.model
-    found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-    mean, std = getattr(found, "mean", None), getattr(found, "std", None)
+    model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    mean, std = getattr(model_config, "mean", None), getattr(model_config, "std", None)
     if isinstance(mean, int | float) and isinstance(std, int | float) and std > 0:
         return float(mean), float(std)
     raise UserError(
@@ -111,7 +111,7 @@ def _tokenizer(config: Config, key: str, model: str) -> Any:
 
 
 def _difference(ours: Any, theirs: Any) -> str | None:
-    """What is different between two vocabularies, in words; None: every token has the same number."""
+    """Describe how two vocabularies differ; None if every token has the same id."""
     mine: Mapping[str, int] = ours.get_vocab()
     other: Mapping[str, int] = theirs.get_vocab()
     if mine == other:

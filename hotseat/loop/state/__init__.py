@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and what watches over its processes."""
+"""Files of a run: its directory and checkpoints; and the watchdog of its processes."""

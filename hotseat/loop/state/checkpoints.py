@@ -1,13 +1,13 @@
-"""Checkpoints on disk: one exists or it does not.
+"""Checkpoints on disk: each is complete or does not exist.
 
     checkpoints/
-      .writing-step-000020/   being written; of no value, and removed by the next run
+      .writing-step-000020/   being written; unusable, and removed by the next run
       step-000010/            complete: made by one rename after every byte was written and hashed
         manifest.json         size and hash of every file; checked before any of them is opened
         state.json            facts of the loop: step, order of prompts, KL coefficient, config
-        actor/                what the backend saved; that of a critic in critic_state/
+        actor/                state of the actor's backend; a critic's is in critic_state/
 
-The newest complete one is current. Older ones go after a newer one is there, never before.
+The newest complete one is current. Older ones are deleted only when a newer one is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 1
 _COMPLETE = re.compile(r"step-(\d{6,})")
 _WRITING, _DELETING = ".writing-", ".deleting-"
 _CHUNK = 1 << 20
-# Beside the tensors a checkpoint holds small files, and a file system wants room for itself.
+# For the small files beside the tensors, and for the file system itself.
 _SPARE_BYTES = 16 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _INTACT = "earlier checkpoints are intact"
@@ -43,7 +43,7 @@ _MAKE_ROOM = "Make room, or set checkpoint.path to another disk"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one whose manifest was checked."""
+    """Complete checkpoint whose manifest was checked."""
 
     path: Path
     step: int
@@ -51,10 +51,10 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
+    """Checkpoints of one run.
 
-    keep_last: how many stay; the best by `metric` stays beside them. max_bytes: of all of them together, the newest
-    excepted.
+    keep_last: how many are kept, besides the best by `best_metric`. max_bytes: size of all of them, above which older
+    ones are deleted; the newest and the best stay.
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 3, max_bytes: int | None = None):
@@ -65,7 +65,7 @@ class CheckpointStore:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the directory and see that it can be written, before there is anything to lose."""
+        """Make the directory and check that it can be written, before there is anything to lose."""
         with self._writable(UserError):
             self.directory.mkdir(parents=True, exist_ok=True)
             trial = self.directory / f"{_WRITING}nothing"
@@ -73,7 +73,7 @@ class CheckpointStore:
             trial.rmdir()
 
     def begin(self, step: int, num_bytes: int) -> Path:
-        """An empty directory to write step `step` into. Raises if `num_bytes` more would not fit on the disk."""
+        """Make an empty directory to write step `step` into. Raises if the disk has no room for `num_bytes`."""
         path = self._writing(step)
         with self._writable(CheckpointError):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -89,17 +89,17 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int, num_bytes: int) -> Iterator[Path]:
-        """`begin`, and what fails until the end of the block explained: others may fill the disk meanwhile."""
+        """Call `begin`, and explain write errors until the end of the block: others may fill the disk meanwhile."""
         path = self.begin(step, num_bytes)
         with self.explained(step):
             yield path
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is once it is complete."""
+        """Return the path of the checkpoint of a step once it is complete."""
         return self.directory / _name(step)
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        """Make what was written since `begin` the current checkpoint, then let go of old ones."""
+        """Make what was written since `begin` the current checkpoint, then delete old ones."""
         writing = self._writing(step)
         target = self.path(step)
         if target.exists():
@@ -115,7 +115,7 @@ class CheckpointStore:
             writing.rename(target)
             faults.reach("save.after")
             _sync(self.directory)
-        self._let_go(target)
+        self._delete_old(target)
         return target
 
     def _writing(self, step: int) -> Path:
@@ -132,11 +132,11 @@ class CheckpointStore:
 
     @contextmanager
     def explained(self, step: int) -> Iterator[None]:
-        """A write that failed for want of room says so, whoever it was that wrote; its remains make room again."""
+        """Raise `CheckpointError` for a failed write in any process; if the disk was full, remove what was written."""
         try:
             yield
         except BaseException as error:
-            # A process of a group, or torch, whose own error is no `Exception`, tells of it in words only.
+            # Errors of other processes, and torch's, which are no `Exception`, have the cause only in their text.
             is_full = any(os.strerror(number) in str(error) for number in _FULL)
             if not (is_full or isinstance(error, OSError)):
                 raise
@@ -155,7 +155,7 @@ class CheckpointStore:
             ) from error
 
     def clean(self) -> list[str]:
-        """Remove what earlier runs left unfinished; their names."""
+        """Remove unfinished checkpoints of earlier runs; return their names."""
         if not self.directory.is_dir():
             return []
         unfinished = [path for path in self.directory.iterdir() if path.name.startswith((_WRITING, _DELETING))]
@@ -166,14 +166,14 @@ class CheckpointStore:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Of the complete ones, oldest first."""
+        """Return the steps of complete checkpoints, oldest first."""
         if not self.directory.is_dir():
             return []
-        found = (_COMPLETE.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_COMPLETE.fullmatch(path.name) for path in self.directory.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> Checkpoint | None:
-        """The current one, every byte of it checked; None if there is none. A damaged one is an error."""
+        """Return the newest checkpoint, every byte of it checked; None if there is none. Raises if it is damaged."""
         steps = self.steps()
         if not steps:
             return None
@@ -197,7 +197,7 @@ class CheckpointStore:
             raise broken(MANIFEST, f"has format {manifest.get('format')}, this version reads {FORMAT}")
         if manifest.get("step") != step:
             raise broken(MANIFEST, f"is of step {manifest.get('step')}")
-        present = {str(found.relative_to(path)) for found in _files(path)} - {MANIFEST}
+        present = {str(file.relative_to(path)) for file in _files(path)} - {MANIFEST}
         for name in sorted(present - set(files)):
             raise broken(name, "is not in the manifest")
         for name, expected in files.items():
@@ -206,10 +206,10 @@ class CheckpointStore:
                 raise broken(name, "is missing")
             if not isinstance(expected, dict) or not {"bytes", "hash"} <= expected.keys():
                 raise broken(MANIFEST, f"does not say what {name} holds")
-            found = _facts(file)
-            if found["bytes"] != expected["bytes"]:
-                raise broken(name, f"has {found['bytes']} bytes, {expected['bytes']} were written")
-            if found["hash"] != expected["hash"]:
+            actual = _facts(file)
+            if actual["bytes"] != expected["bytes"]:
+                raise broken(name, f"has {actual['bytes']} bytes, {expected['bytes']} were written")
+            if actual["hash"] != expected["hash"]:
                 raise broken(name, "has other contents than were written")
         if STATE not in files:
             raise broken(STATE, "is missing")
@@ -217,7 +217,7 @@ class CheckpointStore:
 
     # --- what stays -----------------------------------------------------------------------------------------------
 
-    def _let_go(self, newest: Path) -> None:
+    def _delete_old(self, newest: Path) -> None:
         paths = [self.directory / _name(step) for step in self.steps()]
         best = max((path for path in paths if _metric(path) is not None), key=_metric, default=None)
         keep = {*paths[-self._keep_last :], newest} | ({best} if best is not None else set())
@@ -228,14 +228,14 @@ class CheckpointStore:
                     keep.discard(path)
         for path in paths:
             if path not in keep:
-                # Renamed first: a checkpoint that is half deleted must not look like one.
+                # Renamed first: a half-deleted checkpoint must not look complete.
                 doomed = path.with_name(f"{_DELETING}{path.name}")
                 path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _metric(path: Path) -> Any:
-    """The value of the metric that says which is best; None if it was not measured, or is no number to compare."""
+    """Return the metric by which the best checkpoint is chosen; None if it was not measured or is not finite."""
     value = json.loads((path / STATE).read_text()).get("best_metric")
     return value if value is not None and math.isfinite(value) else None
 

@@ -1,4 +1,4 @@
-"""The run's own directory: resolved config, plan, metrics, exported model."""
+"""Run directories: resolved config, plan, metrics, exported model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 CONFIG = "config.yaml"
 LEDGER = "ledger.jsonl"
 LOGS = "logs"  # of vLLM, a file per engine
-CHANGES = "changes.jsonl"  # settings that were others before the run was resumed
-LOCK = ".lock"  # held by the process whose run it is
+CHANGES = "changes.jsonl"  # settings that were changed when the run was resumed
+SPOOL = "spool"  # finished groups that wait for training, where rollout runs ahead; the same in checkpoints
+LOCK = ".lock"  # held by the process of the run
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
 
 def make_run_dir(config: Config) -> Path:
-    """Make `run_dir/name`. One that holds a run already is refused, unless that run is to go on or made no step."""
+    """Make `run_dir/name`. Raises if it holds a run already, unless that is to be resumed or made no step."""
     path = _named(config) if config.name is not None else _numbered(config)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -41,14 +42,14 @@ def named_run(config: Config) -> Config:
 
 
 def write_config(path: Path, config: Config) -> None:
-    """The config as it was checked. Whether and how a run goes on is no part of it."""
+    """Write the config as it was checked, without the options that resume a run."""
     how = {"resume": False, "allow_changes": []}
     kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=how)})
     (path / CONFIG).write_text(to_saved(kept))
 
 
 def check_name(config: Config) -> None:
-    """Raise if the run's name is no name for a directory, or is taken."""
+    """Raise if the run's name cannot name a directory, or is taken."""
     if config.name is not None:
         _named(config)
 
@@ -80,7 +81,7 @@ def _named(config: Config) -> Path:
     if owner is not None:
         raise in_use(path, owner)
     if path.exists() and any(path.iterdir()) and not config.checkpoint.resume and not _made_no_step(path):
-        resume = f"go on with it (`hotseat resume {path}`), " if _has_checkpoint(path, config) else ""
+        resume = f"resume it (`hotseat resume {path}`), " if _has_checkpoint(path, config) else ""
         raise UserError(f"{path} holds a run already: {resume}choose another name (name=...), or remove it")
     return path
 
@@ -104,13 +105,13 @@ def _numbered(config: Config) -> Path:
 
 
 def forget_records(path: Path) -> None:
-    """What an earlier run wrote here that never came to a checkpoint: this one starts anew."""
+    """Remove the records of an earlier run that ended before its first checkpoint."""
     for name in (*RECORDS, LEDGER, HANGS, CHANGES):
         (path / name).unlink(missing_ok=True)
 
 
 def record_changes(path: Path, last_step: int, changes: Sequence[Change]) -> None:
-    """Record what is another from the step after `last_step` on; what was recorded of later steps never was."""
+    """Record settings that change after `last_step`, and remove changes recorded of later steps."""
     file = path / CHANGES
     if not changes and not file.exists():
         return
@@ -129,7 +130,7 @@ def record_changes(path: Path, last_step: int, changes: Sequence[Change]) -> Non
 
 
 def kept_config(path: Path) -> Config | None:
-    """The config that a run keeps in its directory, with what it has changed itself; None where there is none."""
+    """Return the config in a run directory, with the changes that the run made itself; None if there is none."""
     file = path / CONFIG
     return loads_saved(file.read_text()) if file.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Looks after the processes of a run: their calls go to the timeline, silence is noticed, a hang is explained."""
+"""Watches the processes of a run: draws their calls into the timeline, ends silent ones, and explains hangs."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from hotseat.observe import Journal
 
 
 @contextmanager
-def looked_after(
+def watch_processes(
     cluster: Cluster, journal: Journal, run_dir: Path, silence_s: float, pinged: Sequence[str] = ()
 ) -> Iterator[None]:
-    """While the groups of a run work. `pinged`: those that answer while they are busy, and are asked to."""
+    """Watch the processes of a run while its groups work. `pinged`: groups that answer pings while they work."""
 
     def draw(group: str, rank: int, method: str, started_s: float, ended_s: float) -> None:
         if method == BackendWorker.is_written.__name__:
-            return  # asked again and again beside the rank's work, over which it would be drawn
+            return  # called often while the rank works, and would be drawn over that work
         journal.timeline.span(group, f"{group} {rank}", method, started_s, ended_s)
 
-    def found_silent(group: WorkerGroup[Any], rank: int, why: str) -> None:
+    def on_silence(group: WorkerGroup[Any], rank: int, why: str) -> None:
         pid = group.known_pids()[rank]
         waits = f"{group.name} rank {rank} (pid {pid}) is ended: {why}"
-        found = examine(cluster.groups.values(), waits=waits)
-        _keep(run_dir, found)
+        diagnosis = examine(cluster.groups.values(), waits=waits)
+        _keep(run_dir, diagnosis)
         journal.say(f"{waits} (stacks: {run_dir / HANGS})", kind="fault")
 
     cluster.on_call = draw
     watch = None
     if cluster.runtime == "ray":
-        watch = Watch(cluster.groups, pinged=pinged, limit_s=silence_s, on_silence=found_silent)
+        watch = Watch(cluster.groups, pinged=pinged, limit_s=silence_s, on_silence=on_silence)
     try:
         yield
     except RunError as error:
         if cluster.runtime == "ray" and is_hang(error):
-            found = examine(cluster.groups.values(), error)
-            _keep(run_dir, found)
-            journal.say(found.summary(), kind="fault")
-            raise DeadlineError(f"culprit: {found.culprit}; {error}\n(stacks: {run_dir / HANGS})") from error
+            diagnosis = examine(cluster.groups.values(), error)
+            _keep(run_dir, diagnosis)
+            journal.say(diagnosis.summary(), kind="fault")
+            raise DeadlineError(f"culprit: {diagnosis.culprit}; {error}\n(stacks: {run_dir / HANGS})") from error
         raise
     finally:
         if watch is not None:
@@ -53,7 +53,7 @@ def looked_after(
 
 
 def doing_in(cluster: Cluster) -> list[str]:
-    """Describe what each process of this machine does that is still starting, a line each."""
+    """Describe what each process that is still starting on this machine does, a line each."""
     directory = os.environ.get(activity.DIRECTORY, "")
     lines = []
     for group in list(cluster.groups.values()):
@@ -64,6 +64,6 @@ def doing_in(cluster: Cluster) -> list[str]:
     return lines
 
 
-def _keep(run_dir: Path, found: Diagnosis) -> None:
+def _keep(run_dir: Path, diagnosis: Diagnosis) -> None:
     with (run_dir / HANGS).open("a", encoding="utf-8") as file:
-        file.write(found.text() + "\n")
+        file.write(diagnosis.text() + "\n")

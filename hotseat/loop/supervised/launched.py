@@ -1,4 +1,4 @@
-"""A supervised run of ranks that a launcher started: no cluster, no driver; the first rank writes and prints."""
+"""Supervised run of ranks that a launcher started: no cluster, no driver; the first rank writes and prints."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hotseat.loop.planning.budgets import Use, smaller_budget_kept, uses, with_b
 from hotseat.loop.planning.plan import with_budgets
 from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
-from hotseat.loop.state.saving import BACKEND, Parts, Saver
-from hotseat.loop.supervised.ensemble import Ensemble, LedSaver
+from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
+from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
 from hotseat.loop.supervised.worker import SupervisedWorker
 from hotseat.observe import LiveView, Silence
@@ -29,11 +29,11 @@ AGAIN = "start it again with checkpoint.resume=true"
 
 
 class LaunchedRanks:
-    """This rank and the others, each in a process of its own."""
+    """Ranks that train, each in a process of its own; every rank makes the same calls."""
 
-    def __init__(self, worker: SupervisedWorker, ensemble: Ensemble[SupervisedWorker], num_ranks: int):
+    def __init__(self, worker: SupervisedWorker, led_ranks: LedRanks[SupervisedWorker], num_ranks: int):
         self._worker = worker
-        self._ensemble = ensemble
+        self._led = led_ranks
         self._num_ranks = num_ranks
 
     def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
@@ -44,13 +44,13 @@ class LaunchedRanks:
         """Return the metrics of the held-out examples."""
         return self._worker.evaluate()
 
-    def parts(self, evaluation: dict[str, float]) -> Parts:
-        """Return what a checkpoint is made of; the first rank calls the others."""
-        worker, ensemble = self._worker, self._ensemble
-        return Parts(
-            num_bytes=lambda: sum(ensemble.call(SupervisedWorker.saved_bytes)),
-            write=lambda path: ensemble.call(SupervisedWorker.save, str(path / BACKEND)),
-            export=lambda path: ensemble.call(SupervisedWorker.export, str(path)),
+    def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
+        """Return the calls that write a checkpoint; the first rank calls the others."""
+        worker, led_ranks = self._worker, self._led
+        return CheckpointSource(
+            num_bytes=lambda: sum(led_ranks.call(SupervisedWorker.saved_bytes)),
+            write=lambda path: led_ranks.call(SupervisedWorker.save, str(path / BACKEND)),
+            export=lambda path: led_ranks.call(SupervisedWorker.export, str(path)),
             state=lambda: {**worker.state(), "evaluation": evaluation, "num_ranks": self._num_ranks},
         )
 
@@ -59,36 +59,36 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
     """Run a supervised config to its end, as one rank of several."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     inputs = supervised_inputs(config, num_ranks)
-    config = with_dtype(config, has_gpu())  # which is refused, by its key, if a checkpoint was written in another
+    config = with_dtype(config, has_gpu())  # a checkpoint with another dtype is refused, by this key
     view.stage(f"loading {Path(config.actor.model or '').name} in {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}")
     worker = SupervisedWorker(
         *worker_arguments(config, inputs.algebra, inputs.data),
         rank=rank // config.train.num_model_parallel,
         num_ranks=inputs.algebra.num_ranks,
     )
-    ensemble = Ensemble(worker, rank)
+    led_ranks = LedRanks(worker, rank)
     try:
         with ExitStack() as stack:
 
             def begin() -> OpenRun:
                 run = stack.enter_context(open_run(config, inputs, columns(inputs.data), view, AGAIN))
                 if run.checkpoint is not None and run.evaluation is None:
-                    ensemble.call(
+                    led_ranks.call(
                         SupervisedWorker.resume, str(run.checkpoint.path / BACKEND), dict(run.checkpoint.state)
                     )
                 return run
 
-            run = _open_together(config, ensemble, begin, stack)
+            run = _open_on_first(config, led_ranks, begin, stack)
             if run.evaluation is not None:
                 return run.evaluation
-            led = LedSaver(run.saver, ensemble)
-            budget = _budget(run, num_ranks, worker, led)
-            # A rank that runs out of memory ends alone, so whichever it is writes the budget for all.
+            saver = LedSaver(run.saver, led_ranks)
+            budget = _budget(run, num_ranks, worker, saver)
+            # A rank that runs out of memory ends alone, so that rank writes the budget for all.
             with smaller_budget_kept(lambda: budget.config, lambda smaller: write_config(run.run_dir, smaller)):
                 num_steps, eval_every = inputs.algebra.num_steps or 0, config.eval.every
-                ranks = LaunchedRanks(worker, ensemble, num_ranks)
+                ranks = LaunchedRanks(worker, led_ranks, num_ranks)
                 supervised = SupervisedRun(num_steps, eval_every, inputs.data, ranks, budget)
-                evaluation = train_supervised(supervised, run.journal, led, run.checkpoint)
+                evaluation = train_supervised(supervised, run.journal, saver, run.checkpoint)
             export_models(
                 run, lambda path, *how: worker.export(str(path), *how), inputs.tokenizer if rank == 0 else None
             )
@@ -97,10 +97,10 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
         worker.close()
 
 
-def _open_together(
-    config: Config, ensemble: Ensemble[SupervisedWorker], begin: Callable[[], OpenRun], stack: ExitStack
+def _open_on_first(
+    config: Config, led_ranks: LedRanks[SupervisedWorker], begin: Callable[[], OpenRun], stack: ExitStack
 ) -> OpenRun:
-    """Open the run in the first rank, and give the others what they may know of it."""
+    """Open the run on the first rank, and send the others its config, directory, checkpoint and evaluation."""
     opened: list[OpenRun] = []
     own_saver = Saver(config, Path(config.run_dir))
 
@@ -109,9 +109,9 @@ def _open_together(
         run = opened[0]
         return run.config, run.run_dir, run.checkpoint, run.evaluation
 
-    if not ensemble.is_first:
+    if not led_ranks.is_first:
         stack.enter_context(stoppable()).append(own_saver)
-    facts = ensemble.led(first)
+    facts = led_ranks.led(first)
     if opened:
         return opened[0]
     config, run_dir, checkpoint, evaluation = facts
@@ -119,7 +119,7 @@ def _open_together(
 
 
 def _budget(run: OpenRun, num_ranks: int, worker: SupervisedWorker, saver: LedSaver) -> TokenBudget:
-    """Return the token budget of all ranks, in use; they agree on it if their config leaves it to them."""
+    """Return the token budget that the ranks use, after agreeing on the smallest if the config leaves it to them."""
     import torch
 
     config, journal = run.config, run.journal

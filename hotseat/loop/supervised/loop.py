@@ -21,15 +21,15 @@ from hotseat.loop.setup import settings
 from hotseat.loop.setup.inputs import SupervisedData
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.readiness import Readiness
-from hotseat.loop.state.saving import BACKEND, Parts, Saver
-from hotseat.loop.supervised.ensemble import LedSaver
+from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
+from hotseat.loop.supervised.led_ranks import LedSaver
 from hotseat.loop.supervised.worker import SupervisedWorker
 from hotseat.observe import Journal
 from hotseat.train.backend import UpdateReport
 
 
-class Ranks(Protocol):
-    """The ranks that train, all of which do each of these together."""
+class TrainingRanks(Protocol):
+    """Ranks that train; each call runs on all of them."""
 
     def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
         """Make an optimizer step; return its report and the budgets that ranks lowered."""
@@ -37,18 +37,18 @@ class Ranks(Protocol):
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the held-out examples."""
 
-    def parts(self, evaluation: dict[str, float]) -> Parts:
-        """Return what a checkpoint is made of."""
+    def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
+        """Return the calls that write a checkpoint."""
 
 
 @dataclass(frozen=True)
 class SupervisedRun:
-    """Everything that the loop drives."""
+    """Objects that the loop drives."""
 
     num_steps: int
     eval_every: int | None
     data: SupervisedData
-    ranks: Ranks
+    ranks: TrainingRanks
     budget: TokenBudget
 
     def is_evaluated(self, step: int) -> bool:
@@ -73,7 +73,9 @@ def train_supervised(
             evaluation = run.ranks.evaluate()
             metrics |= evaluation
         journal.step(step, metrics)
-        saver.after_step(step, run.ranks.parts(evaluation), evaluation if run.is_evaluated(step) else {}, journal)
+        saver.after_step(
+            step, run.ranks.checkpoint_source(evaluation), evaluation if run.is_evaluated(step) else {}, journal
+        )
     return evaluation
 
 
@@ -93,7 +95,7 @@ def resumed(checkpoint: Checkpoint) -> tuple[int, dict[str, float]]:
 
 
 def step_metrics(data: SupervisedData, report: UpdateReport, seconds: float) -> dict[str, float]:
-    """Return the metrics of an optimizer step that took so many seconds."""
+    """Return the metrics of an optimizer step that took `seconds`."""
     metrics = {
         "loss": report.loss,
         **data.objective.metrics(report),
@@ -109,7 +111,7 @@ def step_metrics(data: SupervisedData, report: UpdateReport, seconds: float) -> 
 
 
 def columns(data: SupervisedData) -> dict[str, str]:
-    """Return what the screen shows of a step."""
+    """Return formats of the metrics to print at each step, by name."""
     return {
         "loss": "loss {:.4f}",
         "eval/loss": "held out {:.4f}",
@@ -121,7 +123,7 @@ def columns(data: SupervisedData) -> dict[str, str]:
 
 
 def worker_arguments(config: Config, algebra: BatchAlgebra, data: SupervisedData) -> tuple[Any, ...]:
-    """Return what a `SupervisedWorker` is made of, but for its rank."""
+    """Return the arguments of `SupervisedWorker`, except for those about its rank."""
     assert algebra.schedule_length is not None
     options = replace(
         settings.train_options(config, algebra.schedule_length),
@@ -162,7 +164,7 @@ def launch_ranks(place: OnCluster, inputs: SupervisedInputs, journal: Journal) -
 
 
 class RanksOnCluster:
-    """The ranks of a worker group, driven from this process."""
+    """Ranks that train in a worker group, driven from this process."""
 
     def __init__(self, actor: WorkerGroup[SupervisedWorker]):
         self._actor = actor
@@ -175,15 +177,15 @@ class RanksOnCluster:
         """Return the metrics of the held-out examples."""
         return self._actor.call(SupervisedWorker.evaluate)[0]
 
-    def parts(self, evaluation: dict[str, float]) -> Parts:
-        """Return what a checkpoint is made of."""
+    def checkpoint_source(self, evaluation: dict[str, float]) -> CheckpointSource:
+        """Return the calls that write a checkpoint."""
         actor = self._actor
 
         def snapshot(path: Path) -> Callable[[], bool]:
             actor.call(SupervisedWorker.snapshot, str(path / BACKEND))
             return lambda: all(actor.call(SupervisedWorker.is_written))
 
-        return Parts(
+        return CheckpointSource(
             num_bytes=lambda: sum(actor.call(SupervisedWorker.saved_bytes)),
             write=lambda path: actor.call(SupervisedWorker.save, str(path / BACKEND)),
             snapshot=snapshot,
@@ -193,7 +195,7 @@ class RanksOnCluster:
 
 
 class TokenBudget:
-    """The token budget of supervised training: tried out before the first step, and lowered where memory runs out."""
+    """Token budget of supervised training: tried out before the first step, and lowered when memory runs out."""
 
     def __init__(self, config: Config, journal: Journal, keep: Callable[[Config], object]):
         self.config = config
@@ -220,7 +222,7 @@ class TokenBudget:
     def keep_lowered(self, lowered: Mapping[Use, int]) -> None:
         """Keep the budgets that ranks lowered in a step because memory ran out."""
         for tokens in lowered.values():
-            self._lower(tokens, "the device ran out of memory, and the step was made again")
+            self._lower(tokens, "the device ran out of memory, and the step was repeated")
 
     def _lower(self, tokens: int, why: str) -> None:
         before = token_budget(self.config.train)

@@ -1,5 +1,8 @@
-"""Training on examples or pairs. Every rank reads the data and knows the order, so a step needs no word from a driver:
-the same class runs as a group on Ray and as one rank per process under a launcher.
+"""Worker of supervised training, on examples or pairs.
+
+Every rank has the data and knows its order, so a step needs no input from a driver: the same class runs as a group on
+Ray and as one rank per process under a launcher. A method marked as collective waits for the other ranks: all of them
+have to call it.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.models import BackendWorker
 from hotseat.loop.workers.objectives import Objective
 from hotseat.train.backend import TrainOptions, UpdateReport
-from hotseat.train.packing import spread
+from hotseat.train.packing import balance
 from hotseat.types import MicroBatch
 
-# Of the items learned from, where none are held out, for what an exported model says of itself.
+# Items to evaluate on where none are held out, taken from those that are learned from.
 MAX_MEASURED = 4096
 
 
 class SupervisedWorker(BackendWorker):
-    """One rank of a model that learns by an objective."""
+    """Rank of a model that learns by an objective."""
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class SupervisedWorker(BackendWorker):
         rank: int,
         num_ranks: int,
     ):
-        """`rank` and `num_ranks` count those that learn from different examples."""
+        """Load the model. `rank` and `num_ranks` count data-parallel ranks."""
         super().__init__(model, options, trust_remote_code)
         self._objective = objective
         self._items = items
@@ -51,10 +54,10 @@ class SupervisedWorker(BackendWorker):
         self._order = PromptOrder(len(items), seed, digest_of(items))
         self._rank = rank
         self._num_ranks = num_ranks
-        self._evaluation: tuple[int, dict[str, float]] | None = None  # the last, and of which version of the weights
+        self._evaluation: tuple[int, dict[str, float]] | None = None  # version of the weights, and its metrics
 
     def step(self) -> UpdateReport:
-        """Together. One optimizer step on the next items."""
+        """Make an optimizer step on the next items. Collective."""
         chosen = [self._items[index] for _, index in self._order.next(self._batch_size)]
         _, report = self._cutter.run(
             "train",
@@ -65,15 +68,15 @@ class SupervisedWorker(BackendWorker):
         return report
 
     def step_and_budget(self) -> tuple[UpdateReport, dict[Use, int]]:
-        """Make a `step`, together with the other ranks; return its report and the budgets that were lowered."""
+        """Make a `step`; return its report and the budgets that were lowered. Collective."""
         return self.step(), self.lowered()
 
     def use_budget(self, max_tokens: int) -> None:
-        """Cut micro-batches of at most so many tokens from now on, where their size was chosen."""
+        """Cut micro-batches of at most `max_tokens` tokens from now on."""
         self._cut = replace(self._cut, max_tokens=max_tokens)
 
     def evaluate(self) -> dict[str, float]:
-        """Together. Metrics of the held-out items, or of some that are learned from if none are held out."""
+        """Return metrics of the held-out items, or of some that are learned from if none are held out. Collective."""
         if self._evaluation is None or self._evaluation[0] != self._backend.version:
             self._evaluation = self._backend.version, self._measure()
         return self._evaluation[1]
@@ -90,29 +93,29 @@ class SupervisedWorker(BackendWorker):
         return self._objective.evaluation(everyone)
 
     def export(self, directory: str, is_averaged: bool = False) -> None:
-        """Together."""
+        """Write the model, or its moving average, as a Hugging Face checkpoint. Collective."""
         with self._backend.averaged() if is_averaged else nullcontext():
             facts = self._objective.model_facts(self._measure if is_averaged else self.evaluate)
             self._backend.export(Path(directory), facts=facts)
 
     def share(self, fact: Any, what: str) -> list[Any]:
-        """Together. Every rank's small fact, in rank order; `what` for is said if a rank is missing."""
+        """Gather a small fact of every rank, in rank order. `what` for: an error says it. Collective."""
         return self._backend.gather_facts(fact, what, of_every_rank=True)
 
     def state(self) -> dict[str, Any]:
-        """Where the order of items stands; the same on every rank."""
+        """Return the position in the order of items; the same on every rank."""
         return {"order": self._order.state()}
 
     def resume(self, directory: str, state: Mapping[str, Any]) -> None:
-        """Together. From what `save` and `state` gave."""
+        """Continue from what `save` wrote and `state` returned. Collective."""
         self._order = self._order.at(state["order"])
         self._backend.load(directory)
         self._evaluation = None
 
     def _mine(self, items: Sequence[Any], cut: BatchSettings) -> list[MicroBatch]:
-        """This rank's part of a step, contiguous or as many tokens as the others', cut into micro-batches."""
+        """Cut this rank's part of a step into micro-batches; a token budget balances the parts by tokens."""
         if cut.max_tokens is not None:
-            chosen = spread([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank]
+            chosen = balance([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank]
             return self._objective.batches([items[index] for index in sorted(chosen)], items, cut)
         first = len(items) * self._rank // self._num_ranks
         last = len(items) * (self._rank + 1) // self._num_ranks

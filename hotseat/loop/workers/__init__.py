@@ -1,1 +1,1 @@
-"""What runs in worker processes: models, engines, rollout hosts."""
+"""Classes that run in worker processes: models, engines, rollout hosts."""

@@ -1,9 +1,9 @@
-"""How a worker cuts its samples into micro-batches, and cuts them again, smaller, when its device runs out of memory.
+"""Cuts a rank's samples into micro-batches, and cuts them again, smaller, when its device runs out of memory.
 
-The cut changes nothing but speed and rounding, so a token budget that was chosen may become smaller at any time; what
-the user has set is left alone, and the error says what to change. A rank without others makes the whole call again from
-the beginning: an optimizer step from gradients of zero, with the random numbers that it began with. Among several ranks
-nothing can be made again, because the others wait in the middle of it: the run ends, and can be resumed with less.
+The cut changes nothing but speed and rounding, so a token budget that the run chose may become smaller at any time; a
+budget that the user set is left alone, and the error says what to change. A single rank repeats the whole call: an
+optimizer step starts again from zero gradients, with the random numbers that it began with. Several ranks cannot repeat
+it, because the others wait in the middle of it: the run ends, and can be resumed with a smaller budget.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _DOING = {"train": "an update", "rollout": "scoring"}
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """How a rank cuts its samples into micro-batches: so many sequences, or so many tokens."""
+    """Size of a rank's micro-batches: a number of sequences, or of tokens."""
 
-    micro_batch_size: int | None  # None: tokens count
+    micro_batch_size: int | None  # sequences; None: `max_tokens` is the size
     max_tokens: int | None
-    is_padded: bool = False  # what fills sequences up counts as tokens
-    is_chosen: bool = False  # by the run, which may lower it; a sequence that is longer is a micro-batch by itself
-    num_devices: int = 1  # that share each micro-batch
+    is_padded: bool = False  # padding counts as tokens
+    is_chosen: bool = False  # the run chose `max_tokens` and may lower it; a longer sequence is a micro-batch by itself
+    num_devices: int = 1  # over which each micro-batch is sharded
 
     def cut(self, batch: MicroBatch) -> list[MicroBatch]:
+        """Cut a batch into micro-batches of this size."""
         if batch.num_segments == 0:
             return []
         if self.max_tokens is not None:
@@ -43,7 +44,7 @@ class BatchSettings:
 
 
 class Cutter:
-    """Cuts the work of one rank, and lowers its token budgets where memory runs out."""
+    """Cuts the work of one rank, and lowers its token budgets when memory runs out."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
@@ -56,7 +57,7 @@ class Cutter:
         cut: Callable[[BatchSettings], list[MicroBatch]],
         work: Callable[[list[MicroBatch]], Result],
     ) -> tuple[list[MicroBatch], Result]:
-        """The micro-batches that `cut` made, and what `work` made of them, as often as it takes to fit."""
+        """Return the micro-batches of `cut` and the result of `work`, repeated with smaller ones until they fit."""
         while True:
             current = self.current(use, settings)
             pieces = cut(current)
@@ -67,33 +68,33 @@ class Cutter:
             self._lowered[use] = _smaller(use, current, pieces, shortage)
 
     def current(self, use: Use, settings: BatchSettings) -> BatchSettings:
-        """The settings with what is known of this rank: its layout, and a budget that was lowered."""
+        """Return the settings in use on this rank: with its padding, and a budget that was lowered."""
         settings = replace(settings, is_padded=settings.is_padded or self._backend.is_padded)
         if settings.max_tokens is None or not settings.is_chosen or use not in self._lowered:
             return settings
         return replace(settings, max_tokens=min(settings.max_tokens, self._lowered[use]))
 
     def lowered(self, num_devices: int = 1) -> dict[Use, int]:
-        """Budgets of one device that are lower than they were, of micro-batches that lie on so many devices."""
+        """Return the lowered budgets per device, where each micro-batch is sharded over `num_devices` devices."""
         return {use: max(1, tokens // num_devices) for use, tokens in self._lowered.items()}
 
 
 def num_tokens(batch: MicroBatch, is_padded: bool) -> int:
-    """Tokens that are computed of a micro-batch."""
+    """Return the number of tokens that a micro-batch is computed on, padding included."""
     lengths = batch.offsets[1:] - batch.offsets[:-1]
     return len(lengths) * int(lengths.max()) if is_padded else batch.num_tokens
 
 
 def _smaller(use: Use, settings: BatchSettings, pieces: list[MicroBatch], error: DeviceMemoryError) -> int:
-    """The token budget to go on with after one of the pieces did not fit, or the error that ends the run."""
+    """Return the token budget to continue with after one of the pieces did not fit. Raises if the run must end."""
     what = f"out of device memory in {_DOING[use]}"
-    # A rank that only kept the others company had no piece at work.
+    # A rank without a piece of its own runs an empty one, because the others' collectives wait for it.
     piece = pieces[error.index] if error.index < len(pieces) else None
     if piece is not None and len(set(piece.sample_ids)) == 1:
         raise DeviceMemoryError(
             f"{what}: sample {piece.sample_ids[0]} with {piece.num_tokens:,} tokens does not fit by itself"
-            f" ({error}): lower data.max_length, set train.gradient_checkpointing to true, let more parts leave the"
-            " device (enable_offload), or use more devices"
+            f" ({error}): lower data.max_length, set train.gradient_checkpointing to true, offload more parts"
+            " (enable_offload), or use more devices"
         )
     if not settings.is_chosen:
         _refuse(use, settings, what, error)
@@ -106,10 +107,10 @@ def _smaller(use: Use, settings: BatchSettings, pieces: list[MicroBatch], error:
 
 
 def too_large(use: Use, what: str, size: int, num_devices: int, error: DeviceMemoryError) -> BudgetError:
-    """Ends a run in which a micro-batch of so many tokens cannot be made again, smaller."""
+    """Return the error for a micro-batch of `size` tokens that cannot be repeated with fewer."""
     tokens = max(1, size // 2 // num_devices)
     return BudgetError(
-        f"{what} with a micro-batch of {size:,} tokens ({error}), which cannot be made again here: set"
+        f"{what} with a micro-batch of {size:,} tokens ({error}), which cannot be repeated here: set"
         f" {use}.chosen_tokens_per_device to {tokens}, or, if there is a checkpoint, use `hotseat resume`, which does",
         use,
         tokens,
@@ -117,7 +118,7 @@ def too_large(use: Use, what: str, size: int, num_devices: int, error: DeviceMem
 
 
 def _refuse(use: Use, settings: BatchSettings, what: str, error: DeviceMemoryError) -> NoReturn:
-    """The user has set the size of micro-batches: only the user changes it."""
+    """Raise an error that says what to change: the user has set the size of micro-batches."""
     if settings.max_tokens is not None:
         tokens = settings.max_tokens // settings.num_devices
         raise DeviceMemoryError(

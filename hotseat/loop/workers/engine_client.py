@@ -1,7 +1,7 @@
-"""A host's way to the engines: many concurrent requests, few calls.
+"""Client of a rollout host for the engines: many concurrent requests, few calls.
 
-Requests that come up in the same turn of the event loop are submitted together. One fetch per engine waits for whatever
-has finished there. A request goes to the engine with the fewest in flight.
+Requests made in the same iteration of the event loop are submitted together. One fetch per engine waits for the next
+completions. A request goes to the engine with the fewest requests in flight.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from hotseat.cluster import Calling, WorkerGroup
 from hotseat.errors import DeadlineError
 from hotseat.types import Completion, Request
 
-FETCH_WAIT_S = 5.0  # a fetch that has nothing to bring returns after this: every wait is bounded
+FETCH_WAIT_S = 5.0  # a fetch without completions returns after this: every wait is bounded
 
 
 class TakesRequests(Protocol):
-    """The process of an engine, as far as a client calls it."""
+    """Calls that a client makes to an engine's process."""
 
     def submit(self, client: str, requests: Sequence[Request]) -> None:
         """Take requests of a client."""
 
     def fetch(self, client: str, wait_s: float) -> list[Completion]:
-        """Return what has finished for a client, waiting for the first at most `wait_s`."""
+        """Return the completions for a client, waiting at most `wait_s` for the first."""
 
 
 class EngineClient:
-    """Belongs to one event loop. A failure of an engine reaches everybody who waits for it."""
+    """Sends requests from one event loop to the engines. A failed engine fails all requests that wait for it."""
 
     _numbers = itertools.count()
 
@@ -48,7 +48,7 @@ class EngineClient:
         self._submitting: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: Request) -> Completion:
-        """The completion of one request."""
+        """Return the completion of one request."""
         rank = min(self._in_flight, key=lambda rank: len(self._in_flight[rank]))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._in_flight[rank][request.id] = future
@@ -65,7 +65,7 @@ class EngineClient:
             del self._since_s[request.id]
 
     async def _submit(self, rank: int) -> None:
-        """Send what has come up in this turn of the event loop."""
+        """Send the requests made in this iteration of the event loop."""
         await asyncio.sleep(0)
         requests, self._outbox[rank] = self._outbox[rank], []
         try:
@@ -78,7 +78,7 @@ class EngineClient:
             self._fetching[rank] = asyncio.create_task(self._fetch(rank))
 
     async def _fetch(self, rank: int) -> None:
-        """Bring back what has finished, until nothing is in flight."""
+        """Fetch completions until no request is in flight."""
         waiting = self._in_flight[rank]
         try:
             while waiting:

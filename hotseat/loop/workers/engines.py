@@ -1,4 +1,4 @@
-"""Rollout engines as the run's settings describe them."""
+"""Makes rollout engines from a run's settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 
 
 def device_of_process() -> torch.device:
-    """The device this process was given, or the CPU."""
+    """Return the device of this process: a GPU if it sees one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is told."""
+    """Settings of a rollout engine."""
 
     model: str
     max_length: int
@@ -31,15 +31,16 @@ class EngineSettings:
     num_threads: int
     trust_remote_code: bool = False
     fp32_head: bool = True
+    keeps_cache: bool = True  # of requests in flight, when weights change
     vllm: VllmSettings | None = None  # None: the transformers engine
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What only vLLM is told."""
+    """Settings that only vLLM has."""
 
     tensor_parallel_size: int
-    memory_share: float | None  # None: the default; on a CPU the cache is as large as the slots need, whatever it says
+    memory_share: float | None  # None: the default; ignored on a CPU, where the cache is as large as the slots need
     prefix_caching: bool
     enforce_eager: bool
     logs: str  # the folder for its log
@@ -64,7 +65,7 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
         num_slots=settings.num_slots,
         eos_token_ids=settings.eos_token_ids,
         num_threads=settings.num_threads,
-        options=SlotOptions(device=device_of_process(), fp32_head=settings.fp32_head),
+        options=SlotOptions(device=device_of_process(), fp32_head=settings.fp32_head, keeps_cache=settings.keeps_cache),
     )
 
 
@@ -114,6 +115,6 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
 
 
 def _end_process() -> None:
-    """An engine that has lost one of its processes is of no use; one that is gone as a whole is replaced."""
+    """End this process, so that the engine is replaced: it has lost one of its tensor-parallel processes."""
     print("a tensor-parallel rank of this engine died, and the engine ends with it", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""From scored episodes to what an update learns from: `Group` to `Experience`, one function per stage.
+"""Turns groups of scored episodes into the batches that an update learns from, one function per stage.
 
-Which optimizer step a sample belongs to depends on its place in the rollout alone, never on the number of ranks. A rank
-takes whole groups, because a baseline compares siblings.
+The optimizer step of a sample depends only on its place in the rollout, never on the number of ranks. A rank gets whole
+groups, because a baseline compares siblings.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hotseat.algorithms import (
     step_totals,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
-from hotseat.train.packing import spread, take
-from hotseat.types import Group, MicroBatch, ScoredEpisode, Segment
+from hotseat.train.packing import balance, take
+from hotseat.types import MicroBatch, PromptGroup, Segment
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """How rewards become advantages."""
+    """Settings by which rewards become advantages."""
 
     estimator: str
     gamma: float
@@ -50,27 +50,27 @@ class AdvantageSettings:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets of a rollout: whole groups, and the optimizer step of each of their samples."""
+    """Part of a rollout for one rank: whole groups, and the optimizer step of each of their samples."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[PromptGroup, ...]
     steps: tuple[tuple[int, ...], ...]  # per group, per sample
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels flat: four arrays instead of four small tensors for every segment, which take ten times as long."""
+        """Pickle all segments as four flat arrays: four small tensors per segment take ten times as long."""
         episodes = [sample.episode for group in self.groups for sample in group.samples]
         segments = [segment for episode in episodes for segment in episode.segments]
         flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
         lengths = [[len(segment.token_ids) for segment in episode.segments] for episode in episodes]
-        return _share, (self.steps, [_with_episodes(group, iter(())) for group in self.groups], lengths, flat)
+        return _rebuild_share, (self.steps, [_with_episodes(group, iter(())) for group in self.groups], lengths, flat)
 
 
-def _share(
+def _rebuild_share(
     steps: tuple[tuple[int, ...], ...],
-    groups: Sequence[Group],
+    groups: Sequence[PromptGroup],
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
 ) -> Share:
-    """What `Share.__reduce__` took apart."""
+    """Rebuild a share from what `Share.__reduce__` pickled."""
     sizes = [length for episode in lengths for length in episode]
     parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
     segments = iter([tuple(Segment(*next(parts)) for _ in episode) for episode in lengths])
@@ -81,8 +81,8 @@ def _tensors(segment: Segment) -> tuple[Tensor, ...]:
     return segment.token_ids, segment.mask, segment.log_probs, segment.versions
 
 
-def _with_episodes(group: Group, segments: Iterator[tuple[Segment, ...]]) -> Group:
-    """The group with these segments, an entry per sample; with none when they run out."""
+def _with_episodes(group: PromptGroup, segments: Iterator[tuple[Segment, ...]]) -> PromptGroup:
+    """Return the group with other segments, an entry per sample; samples beyond the last entry get none."""
     samples = [
         replace(sample, episode=replace(sample.episode, segments=next(segments, ()))) for sample in group.samples
     ]
@@ -92,11 +92,11 @@ def _with_episodes(group: Group, segments: Iterator[tuple[Segment, ...]]) -> Gro
 def assign(
     sizes: Sequence[int], samples_per_step: int, num_ranks: int, tokens: Sequence[int] | None = None
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(groups of each rank, optimizer step of each sample of each group), from the groups' sizes.
+    """Return (groups of each rank, optimizer step of each sample of each group), from the number of samples per group.
 
     Samples fill optimizer steps in order. The groups that begin in one step are cut into contiguous runs, one for each
-    rank, as even in samples as whole groups allow. With `tokens`, those of each group, they are spread so that ranks
-    have about as many tokens in each step: no two of them differ by more than the largest group of the step has.
+    rank, as even in samples as whole groups allow. With `tokens`, the number of tokens per group, they are instead
+    balanced by tokens in each step: no two ranks differ by more than the largest group of the step has.
     """
     steps: list[list[int]] = []
     position = 0
@@ -109,7 +109,7 @@ def assign(
     for step in range(last + 1):
         members = [index for index, group in enumerate(steps) if group and group[0] == step]
         if tokens is not None:
-            for rank, part in enumerate(spread([tokens[index] for index in members], num_ranks)):
+            for rank, part in enumerate(balance([tokens[index] for index in members], num_ranks)):
                 ranks[rank] += sorted(members[place] for place in part)
             continue
         total = sum(sizes[index] for index in members)
@@ -121,25 +121,20 @@ def assign(
     return ranks, steps
 
 
-def flatten(groups: Sequence[Group]) -> MicroBatch:
-    """All segments of all samples, flat, with the engine's log-probs. Weights are set later, for the whole step."""
+def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
+    """Lay all segments of all samples flat, with the engine's log-probs. Weights are set later, for the whole step."""
     samples = [sample for group in groups for sample in group.samples]
     segments = [(segment, sample) for sample in samples for segment in sample.episode.segments]
     return MicroBatch.from_segments(
         [segment.token_ids for segment, _ in segments],
         [segment.mask for segment, _ in segments],
-        [sample_id(sample) for _, sample in segments],
+        [str(sample.episode.key) for _, sample in segments],
         {ROLLOUT_LOG_PROBS: [segment.log_probs for segment, _ in segments]},
     )
 
 
-def sample_id(sample: ScoredEpisode) -> str:
-    key = sample.episode.key
-    return f"{key.epoch}/{key.prompt}/{key.sample}"
-
-
-def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
-    """[num_episodes]: rewards after the penalties on length and truncation."""
+def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:
+    """Return rewards after the penalties on length and truncation: [num_episodes]."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
     if settings.overlong_buffer:
@@ -153,11 +148,11 @@ def shaped_rewards(groups: Sequence[Group], batch: MicroBatch, settings: Advanta
     return rewards
 
 
-def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-    """(reward of each turn, flat position of its last sampled token); (None, None) without any.
+def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+    """Return (reward of each turn, flat position of its last sampled token); (None, None) without any.
 
-    A group has them if each of its samples has one per turn: siblings are compared turn by turn. The others learn from
-    the rewards of whole episodes. A group is on one rank, so the number of ranks changes nothing.
+    Turn rewards of a group are used if each of its samples has one per turn: siblings are compared turn by turn. Other
+    groups learn from the rewards of whole episodes. A group is on one rank, so the number of ranks changes nothing.
     """
     rewards: list[float] = []
     ends: list[int] = []  # how many tokens were sampled before the turn's end, over the whole batch
@@ -181,15 +176,15 @@ def rewards_of_turns(groups: Sequence[Group], batch: MicroBatch) -> tuple[Tensor
 
 
 def with_advantages(
-    groups: Sequence[Group],
+    groups: Sequence[PromptGroup],
     batch: MicroBatch,
     settings: AdvantageSettings,
     add_up: Callable[[Moments], Moments],
     values: Tensor | None = None,
 ) -> MicroBatch:
-    """The batch with an advantage for each token. Log-probs of actor and reference are there if the KL needs them.
+    """Add an advantage for each token to a batch, which has log-probs of actor and reference if the KL needs them.
 
-    With `values` of a critic, [num_tokens], it has the returns too.
+    With `values` of a critic, [num_tokens], add the returns too.
     """
     kl = None
     if settings.kl_in_reward:
@@ -200,7 +195,7 @@ def with_advantages(
     rewards = shaped_rewards(groups, batch, settings)
     turn_rewards, turns = rewards_of_turns(groups, batch)
     if turn_rewards is not None and turns is not None:
-        # What the turns got is placed there; the rest of the episode's reward stays on its last token.
+        # Turn rewards go to the ends of their turns; the rest of the episode's reward stays on its last token.
         rewards = rewards.index_add(0, batch.layout.token_episode[turns], -turn_rewards)
     advantages = compute_advantages(
         settings.estimator,
@@ -227,21 +222,21 @@ def with_fields(batch: MicroBatch, fields: Mapping[str, Tensor]) -> MicroBatch:
 
 
 def steps_of(shares: Sequence[Share]) -> dict[str, int]:
-    """The optimizer step of each sample."""
+    """Return the optimizer step of each sample, by sample id."""
     return {
-        sample_id(sample): step
+        str(sample.episode.key): step
         for share in shares
         for group, steps in zip(share.groups, share.steps, strict=True)
         for sample, step in zip(group.samples, steps, strict=True)
     }
 
 
-def groups_of(shares: Sequence[Share]) -> list[Group]:
+def groups_of(shares: Sequence[Share]) -> list[PromptGroup]:
     return [group for share in shares for group in share.groups]
 
 
 def cut_into_steps(batch: MicroBatch, sample_steps: Mapping[str, int], num_steps: int) -> list[MicroBatch | None]:
-    """One batch per optimizer step, `None` where this rank has nothing in it."""
+    """Cut a batch into one per optimizer step, `None` where this rank has no sample in it."""
     segments: list[list[int]] = [[] for _ in range(num_steps)]
     for segment, name in enumerate(batch.sample_ids):
         segments[sample_steps[name]].append(segment)
@@ -249,10 +244,10 @@ def cut_into_steps(batch: MicroBatch, sample_steps: Mapping[str, int], num_steps
 
 
 def totals_of(steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
-    """This rank's part of each optimizer step's totals."""
+    """Return this rank's part of the totals of each optimizer step."""
     return [StepTotals(0, 0) if batch is None else step_totals(batch.layout) for batch in steps]
 
 
 def weighted(batch: MicroBatch, how: Aggregation, totals: StepTotals, max_length: int | None = None) -> MicroBatch:
-    """The batch with the weight of each token in the step's loss."""
+    """Return the batch with the weight of each token in the step's loss."""
     return replace(batch, weights=loss_weights(batch.layout, how, totals=totals, max_length=max_length))

@@ -1,4 +1,4 @@
-"""What driver and rollout hosts tell each other of groups: small facts, never tensors."""
+"""Messages between driver and rollout hosts about groups: small facts, never tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVALUATION = -1  # the pass over the data that evaluation samples belong to
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt to be answered `num_samples` times."""
+    """Prompt to be answered `num_samples` times."""
 
     prompt: Prompt
     epoch: int
@@ -25,7 +25,7 @@ class Job:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What the driver knows of a group, one entry per sample that has a reward, in sample order."""
+    """Summary of a group for the driver: an entry per sample that has a reward, in sample order."""
 
     epoch: int
     prompt: int
@@ -33,11 +33,12 @@ class GroupFacts:
     samples: tuple[int, ...]  # their positions in the group
     rewards: tuple[float, ...]
     scores: tuple[float, ...]
-    num_sampled: tuple[int, ...]  # tokens
-    num_tokens: tuple[int, ...]  # with context and environment
+    num_sampled: tuple[int, ...]  # tokens that the policy sampled
+    num_tokens: tuple[int, ...]  # all tokens, with those of context and environment
     truncated: tuple[bool, ...]
-    failures: tuple[tuple[int, str], ...]  # the other samples, and why they have no reward
+    failures: tuple[tuple[int, str], ...]  # positions of the other samples, and why they have no reward
     extra: tuple[dict[str, float], ...] = ()
+    versions: tuple[tuple[int, int], ...] = ()  # oldest and newest of the weights that sampled each
 
     @property
     def key(self) -> GroupKey:

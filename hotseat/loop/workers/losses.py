@@ -1,4 +1,4 @@
-"""The losses that a backend is handed: algorithms put together for one micro-batch, weighted for the whole step."""
+"""Losses for a backend: algorithms combined for one micro-batch, weighted for the whole step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hotseat.algorithms import (
     value_loss,
     weighted_sum,
 )
-from hotseat.algorithms.spread import count_sizes
+from hotseat.algorithms.quantiles import count_sizes
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 
 # Fields of a micro-batch of experience, [num_tokens] each.
 ADVANTAGES = "advantages"
-OLD_LOG_PROBS = "old_log_probs"  # absent where the ratio is exactly one: then they are the current ones
+OLD_LOG_PROBS = "old_log_probs"  # absent where the ratio is exactly one, and the current log-probs stand for them
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # the engine's
 REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
@@ -36,7 +36,7 @@ RETURNS = "returns"  # what the critic learns
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What an objective makes of a micro-batch."""
+    """Loss of a micro-batch, its metrics, and what was done to each token."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor | float]
@@ -48,7 +48,7 @@ class PolicyTerms:
 class PolicyObjective:
     """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token.
 
-    ratio_to: what GSPO's ratio divides by, the probabilities before the update (`old`) or the engine's (`rollout`).
+    ratio_to: denominator of GSPO's ratio, the probabilities before the update (`old`) or the engine's (`rollout`).
     """
 
     ratio: Literal["ppo", "gspo"]
@@ -68,10 +68,10 @@ class PolicyObjective:
         return self.entropy_coefficient is not None
 
     def samples_with_gradient(self, batch: MicroBatch) -> list[int] | None:
-        """The segments of samples whose loss has a gradient at all; None: every sample's may.
+        """Return the segments of samples whose loss can have a gradient; None: all of them.
 
-        Where all answers to a prompt are worth the same, their advantages are exactly zero, and so is all that comes of
-        them: no need to compute it. With a KL or an entropy, learned from or only logged, every sample counts.
+        Where all answers to a prompt have the same reward, their advantages are exactly zero, and so is their gradient:
+        it need not be computed. With a KL or an entropy, in the loss or only logged, every sample counts.
         """
         if REFERENCE_LOG_PROBS in batch.fields or self.needs_entropy:
             return None
@@ -86,6 +86,7 @@ class PolicyObjective:
         return terms.loss, terms.metrics
 
     def terms(self, outputs: Outputs, batch: MicroBatch) -> PolicyTerms:
+        """Compute the loss of a micro-batch, its metrics, and which tokens were clipped or corrected."""
         log_probs, mask = outputs.log_probs, batch.mask
         assert log_probs is not None
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
@@ -140,17 +141,17 @@ class ValueObjective:
         mask = batch.mask
         old = torch.where(mask, batch.fields[OLD_VALUES], 0.0)
         returns = torch.where(mask, batch.fields[RETURNS], 0.0)
-        found = value_loss(outputs.values, old, returns, mask, clip=self.clip)
-        error = (returns - old).double()  # squares of large returns are subtracted from each other
+        surrogate = value_loss(outputs.values, old, returns, mask, clip=self.clip)
+        error = (returns - old).double()  # double: the variance subtracts squares of large returns from each other
         metrics: dict[str, Tensor | float] = {
-            "value_clipped": found.clipped.sum(),
+            "value_clipped": surrogate.clipped.sum(),
             "value": old.sum(),
             "return": returns.sum(),
             "return_squares": returns.double().square().sum(),
             "value_error": error.sum(),
             "value_error_squares": error.square().sum(),
         }
-        return weighted_sum(found.loss, batch.weights), metrics
+        return weighted_sum(surrogate.loss, batch.weights), metrics
 
 
 @dataclass(frozen=True)

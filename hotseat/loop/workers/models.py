@@ -1,4 +1,7 @@
-"""The processes of a run: one plain class per role. `cluster` makes a group of each, or calls it in process."""
+"""Workers of a run: one plain class per role. `cluster` makes a group of each, or calls it in process.
+
+A method marked as collective waits for the other ranks of its role: all of them have to call it.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,9 @@ from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import BUCKET_BYTES, BroadcastGroup, Bucket, Receiver, Sender, Transport
 
-BySample = Mapping[str, list[Tensor]]  # a number for each token: a tensor per segment, by sample id
+BySample = Mapping[str, list[Tensor]]  # by sample id, a tensor per segment with a value for each token
 
-_CANARY_TOKENS = 4096  # in one forward, unless a single prompt is longer
+_CANARY_TOKENS = 4096  # in one forward, unless a single sequence is longer
 
 
 def _held() -> Held:
@@ -63,7 +66,7 @@ def _release_cache() -> None:
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the actor does with a rollout."""
+    """Settings by which the actor prepares a rollout and learns from it."""
 
     objective: PolicyObjective
     advantages: AdvantageSettings
@@ -73,11 +76,11 @@ class PolicySettings:
     temperature: float
     score: BatchSettings
     train: BatchSettings
-    learns_from_every_sample: bool = False  # also from those of which the objective has no gradient
+    learns_from_every_sample: bool = False  # also from samples whose loss has no gradient
 
 
 class BackendWorker:
-    """One rank of a model behind a training backend: it can be stored."""
+    """Rank of a model behind a training backend, which can be saved."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
         with activity.doing("loads the model"):
@@ -85,37 +88,39 @@ class BackendWorker:
                 model, options, device=device_of_process(), trust_remote_code=trust_remote_code
             )
         self._cutter = Cutter(self._backend)
-        self._num_sharing_sequences = options.sequence_parallel_size
+        self._sequence_parallel_size = options.sequence_parallel_size
 
     def device_type(self) -> str:
+        """Return `cuda` or `cpu`."""
         return device_of_process().type
 
     def fits(self, num_tokens: int, max_length: int, is_update: bool, with_entropy: bool = False) -> bool:
-        """Together. Whether the devices have memory for micro-batches of so many tokens; see `Backend.fits`."""
+        """Tell whether micro-batches of `num_tokens` tokens fit in memory; see `Backend.fits`. Collective."""
         try:
             return self._backend.fits(num_tokens, max_length, is_update=is_update, with_entropy=with_entropy)
         except DeviceMemoryError as error:
             use: Use = "train" if is_update else "rollout"
             what = "out of device memory in a trial"
-            raise too_large(use, what, num_tokens, self._num_sharing_sequences, error) from error
+            raise too_large(use, what, num_tokens, self._sequence_parallel_size, error) from error
 
     def lowered(self) -> dict[Use, int]:
-        """Token budgets of one device that are smaller than what they were given, because memory ran out."""
-        return self._cutter.lowered(self._num_sharing_sequences)
+        """Return the token budgets per device that this rank lowered because memory ran out."""
+        return self._cutter.lowered(self._sequence_parallel_size)
 
     def save(self, directory: str) -> None:
-        """Together."""
+        """Write this rank's share of weights and optimizer state. Collective."""
         self._backend.save(directory)
 
     def snapshot(self, directory: str) -> None:
-        """Together. Copy what `save` would write; it is written while other calls are answered."""
+        """Copy what `save` would write, and write it in the background while other calls run. Collective."""
         self._backend.snapshot(directory)
 
     def is_written(self) -> bool:
-        """Whether this rank's share of the last snapshot is."""
+        """Tell whether this rank's share of the last snapshot is on disk."""
         return self._backend.is_written()
 
     def saved_bytes(self) -> int:
+        """Return the size of what `save` would write on this rank."""
         return self._backend.saved_bytes()
 
     def close(self) -> None:
@@ -123,10 +128,10 @@ class BackendWorker:
 
 
 class ModelWorker(BackendWorker):
-    """One rank that scores, and can be offloaded."""
+    """Rank of a model that computes log-probs and can be offloaded."""
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
-        """Log-probs of each segment of each sample, by sample id."""
+        """Return log-probs of each segment of each sample, by sample id. Collective."""
         return self._score(flatten(groups_of(shares)), cut, temperature)
 
     def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
@@ -141,7 +146,7 @@ class ModelWorker(BackendWorker):
     def _learn(
         self, whole: MicroBatch | None, cut: BatchSettings, loss: Loss, temperature: float
     ) -> tuple[list[MicroBatch], UpdateReport]:
-        """Together. One optimizer step from this rank's part of it, and the micro-batches that it was cut into."""
+        """Make an optimizer step; return the micro-batches of this rank's part, and the report. Collective."""
         return self._cutter.run(
             "train",
             cut,
@@ -150,12 +155,12 @@ class ModelWorker(BackendWorker):
         )
 
     def _add_totals(self, steps: Sequence[MicroBatch | None]) -> list[StepTotals]:
-        """Together. Of each optimizer step, over all ranks."""
+        """Return the totals of each optimizer step, summed over all ranks. Collective."""
         everyone = self._backend.gather_facts(totals_of(steps), "count the tokens of each optimizer step")
         return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
 
     def score_canary(self, canary: Canary) -> list[float]:
-        """Together. Log-probs of the canary's sampled tokens. Every rank scores all, so that none waits for another."""
+        """Return log-probs of the canary's sampled tokens. Collective; every rank scores all, so that none waits."""
         starts = zip(canary.sequences, canary.num_prompt, strict=True)
         batch = MicroBatch.from_segments(
             [torch.tensor(sequence) for sequence in canary.sequences],
@@ -168,19 +173,20 @@ class ModelWorker(BackendWorker):
         return canary.sampled([scored[name][0].tolist() for name in batch.sample_ids])
 
     def load(self, directory: str) -> None:
-        """Together."""
+        """Read what the ranks of a run saved. Collective."""
         self._backend.load(directory)
 
     def export(self, directory: str, is_averaged: bool = False) -> None:
-        """Together."""
+        """Write the model, or its moving average, as a Hugging Face checkpoint. Collective."""
         with self._backend.averaged() if is_averaged else nullcontext():
             self._backend.export(Path(directory))
 
     def held(self) -> Held:
+        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
         return _held()
 
     def release_cache(self) -> None:
-        """Give memory that nothing uses back to the device."""
+        """Return unused allocator cache to the device."""
         _release_cache()
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:
@@ -191,12 +197,12 @@ class ModelWorker(BackendWorker):
 
 
 class InferenceWorker(ModelWorker):
-    """One rank of a copy of the policy, for old log-probs on devices of its own. It gets weights as engines do."""
+    """Rank of a copy of the policy that computes old log-probs on its own devices. It gets weights as engines do."""
 
     def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
         super().__init__(model, options, trust_remote_code)
         self._dtype = getattr(torch, engine_dtype)
-        self._receiver = Receiver(_Copy(self._backend, self._dtype))
+        self._receiver = Receiver(_ReceivingBackend(self._backend, self._dtype))
 
     def begin_load(self, version: int) -> None:
         self._receiver.begin(version)
@@ -205,35 +211,35 @@ class InferenceWorker(ModelWorker):
         self._receiver.take(bucket)
 
     def finish_load(self, version: int, canary: Canary | None) -> Proof:
-        """Together."""
+        """Return the proof of what was loaded. Collective."""
         digests = self._receiver.finish(version)
         return Proof(digests, None if canary is None else self.score_canary(canary))
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """A model behind a training backend, as one that takes weights."""
+class _ReceivingBackend:
+    """Adapts a training backend to `Receiver`, which loads weights into engines."""
 
     backend: Backend
     dtype: torch.dtype
 
     def begin_load(self, version: int) -> None:
-        """Nothing is served while weights come."""
+        """Do nothing: no request is served meanwhile."""
 
     def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.backend.take_weights(named_tensors)
 
     def finish_load(self) -> None:
-        """They are live as they come."""
+        """Do nothing: weights are live once they are loaded."""
 
     def digest(self) -> dict[str, int]:
         return self.backend.digest(dtype=self.dtype)
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the policy: it prepares experience, learns from it, and sends its weights.
+    """Rank of the policy: it prepares experience, learns from it, and sends its weights.
 
-    engine_dtype: the type in which engines hold weights; they are sent, and their digests taken, in that type.
+    engine_dtype: the dtype in which engines hold weights, in which they are sent and their digests computed.
     """
 
     def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
@@ -261,10 +267,10 @@ class ActorWorker(ModelWorker):
         critic: Sequence[BySample] = (),
         inference: Sequence[BySample] = (),
     ) -> None:
-        """Together. Turn this rank's groups into the batches of the optimizer steps to come.
+        """Turn this rank's groups into the batches of the optimizer steps to come. Collective.
 
-        `reference`, `critic`, `inference`: log-probs and values that the ranks of these roles gave all samples; none
-        where there is no such role. `record`: samples, of any rank, whose tokens `recorded` will tell of.
+        `reference`, `critic`, `inference`: log-probs and values of all samples from the ranks of these roles; empty
+        where there is no such role. `record`: ids of samples, of any rank, whose tokens `recorded` returns.
         """
         groups = groups_of(shares)
         batch = flatten(groups)
@@ -283,14 +289,14 @@ class ActorWorker(ModelWorker):
         self._totals = self._add_totals(self._steps)
 
     def returns(self) -> dict[str, list[Tensor]]:
-        """What the critic is to learn of the prepared samples of this rank, by sample id. Handed over once."""
-        found, self._returns = self._returns, {}
-        return found
+        """Return the critic's targets for the prepared samples of this rank, by sample id. They are kept no longer."""
+        returns, self._returns = self._returns, {}
+        return returns
 
     def update(self, settings: PolicySettings) -> list[UpdateReport]:
-        """Together. Every optimizer step of the prepared rollout."""
+        """Make every optimizer step of the prepared rollout. Collective."""
         reports = []
-        loss = settings.objective if self._recorder is None else self._recorder.watched(settings.objective)
+        loss = settings.objective if self._recorder is None else self._recorder.recorded(settings.objective)
         for _ in range(settings.max_epochs):
             for batch, totals in zip(self._steps, self._totals, strict=True):
                 whole = None
@@ -301,16 +307,16 @@ class ActorWorker(ModelWorker):
                 pieces, report = self._learn(whole, settings.train, loss, settings.temperature)
                 reports.append(report)
                 if self._recorder is not None and reports[-1].is_skipped:
-                    self._recorder.take_back(pieces)
+                    self._recorder.mark_skipped(pieces)
         self._steps, self._totals = [], []
         return reports
 
     def recorded(self) -> dict[str, list[TokenRecord]]:
-        """What this rank made of the samples that were to be recorded, a record per segment of each."""
+        """Return the token records of the samples to record that this rank has, one per segment."""
         return {} if self._recorder is None else self._recorder.tokens
 
     def _start_recording(self, batch: MicroBatch, settings: PolicySettings, record: Sequence[str]) -> Recorder:
-        """Log-probs before the update: the same weights sampled, so they are what the engine's should be."""
+        """Score samples with the weights that sampled them, before the update, to compare with the engine's scores."""
         segments = [index for index, name in enumerate(batch.sample_ids) if name in record]
         chosen = take(batch, segments)
         if OLD_LOG_PROBS in batch.fields:
@@ -322,39 +328,36 @@ class ActorWorker(ModelWorker):
     # --- weights -----------------------------------------------------------------------------------------------------
 
     def begin_push(self, version: int, receivers: BroadcastGroup | None = None) -> int | None:
-        """Together. Gather the first bucket: its bytes, or None if there is none."""
+        """Gather the first bucket: return its bytes, or None if there is none. Collective."""
         self._sender.begin(version, receivers)
         return self._sender.pack_next()
 
     def pack_next(self) -> int | None:
-        """Together. Gather the next bucket: its bytes, or None if there is none."""
+        """Gather the next bucket: return its bytes, or None if there is none. Collective."""
         return self._sender.pack_next()
 
-    def packed(self, lane: Transport) -> Bucket:
-        """The gathered bucket, for engines on this lane."""
-        return self._sender.packed(lane)
+    def packed(self, transport: Transport) -> Bucket:
+        """Return the gathered bucket, for engines on this transport."""
+        return self._sender.packed(transport)
 
     def broadcast(self) -> None:
-        """The first rank alone: send the gathered bucket to all engines on that lane."""
+        """Send the gathered bucket to all engines that receive broadcasts. Only the first rank does."""
         self._sender.broadcast()
 
     def finish_push(self, canary: Canary | None) -> Proof:
-        """Together."""
+        """Return the proof of what was sent. Collective."""
         self._sender.finish()
         log_probs = None if canary is None else self.score_canary(canary)
         return Proof(self._backend.digest(dtype=self._dtype), log_probs)
 
     def lacks_bytes_for_exact(self, longest: int) -> int:
-        """Device memory that is lacking on this rank for `score_exactly`; 0: there is enough.
-
-        longest: tokens of the longest sequence.
-        """
+        """Return the bytes of device memory that `score_exactly` lacks for sequences of up to `longest` tokens."""
         return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
 
     def score_exactly(self, canary: Canary) -> ExactScores | str | None:
-        """Score with a float32 forward of the weights that engines got. All ranks call it; the first returns it.
+        """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
 
-        Where it cannot be made the first rank returns why: it is a yardstick, without which the run can go on.
+        If the forward fails the first rank returns why: a run can continue without this yardstick.
         """
         weights = self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES)
         scores: ExactScores | str | None = None
@@ -372,7 +375,7 @@ class ActorWorker(ModelWorker):
                 )
             except (torch.OutOfMemoryError, RunError) as error:
                 scores = str(error).partition("\n")[0]
-        for _ in weights:  # Gathering them takes all ranks, to the end.
+        for _ in weights:  # Gathering is collective: every rank takes part until the last weight.
             pass
         _release_cache()
         return scores
@@ -387,17 +390,17 @@ class ActorWorker(ModelWorker):
 
 
 def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """From [num_tokens] of each piece to the part of each segment, in order, by sample id."""
-    found: dict[str, list[Tensor]] = {}
+    """Cut each piece's values, [num_tokens], into segments, and return these in order, by sample id."""
+    segments_of: dict[str, list[Tensor]] = {}
     for piece, values in zip(pieces, scores, strict=True):
         segments = values.split((piece.offsets[1:] - piece.offsets[:-1]).tolist())
         for name, segment in zip(piece.sample_ids, segments, strict=True):
-            found.setdefault(name, []).append(segment)
-    return found
+            segments_of.setdefault(name, []).append(segment)
+    return segments_of
 
 
 def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
-    """Without the samples that change nothing. One sample stays in any case: the optimizer steps, whatever it got."""
+    """Leave out samples whose loss has no gradient. One sample stays in any case, since the optimizer steps anyway."""
     chosen = objective.samples_with_gradient(batch)
     if chosen is None:
         return batch
@@ -406,17 +409,17 @@ def _with_gradient(batch: MicroBatch, objective: PolicyObjective) -> MicroBatch:
     return take(batch, chosen)
 
 
-def in_order(batch: MicroBatch, found: Iterable[BySample]) -> Tensor:
-    """[num_tokens]: what `by_sample` took apart, from however many ranks, in the batch's order."""
-    segments = {name: iter(each) for scores in found for name, each in scores.items()}
+def in_order(batch: MicroBatch, values: Iterable[BySample]) -> Tensor:
+    """Join what `by_sample` cut, on any number of ranks, in the order of the batch: [num_tokens]."""
+    segments = {name: iter(each) for rank in values for name, each in rank.items()}
     pieces = [next(segments[name]) for name in batch.sample_ids]
     return torch.cat(pieces) if pieces else torch.zeros(0)
 
 
 class EngineWorker:
-    """One rollout engine in its process. Hosts submit requests, and fetch what has finished."""
+    """Rollout engine in its process. Hosts submit requests, and fetch completions."""
 
-    max_concurrency = 16  # a fetch waits; requests, health and weights must get through meanwhile
+    max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
 
     def __init__(self, settings: EngineSettings):
         what = "loads the model" if settings.vllm is None else "vLLM loads the model and compiles"
@@ -432,17 +435,17 @@ class EngineWorker:
             future.add_done_callback(lambda done: self._finish(client, done))
 
     def fetch(self, client: str, wait_s: float) -> list[Completion]:
-        """What has finished for a client, waiting for the first at most `wait_s`."""
+        """Return the completions for a client, waiting at most `wait_s` for the first."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished.get(client), timeout=wait_s)
-            found = self._finished.pop(client, [])
-        for completion in found:
+            completions = self._finished.pop(client, [])
+        for completion in completions:
             if isinstance(completion, BaseException):
                 raise completion
-        return [completion for completion in found if isinstance(completion, Completion)]
+        return [completion for completion in completions if isinstance(completion, Completion)]
 
     def drop_requests(self) -> None:
-        """Abort what everybody has asked for: whoever waited is gone, or asks again."""
+        """Abort the requests of all clients: those who waited are gone, or will ask again."""
         self._engine.abort()
         with self._changed:
             self._finished.clear()
@@ -461,22 +464,24 @@ class EngineWorker:
 
     def finish_load(self, version: int, canary: Canary | None) -> Proof:
         digests = self._receiver.finish(version)
-        is_away = bool(self._engine.health().offloaded & self._engine.scores_with)
-        log_probs = None if canary is None or is_away else self.score_canary(canary)
+        is_offloaded = bool(self._engine.health().offloaded & self._engine.scores_with)
+        log_probs = None if canary is None or is_offloaded else self.score_canary(canary)
         return Proof(digests, log_probs, self._engine.undigested)
 
     def score_canary(self, canary: Canary) -> list[float]:
-        """Log-probs of the canary's sampled tokens."""
+        """Return log-probs of the canary's sampled tokens."""
         return canary.sampled(self._engine.score(canary.sequences, canary.temperature))
 
     def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-        """The tokens sampled for each request, when all are done."""
+        """Return the tokens sampled for each request, when all are done."""
         return [completion.token_ids for completion in self._engine.generate(requests)]
 
     def held(self) -> Held:
+        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
         return _held()
 
     def release_cache(self) -> None:
+        """Return unused allocator cache to the device."""
         _release_cache()
 
     def offload(self, parts: Sequence[Any], keep_weights: bool = True) -> Moved:

@@ -1,8 +1,8 @@
 """Objectives of supervised training: one per task, all optimised by the worker of `supervised`.
 
 A reward is read where sequence classification in transformers reads it: at the last token of the sequence, which
-`make_pairs` makes the end-of-sequence token. The value of a token is for what precedes it, so in a batch that is the
-value of one token more.
+`make_pairs` makes the end-of-sequence token. Our value at token t is that of the tokens before t, so the reward is the
+value at one more token, appended to the sequence.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ from hotseat.types import MicroBatch
 Item = TypeVar("Item", contravariant=True)
 
 MARGINS = "margins"  # field of a micro-batch of pairs, [num_segments]
-_LEAST_STD = 1e-8  # OpenRLHF's: rewards are divided by it
+_LEAST_STD = 1e-8  # lower bound of the deviation that rewards are divided by, as OpenRLHF's
 
 
 class Objective(Protocol[Item]):
-    """What differs from task to task."""
+    """Parts of supervised training that differ from task to task."""
 
     @property
     def head(self) -> Head:
-        """Of the model that learns."""
+        """Return the head of the model that learns."""
 
     @property
     def columns(self) -> Mapping[str, str]:
-        """What of the metrics is shown while it runs, and how, besides the loss."""
+        """Return formats of the metrics to print at each step besides the loss, by name."""
 
     @property
-    def loss(self) -> Loss: ...
+    def loss(self) -> Loss:
+        """Return the loss of a micro-batch."""
 
-    def num_tokens(self, item: Item) -> int: ...
+    def num_tokens(self, item: Item) -> int:
+        """Return the length of an item in tokens."""
 
     def batches(self, items: Sequence[Item], step: Sequence[Item], cut: BatchSettings) -> list[MicroBatch]:
-        """Micro-batches of some items, weighted for the whole step that they are part of."""
+        """Return micro-batches of some items, weighted for the whole step that they are part of."""
 
     def metrics(self, report: UpdateReport) -> dict[str, float]:
-        """Of an update, besides its loss."""
+        """Return the metrics of an update besides its loss."""
 
     def measure(self, backend: Backend, batches: Sequence[MicroBatch]) -> Any:
-        """Together. Facts about this rank's held-out items."""
+        """Measure this rank's held-out items. Collective: all ranks call it."""
 
     def evaluation(self, measured: Sequence[Any]) -> dict[str, float]:
-        """Metrics of all held-out items, from what every rank measured."""
+        """Return metrics of all held-out items, from the results of `measure` on every rank."""
 
     def model_facts(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, Any]:
-        """Together. What the exported config is to say besides; `evaluate` gives the `evaluation` of the weights."""
+        """Return entries to add to the exported config. `evaluate`: returns `evaluation` of the weights. Collective."""
 
 
 def batch_of(sequences: Sequence[Example], sample_ids: Sequence[str]) -> MicroBatch:
-    """Sequences, flat. Weights are 0: they are set for the whole step."""
+    """Lay sequences flat. Weights are 0: they are set for the whole step."""
     return MicroBatch.from_segments(
         [sequence.token_ids for sequence in sequences], [sequence.mask for sequence in sequences], sample_ids
     )
@@ -72,7 +74,7 @@ def batch_of(sequences: Sequence[Example], sample_ids: Sequence[str]) -> MicroBa
 
 @dataclass(frozen=True)
 class SftObjective:
-    """Examples are learned token by token, and every token counts the same."""
+    """Supervised fine-tuning: cross-entropy of each token, and every token counts the same."""
 
     head: ClassVar[Head] = "policy"
     columns: ClassVar[Mapping[str, str]] = {}
@@ -95,7 +97,7 @@ class SftObjective:
         return {}
 
     def measure(self, backend: Backend, batches: Sequence[MicroBatch]) -> tuple[float, int]:
-        """Negative log-likelihood, and of how many tokens."""
+        """Return the negative log-likelihood of this rank's tokens, and their number."""
         nll = -float(sum(values.sum() for values in backend.log_probs(batches, 1.0)))
         return nll, sum(int(batch.mask.sum()) for batch in batches)
 
@@ -111,7 +113,7 @@ class SftObjective:
 
 @dataclass(frozen=True)
 class PairwiseObjective:
-    """The loss of pairs of segments, the better answer first, by the values at their last tokens."""
+    """Loss of pairs of segments, the better answer first, from the values at their last tokens."""
 
     kind: PairwiseKind
 
@@ -130,10 +132,10 @@ class PairwiseObjective:
 
 @dataclass(frozen=True)
 class RewardModelObjective:
-    """A reward model learns to put the better answer of each pair above the other, and every pair counts the same.
+    """Reward modelling: the better answer of each pair is to score higher than the other; every pair counts the same.
 
-    use_margin: by as much as the pair says.
-    pad_token_id: what transformers is to take for filling when it scores a batch.
+    use_margin: the rewards of a pair are to differ by its margin.
+    pad_token_id: the padding token that transformers uses when it scores a batch.
     """
 
     kind: PairwiseKind
@@ -154,20 +156,20 @@ class RewardModelObjective:
         if not items:
             return []
         sequences = [sequence for pair in items for sequence in (pair.chosen, pair.rejected)]
-        # Two sequences with one id are never parted.
+        # Sequences with the same id stay in one micro-batch.
         names = [f"{index}: {pair.chosen.where}" for index, pair in enumerate(items) for _ in range(2)]
         margins = torch.tensor([pair.margin if self.use_margin else 0.0 for pair in items]).repeat_interleave(2)
         whole = replace(batch_of(sequences, names), fields={MARGINS: margins})
         if cut.micro_batch_size is not None:
-            cut = replace(cut, micro_batch_size=2 * cut.micro_batch_size)  # which counts pairs
-        return [_ended(batch, 1 / len(step)) for batch in cut.cut(whole)]
+            cut = replace(cut, micro_batch_size=2 * cut.micro_batch_size)  # the option counts pairs
+        return [_with_reward_tokens(batch, 1 / len(step)) for batch in cut.cut(whole)]
 
     def metrics(self, report: UpdateReport) -> dict[str, float]:
         names = ("accuracy", "chosen_reward", "rejected_reward")
         return {name: report.metrics[name] / report.metrics["num_pairs"] for name in names}
 
     def measure(self, backend: Backend, batches: Sequence[MicroBatch]) -> list[tuple[float, float, float]]:
-        """(reward of the better answer, of the other, margin) of each pair."""
+        """Return (reward of the better answer, reward of the other, margin) of each pair."""
         measured = []
         for batch, values in zip(batches, backend.values(batches), strict=True):
             rewards = at_ends(values, batch)
@@ -187,24 +189,24 @@ class RewardModelObjective:
         }
 
     def model_facts(self, evaluate: Callable[[], Mapping[str, float]]) -> dict[str, Any]:
-        """`mean` and `std` of rewards are OpenRLHF's names; who uses the model to reward can normalise by them."""
-        found = evaluate()
+        """Return mean and deviation of rewards, under OpenRLHF's names: users of the model can normalise by them."""
+        metrics = evaluate()
         return {
-            "mean": found["eval/reward_mean"],
-            "std": found["eval/reward_std"],
+            "mean": metrics["eval/reward_mean"],
+            "std": metrics["eval/reward_std"],
             "pad_token_id": self.pad_token_id,
         }
 
 
 def at_ends(values: Tensor, batch: MicroBatch) -> Tensor:
-    """[num_pairs, 2] of [num_tokens]: what stands at the last token of each segment."""
+    """Return the values at the last token of each segment: [num_tokens] to [num_pairs, 2]."""
     return values[batch.offsets[1:] - 1].view(-1, 2)
 
 
-def _ended(batch: MicroBatch, weight: float) -> MicroBatch:
-    """Each segment with the token more at which its value is; `weight`: of each pair in the step's loss."""
+def _with_reward_tokens(batch: MicroBatch, weight: float) -> MicroBatch:
+    """Append to each segment the token at which its reward is read; `weight`: that of a pair in the step's loss."""
     ended = with_ends(batch)
-    # Answers stay under the mask, where nothing is made of their values: what precedes it can be shared by a pair.
+    # Answers stay in the mask, although their values have no weight: a pair can share the prompt before it.
     mask = ended.mask.clone()
     mask[~ended.mask] = batch.mask
     return replace(ended, mask=mask, weights=ended.mask * (weight / 2), fields=batch.fields)

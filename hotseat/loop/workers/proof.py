@@ -1,4 +1,4 @@
-"""What both sides of a push compute to prove that they hold the same weights."""
+"""Proof that both sides of a push hold the same weights: digests, and log-probs of the canary."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Canary:
-    """Answers that the policy sampled, of whose tokens trainer and engines compute log-probs after every push."""
+    """Answers sampled by the policy; trainer and engines compute log-probs of their tokens after every push."""
 
     sequences: tuple[tuple[int, ...], ...]  # prompt and answer
-    num_prompt: tuple[int, ...]  # tokens of each that are the prompt's
+    num_prompt: tuple[int, ...]  # prompt tokens of each sequence
     temperature: float
 
     @property
@@ -19,7 +19,7 @@ class Canary:
         return sum(map(len, self.sequences)) - sum(self.num_prompt)
 
     def sampled(self, scores: Sequence[Sequence[float]]) -> list[float]:
-        """The scores of sampled tokens alone, sequence by sequence, from those of all tokens."""
+        """Return the scores of sampled tokens alone, sequence by sequence, from those of all tokens."""
         return [score for row, start in zip(scores, self.num_prompt, strict=True) for score in row[start:]]
 
 
@@ -27,9 +27,9 @@ class Canary:
 class Proof:
     """Proof of what one side holds after a push: digests, and log-probs of the canary's sampled tokens.
 
-    log_probs: None where there is no canary yet, or where the engine needs its cache to score and does not have it.
+    log_probs: None where there is no canary yet, or where the engine needs its cache to score and it is offloaded.
     """
 
     digests: dict[str, int]
     log_probs: list[float] | None
-    undigested: frozenset[str] = frozenset()  # weights that no digest reaches: the canary guards them
+    undigested: frozenset[str] = frozenset()  # weights without a digest, which only the canary guards

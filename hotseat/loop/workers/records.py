@@ -1,14 +1,14 @@
-"""Recorded samples: a few of each step, with facts for every token, for people to read (`samples.jsonl`).
+"""Records of samples: a few of each step, with facts for every token, for people to read (`samples.jsonl`).
 
-What an episode is, the host knows (`record_of`); what the trainer made of it, the ranks of the actor know (`Recorder`).
-`written` puts the line together.
+Rollout hosts record the episode (`record_of`), ranks of the actor what they learned from its tokens (`Recorder`).
+`loop.rl.sample_records` makes a line of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,12 @@ from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch, Prompt, SampleKey, ScoredEpisode
 
-if TYPE_CHECKING:
-    pass
-
 NO_GRADIENT, SKIPPED = "no gradient", "skipped"
 
 
 @dataclass(frozen=True)
 class SegmentRecord:
-    """What the host knows of one token sequence, an entry per token."""
+    """Token sequence as the engine sampled it, an entry per token."""
 
     text: list[str]
     sampled: list[bool]
@@ -35,7 +32,7 @@ class SegmentRecord:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """What the host knows of one sample."""
+    """Sample as a rollout host holds it."""
 
     key: SampleKey
     source: str
@@ -50,7 +47,7 @@ class SampleRecord:
 
 @dataclass
 class TokenRecord:
-    """What the trainer knows of one token sequence, an entry per token. `fates` is made when it is learned from."""
+    """Token sequence as the trainer learned from it, an entry per token. `fates` is empty until then."""
 
     trainer_log_probs: list[float]
     advantages: list[float]
@@ -80,7 +77,7 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text that each token adds. Of a character that several tokens make up, the last one has it."""
+    """Return the text that each token adds. A character that several tokens make up belongs to the last of them."""
     texts, start, shown = [], 0, ""
     for end in range(1, len(token_ids) + 1):
         whole = tokenizer.decode(token_ids[start:end])
@@ -94,26 +91,28 @@ def token_texts(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 class Recorder:
-    """A rank's part: notes what becomes of the tokens of chosen samples while they are learned from."""
+    """Records on one rank what becomes of the tokens of chosen samples during an update."""
 
     def __init__(self, batch: MicroBatch, log_probs: Mapping[str, list[Tensor]]):
-        """`log_probs`: the trainer's, before the update, of the segments of each chosen sample that this rank has."""
+        """Take the trainer's `log_probs` before the update, for the segments of each chosen sample on this rank."""
         self.tokens: dict[str, list[TokenRecord]] = {}
         for name, values in _segments(batch, batch.fields[ADVANTAGES]):
             if name in log_probs:
                 mine = self.tokens.setdefault(name, [])
                 mine.append(TokenRecord(log_probs[name][len(mine)].tolist(), values.tolist()))
 
-    def watched(self, objective: PolicyObjective) -> Watched:
-        return Watched(objective, self)
+    def recorded(self, objective: PolicyObjective) -> RecordedObjective:
+        """Return the objective, recording what it does to tokens."""
+        return RecordedObjective(objective, self)
 
-    def take_back(self, batches: Sequence[MicroBatch]) -> None:
-        """The update that these were in was not finite, and not made."""
+    def mark_skipped(self, batches: Sequence[MicroBatch]) -> None:
+        """Mark the samples of an update that was not finite, and so was skipped."""
         for name in {name for batch in batches for name in batch.sample_ids} & self.tokens.keys():
             for segment in self.tokens[name]:
                 segment.fates = [SKIPPED] * len(segment.fates)
 
-    def note(self, batch: MicroBatch, clipped: Tensor, corrected: Tensor) -> None:
+    def record(self, batch: MicroBatch, clipped: Tensor, corrected: Tensor) -> None:
+        """Record which tokens of chosen samples were clipped or corrected."""
         if not self.tokens.keys() & set(batch.sample_ids):
             return
         fates = (clipped.to(torch.int64) + 2 * corrected.to(torch.int64)).cpu()
@@ -128,8 +127,8 @@ _FATES = ("learned", "clipped", "corrected", "clipped, corrected")
 
 
 @dataclass(frozen=True)
-class Watched:
-    """An objective that tells a recorder what it did."""
+class RecordedObjective:
+    """Objective that reports to a recorder which tokens it clipped or corrected."""
 
     objective: PolicyObjective
     recorder: Recorder
@@ -140,13 +139,10 @@ class Watched:
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor | float]]:
         terms = self.objective.terms(outputs, batch)
-        self.recorder.note(batch, terms.clipped, terms.corrected)
+        self.recorder.record(batch, terms.clipped, terms.corrected)
         return terms.loss, terms.metrics
 
 
 def _segments(batch: MicroBatch, values: Tensor) -> list[tuple[str, Tensor]]:
     lengths = (batch.offsets[1:] - batch.offsets[:-1]).tolist()
     return list(zip(batch.sample_ids, values.split(lengths), strict=True))
-
-
-# --- what is written --------------------------------------------------------------------------------------------------

@@ -1,19 +1,17 @@
 """The process between driver and engines: it runs agents, scores groups as they complete, and keeps their tensors.
 
-The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, they
-wait: its ranks fetch what they read (`to_score`), and the groups are complete when the rewards are here
-(`take_rewards`).
+The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, groups
+wait: its ranks fetch the tokens to score (`to_score`), and their rewards complete the groups (`take_rewards`).
 """
 
 from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,17 +20,19 @@ from torch import Tensor
 from hotseat import faults
 from hotseat.agents import AgentHost, load_agent
 from hotseat.cluster import WorkerGroup
+from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, record_of
+from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import RewardFunction, Score
-from hotseat.types import Episode, Failed, Group, MicroBatch, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """What a host is told."""
+    """Settings of a rollout host."""
 
     tokenizer: str
     run_seed: int
@@ -45,23 +45,17 @@ class HostSettings:
     reward_timeout_s: float
     reward_retries: int
     reward_max_bytes: int | None
-    eval_reward: str | None = None  # scores evaluations in place of all others
+    eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
-    reward_tokenizer: str | None = None  # of a reward model that is given text in tokens of its own
+    reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
     trust_remote_code: bool = False
-
-
-@dataclass
-class _Pending:
-    job: Job
-    outcomes: list[Any] = field(default_factory=list)
-    num_open: int = 0
+    spool: str | None = None  # folder for finished groups; None: they stay in memory
 
 
 class RolloutHost:
-    """Agents and rewards of a run, in a process of their own: user code may block, crash or keep globals."""
+    """Runs agents and rewards in a process of their own: user code may block, crash or keep globals."""
 
-    max_concurrency = 2
+    max_concurrency = 4  # a fetch waits; groups are shared and forgotten meanwhile
 
     def __init__(self, settings: HostSettings):
         from transformers import AutoTokenizer
@@ -80,12 +74,19 @@ class RolloutHost:
                 settings.reward_tokenizer, trust_remote_code=settings.trust_remote_code
             )
         self._tokenizer = tokenizer
-        self._unscored: list[_Pending] = []  # all of the last `collect`, if they wait for a reward model
-        self._groups: dict[GroupKey, Group] = {}
+        self._unscored: list[OpenGroup] = []  # all of the last `collect`, if they wait for a reward model
+        self._groups: dict[GroupKey, PromptGroup] = {}
+        self._spool = None if settings.spool is None else Spool(Path(settings.spool))
+        self._changed = threading.Condition()  # the lock of what follows
+        self._finished: list[GroupFacts] = []  # to be fetched
+        self._to_be_scored: list[OpenGroup] = []  # by a reward model, after those in `_unscored`
+        self._current: _Serving | None = None
 
     def connect(self, engines: WorkerGroup[TakesRequests]) -> None:
-        """To the engines, which started at the same time as this. Again, when one of them was replaced."""
+        """Connect to the engines: at the start of a run, and again when an engine was replaced."""
         settings = self._settings
+        with self._changed:
+            self._current = None  # what was in progress ends with the agents
         if self._agents is not None:
             self._agents.close()
         self._agents = AgentHost(
@@ -99,101 +100,176 @@ class RolloutHost:
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
 
-        Where a reward model scores, there are no facts yet: `take_rewards` has them.
+        Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts.
         """
         assert self._agents is not None, "not connected to the engines"
         self._seed_agents(jobs)
-        # Episodes and scores as they are done. Every one ends: agents and rewards have deadlines of their own.
-        done: SimpleQueue[tuple[_Pending, int | None, Future[Any]]] = SimpleQueue()
-
-        def report(pending: _Pending, sample: int | None, future: Future[Any]) -> None:
-            future.add_done_callback(lambda future: done.put((pending, sample, future)))
-
-        pendings = [_Pending(job, [None] * job.num_samples, job.num_samples) for job in jobs]
-        samples = [(pending, sample) for pending in pendings for sample in range(pending.job.num_samples)]
-        wanted = [
-            (pending.job.prompt, SampleKey(pending.job.epoch, pending.job.prompt.index, sample))
-            for pending, sample in samples
-        ]
-        for (pending, sample), episode in zip(samples, self._agents.submit_many(wanted, sampling), strict=True):
-            report(pending, sample, episode)
-        is_judged = jobs[0].epoch == EVALUATION and self._eval_reward is not None
-        waits_for_model = self._settings.has_reward_model and not is_judged
-        function = self._eval_reward if is_judged else self._reward
+        scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
+        collecting = Collecting(self._agents, scoring, faults.reach)
+        collecting.add(jobs, sampling)
+        groups: dict[GroupKey, OpenGroup] = {}
         facts: dict[GroupKey, GroupFacts] = {}
-        num_complete = 0
-        while max(num_complete, len(facts)) < len(jobs):
-            pending, finished, future = done.get()
-            if finished is None:
-                facts[pending.job.key] = self._finish(pending, future.result())
+        while len(groups) < len(jobs):
+            group, scores = collecting.next()
+            groups[group.job.key] = group
+            if scores is not None:
+                facts[group.job.key] = self._finish(group, scores)
                 if len(facts) == 1:
-                    faults.reach("evaluation.during" if pending.job.epoch == EVALUATION else "group.first")
-                continue
-            outcome = future.result()
-            if is_judged and isinstance(outcome, ScoredEpisode):
-                outcome = outcome.episode  # the agent's own reward does not count
-            pending.outcomes[finished] = outcome
-            pending.num_open -= 1
-            if pending.num_open == 0 and waits_for_model:
-                num_complete += 1
-            elif pending.num_open == 0:
-                report(pending, None, _score(pending, function))
-                faults.reach("scoring.during")
-        if waits_for_model:
-            self._unscored = pendings
+                    faults.reach("evaluation.during" if group.job.epoch == EVALUATION else "group.first")
+        if scoring.waits_for_model:
+            with self._changed:
+                self._to_be_scored = self._unscored + self._to_be_scored  # they come after this evaluation
+                self._unscored = [groups[job.key] for job in jobs]
             return []
         return [facts[job.key] for job in jobs]
 
+    # --- rollout beside training --------------------------------------------------------------------------------------
+
+    def begin(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupKey]:
+        """Start jobs and return at once; `fetch` has their facts. Return the keys of those that are sampled now.
+
+        What has finished already is not sampled again.
+        """
+        assert self._spool is not None, "a host without a spool"
+        new = []
+        with self._changed:
+            serving = self._serving()
+            known = {facts.key for facts in self._finished}
+            known |= {group.job.key for group in (*self._unscored, *self._to_be_scored)}
+            for job in jobs:
+                finished = self._spool.get(job.key)
+                if job.key in known:
+                    continue
+                if finished is None:
+                    new.append(job)
+                else:
+                    self._keep(finished)
+        serving.collecting.add(new, sampling)
+        return [job.key for job in new]
+
+    def fetch(self, wait_s: float) -> tuple[list[GroupFacts], int]:
+        """Return the facts of groups that have finished, waiting for the first at most `wait_s`.
+
+        The second value counts groups that a reward model has to score now, through `to_score` and `take_rewards`.
+        Raises what ended the work on the others, once nothing that has finished is left to fetch.
+        """
+        with self._changed:
+            serving = self._serving()
+            self._changed.wait_for(
+                lambda: self._finished or self._to_be_scored or serving.error is not None, timeout=wait_s
+            )
+            facts, self._finished = self._finished, []
+            if not self._unscored:
+                self._unscored, self._to_be_scored = self._to_be_scored, []
+            if not facts and not self._unscored and serving.error is not None:
+                raise serving.error
+            return facts, len(self._unscored)
+
+    def _serving(self) -> _Serving:
+        """Return the work in progress beside training, begun when it is first asked for after `connect`."""
+        with self._changed:
+            if self._current is None:
+                assert self._agents is not None, "not connected to the engines"
+                collecting = Collecting(self._agents, self._scoring(is_evaluation=False), faults.reach)
+                self._current = _Serving(collecting)
+                threading.Thread(target=self._serve, args=(self._current,), name="collecting", daemon=True).start()
+            return self._current
+
+    def _serve(self, serving: _Serving) -> None:
+        """Finish groups as they complete, until one raises or the host is connected anew. A thread of its own."""
+        try:
+            while True:
+                group, scores = serving.collecting.next()
+                with self._changed:
+                    if self._current is not serving:
+                        return  # the same jobs were begun again
+                    if scores is None:
+                        self._to_be_scored.append(group)
+                        self._changed.notify_all()
+                    else:
+                        self._keep(self._finished_group(group, scores))
+                faults.reach("group.first")
+        except Exception as error:
+            with self._changed:
+                serving.error = error
+                self._changed.notify_all()
+
+    def _keep(self, finished: Finished) -> None:
+        """Write a group to the spool, and then report it. Called under the lock."""
+        assert self._spool is not None
+        self._spool.put(finished)
+        self._groups[finished.key] = finished.group
+        self._finished.append(facts_of(finished))
+        self._changed.notify_all()
+
+    def _scoring(self, *, is_evaluation: bool) -> Scoring:
+        is_judged = is_evaluation and self._eval_reward is not None
+        return Scoring(
+            self._eval_reward if is_judged else self._reward,
+            waits_for_model=self._settings.has_reward_model and not is_judged,
+            ignores_agents=is_judged,
+        )
+
+    # --- reward models, and what becomes of groups --------------------------------------------------------------------
+
     def to_score(self, rank: int, num_ranks: int) -> MicroBatch:
-        """For one rank of the reward model: what it reads of its part of the episodes that wait for a reward."""
+        """Return the tokens that one rank of the reward model scores: every `num_ranks`-th of the waiting episodes."""
         episodes = [outcome for each in self._unscored for outcome in each.outcomes if isinstance(outcome, Episode)]
         mine = episodes[rank::num_ranks]
         sequences = [self._for_reward_model(episode) for episode in mine]
         return MicroBatch.from_segments(sequences, None, [str(episode.key) for episode in mine])
 
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
-        """Complete the groups of the last `collect`, given what the reward model made of their samples."""
-        pendings, self._unscored = self._unscored, []
+        """Complete the groups of the last `collect` with the reward model's rewards, by sample id."""
+        groups, self._unscored = self._unscored, []
 
         def score(outcome: Episode) -> Score | Failed:
             reward = rewards[str(outcome.key)]
             return Score(reward, reward) if math.isfinite(reward) else Failed(f"the reward model gave {reward}")
 
         return [
-            self._finish(pending, [score(each) for each in pending.outcomes if isinstance(each, Episode)])
-            for pending in pendings
+            self._finish(group, [score(each) for each in group.outcomes if isinstance(each, Episode)])
+            for group in groups
         ]
 
     def _for_reward_model(self, episode: Episode) -> Tensor:
-        """[num_tokens]: the last segment, which ends as the episode does. An agent may have rewritten the others."""
+        """Return the tokens of the last segment, which ends the episode: [num_tokens].
+
+        Its text is tokenised again for a reward model with a tokenizer of its own.
+        """
         token_ids = episode.segments[-1].token_ids
         if self._reward_tokenizer is None:
             return token_ids
         text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-        again = list(self._reward_tokenizer(text)["input_ids"])
+        retokenized = list(self._reward_tokenizer(text)["input_ids"])
         end = self._reward_tokenizer.eos_token_id
-        if end is not None and not episode.is_truncated and again[-1:] != [end]:
-            again.append(end)  # reward models read at the end of an answer
-        return torch.tensor(again)
+        if end is not None and not episode.is_truncated and retokenized[-1:] != [end]:
+            retokenized.append(end)  # reward models put the reward of an answer at its end token
+        return torch.tensor(retokenized)
 
     def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> Share:
-        """Groups for one rank of the actor, with the optimizer step of each sample."""
-        return Share(tuple(self._groups[key] for key in keys), tuple(tuple(group) for group in steps))
+        """Return groups for one rank, with the optimizer step of each sample."""
+        return Share(tuple(self._group(key) for key in keys), tuple(tuple(group) for group in steps))
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
         for key in keys:
             self._groups.pop(key, None)
+        if self._spool is not None:
+            self._spool.forget(keys)
 
-    def tell(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
-        """What the host knows of some samples that it holds, for people to read."""
-        found = []
+    def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
+        """Return records of some samples that this host holds, for people to read."""
+        records = []
         for key in samples:
-            group = self._groups[key.epoch, key.prompt]
+            group = self._group((key.epoch, key.prompt))
             [sample] = [sample for sample in group.samples if sample.episode.key == key]
-            found.append(record_of(sample, group.prompt, self._tokenizer))
-        return found
+            records.append(record_of(sample, group.prompt, self._tokenizer))
+        return records
 
     def close(self) -> None:
+        with self._changed:
+            if self._current is not None:
+                self._current.collecting.close()
         if self._agents is not None:
             self._agents.close()
         for function in (self._reward, self._eval_reward):
@@ -201,16 +277,23 @@ class RolloutHost:
                 function.close()
 
     def _seed_agents(self, jobs: Sequence[Job]) -> None:
-        """Agents that draw from the usual generators draw the same in a run that goes on, as far as their order is."""
+        """Seed the global generators, so that agents that use them in the same order draw the same after a resume."""
         seed = SampleKey(*jobs[0].key, 0).seed(self._settings.run_seed, -1)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # not torch's: in one process with the trainer it is the trainer's
+        np.random.seed(seed % 2**32)  # not torch's: in process mode the trainer uses it too
 
-    def _finish(self, pending: _Pending, scores: Sequence[Score | Failed]) -> GroupFacts:
+    def _finish(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> GroupFacts:
+        finished = self._finished_group(group, scores)
+        self._groups[finished.key] = finished.group
+        if self._spool is not None and finished.epoch != EVALUATION:
+            self._spool.put(finished)
+        return facts_of(finished)
+
+    def _finished_group(self, group: OpenGroup, scores: Sequence[Score | Failed]) -> Finished:
         answers = iter(scores)
         samples: list[ScoredEpisode] = []
         failures: list[tuple[int, str]] = []
-        for position, outcome in enumerate(pending.outcomes):
+        for position, outcome in enumerate(group.outcomes):
             if isinstance(outcome, Episode):
                 answer = next(answers)
                 if isinstance(answer, Failed):
@@ -221,21 +304,50 @@ class RolloutHost:
                 failures.append((position, outcome.reason))
             else:
                 samples.append(outcome)
-        job = pending.job
-        self._groups[job.key] = Group(job.prompt, tuple(samples), len(failures))
-        return GroupFacts(
-            epoch=job.epoch,
-            prompt=job.prompt.index,
-            source=job.prompt.source,
-            samples=tuple(sample.episode.key.sample for sample in samples),
-            rewards=tuple(sample.reward for sample in samples),
-            scores=tuple(sample.score for sample in samples),
-            num_sampled=tuple(sum(int(s.mask.sum()) for s in sample.episode.segments) for sample in samples),
-            num_tokens=tuple(sum(len(s.token_ids) for s in sample.episode.segments) for sample in samples),
-            truncated=tuple(sample.episode.is_truncated for sample in samples),
-            failures=tuple(failures),
-            extra=tuple(dict(sample.extra) for sample in samples),
-        )
+        job = group.job
+        return Finished(job.epoch, PromptGroup(job.prompt, tuple(samples), len(failures)), tuple(failures))
+
+    def _group(self, key: GroupKey) -> PromptGroup:
+        """Return a finished group: the process that finished it may have been another than this."""
+        if key not in self._groups and self._spool is not None:
+            finished = self._spool.get(key)
+            assert finished is not None, f"no group {key} was finished"
+            self._groups[key] = finished.group
+        return self._groups[key]
+
+
+@dataclass
+class _Serving:
+    """Work in progress beside training, and what ended it."""
+
+    collecting: Collecting
+    error: Exception | None = None
+
+
+def facts_of(finished: Finished) -> GroupFacts:
+    """Return what the driver is told of a group."""
+    samples = finished.group.samples
+    return GroupFacts(
+        epoch=finished.epoch,
+        prompt=finished.group.prompt.index,
+        source=finished.group.prompt.source,
+        samples=tuple(sample.episode.key.sample for sample in samples),
+        rewards=tuple(sample.reward for sample in samples),
+        scores=tuple(sample.score for sample in samples),
+        num_sampled=tuple(sum(int(s.mask.sum()) for s in sample.episode.segments) for sample in samples),
+        num_tokens=tuple(sum(len(s.token_ids) for s in sample.episode.segments) for sample in samples),
+        truncated=tuple(sample.episode.is_truncated for sample in samples),
+        failures=finished.failures,
+        extra=tuple(dict(sample.extra) for sample in samples),
+        versions=tuple(_versions(sample.episode) for sample in samples),
+    )
+
+
+def _versions(episode: Episode) -> tuple[int, int]:
+    """Return the oldest and the newest version of the weights that sampled tokens of an episode."""
+    sampled = [segment.versions[segment.mask] for segment in episode.segments]
+    versions = torch.cat(sampled)
+    return int(versions.min()), int(versions.max())
 
 
 def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
@@ -245,24 +357,4 @@ def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
         retries=settings.reward_retries,
         max_memory_bytes=settings.reward_max_bytes,
         seed=settings.run_seed,
-    )
-
-
-def _score(pending: _Pending, function: RewardFunction | None) -> Future[Any]:
-    """One call of a reward function for the episodes that have no reward of their agent's own."""
-    episodes = [outcome for outcome in pending.outcomes if isinstance(outcome, Episode)]
-    if not episodes:
-        nothing: Future[Any] = Future()
-        nothing.set_result([])
-        return nothing
-    if function is None:
-        missing: Future[Any] = Future()
-        missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
-        return missing
-    prompt = pending.job.prompt
-    return function.submit(
-        [episode.query for episode in episodes],
-        [prompt.text] * len(episodes),
-        [prompt.label] * len(episodes),
-        [str(episode.key) for episode in episodes],
     )

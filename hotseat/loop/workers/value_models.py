@@ -1,4 +1,4 @@
-"""The processes of models that give a number instead of log-probs: the critic, and a reward model."""
+"""Workers of models that return values instead of log-probs: the critic and reward models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hotseat.types import MicroBatch
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """What the critic does with a rollout."""
+    """Settings by which the critic values a rollout and learns from it."""
 
     objective: ValueObjective
     max_epochs: int
@@ -28,25 +28,25 @@ class CriticSettings:
 
 
 class CriticWorker(ModelWorker):
-    """One rank of the critic: it values a rollout, and learns from the returns that the actor's ranks made of it."""
+    """Rank of the critic: it computes values of a rollout, and learns from the returns that the actor computed."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
         super().__init__(model, options, trust_remote_code)
-        self._batch: MicroBatch | None = None  # what was valued last
+        self._batch: MicroBatch | None = None  # the rollout whose values were computed last
         self._sample_steps: dict[str, int] = {}
 
     def values(self, shares: Sequence[Share], settings: CriticSettings) -> dict[str, list[Tensor]]:
-        """Together. A value for each token of each segment of each sample, by sample id."""
+        """Return a value for each token of each segment of each sample, by sample id. Collective."""
         batch = flatten(groups_of(shares))
-        pieces, values = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
-        found = by_sample(pieces, values)
-        self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [found])})
+        pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
+        values = by_sample(pieces, scores)
+        self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [values])})
         self._sample_steps = steps_of(shares)
-        return found
+        return values
 
     def update(self, returns: Sequence[BySample], num_steps: int, settings: CriticSettings) -> list[UpdateReport]:
-        """Together. Every optimizer step of the rollout that was valued last. `returns`: of all ranks of the actor."""
-        assert self._batch is not None, "nothing was valued"
+        """Make every optimizer step of the rollout of the last `values`. `returns`: of all actor ranks. Collective."""
+        assert self._batch is not None, "update before values"
         batch, self._batch = self._batch, None
         steps = cut_into_steps(with_fields(batch, {RETURNS: in_order(batch, returns)}), self._sample_steps, num_steps)
         step_totals = self._add_totals(steps)
@@ -60,32 +60,32 @@ class CriticWorker(ModelWorker):
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How a reward model scores."""
+    """Settings by which a reward model scores."""
 
     score: BatchSettings
-    scale: tuple[float, float] | None  # mean and deviation that were stored with the model; None: as it is
+    scale: tuple[float, float] | None  # mean and deviation stored with the model; None: no normalisation
 
 
 class RewardWorker(ModelWorker):
-    """One rank of a reward model."""
+    """Rank of a reward model."""
 
     def rewards(self, batches: Sequence[MicroBatch], settings: RewardSettings) -> dict[str, float]:
-        """Together. What each segment is worth at its last token, by sample id. One segment per sample."""
+        """Return the reward at the last token of each segment, by sample id; one segment per sample. Collective."""
 
         def cut(score: BatchSettings) -> list[MicroBatch]:
             return [with_ends(piece) for batch in batches for piece in _cut(batch, score)]
 
-        found: dict[str, float] = {}
+        by_id: dict[str, float] = {}
         for piece, values in zip(*self._cutter.run("rollout", settings.score, cut, self._backend.values), strict=True):
             rewards = values[piece.offsets[1:] - 1]
             if settings.scale is not None:
                 rewards = normalise_rewards(rewards, *settings.scale)
-            found |= zip(piece.sample_ids, rewards.tolist(), strict=True)
-        return found
+            by_id |= zip(piece.sample_ids, rewards.tolist(), strict=True)
+        return by_id
 
 
 def _cut(batch: MicroBatch, settings: BatchSettings) -> list[MicroBatch]:
-    """Text that was tokenised again may be longer than the budget for the actor's tokens: then it stands alone."""
+    """Cut a batch, raising a budget meant for the actor's tokens to the longest text, which retokenizing lengthened."""
     if settings.max_tokens is not None and not settings.is_chosen and batch.num_segments:
         longest = int((batch.offsets[1:] - batch.offsets[:-1]).max())
         settings = replace(settings, max_tokens=max(longest, settings.max_tokens))

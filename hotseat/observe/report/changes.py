@@ -14,15 +14,15 @@ MAX_CHANGES = 200
 
 
 def read_changes(run_dir: Path, table: Table) -> list[dict[str, Any]]:
-    """Each change: its key, both values, the first step with the new one, and the seconds in steps before that."""
+    """List the changes: key, both values, the first step with the new one, and the seconds in steps before that."""
     seconds = table.seconds
-    found = []
+    changes = []
     for record in json_lines(run_dir / "changes.jsonl"):
         step = record.get("step")
         if not isinstance(step, int):
             continue
         num_before = int((table.steps < step).sum())
-        found.append(
+        changes.append(
             {
                 "step": step,
                 "seconds": None if seconds is None else float(seconds[num_before - 1]) if num_before else 0.0,
@@ -32,10 +32,10 @@ def read_changes(run_dir: Path, table: Table) -> list[dict[str, Any]]:
                 "is_allowed": record.get("is_allowed") is True,
             }
         )
-    return found[:MAX_CHANGES]
+    return changes[:MAX_CHANGES]
 
 
 def _written(value: Any) -> str:
-    """A value as a config has it."""
+    """Format a value as a config writes it."""
     value = without_secrets(value)
     return shortened(value if isinstance(value, str) else json.dumps(value), 200)

@@ -1,4 +1,4 @@
-"""Metrics by step, thinned to what a screen can show."""
+"""Curves of metrics by step, thinned to what a screen can show."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hotseat.observe.report.reading import finite, json_lines, significant
 
 NOT_FINITE = ("nan", "inf", "-inf")
 
-# Work of the driver that goes on during the phases, so that it is no part of the sum.
+# Work of the driver that overlaps the phases, so it is not part of their sum.
 NO_PHASE = ("driver_cpu", "save")
 REST = "between phases"
-RENAMED = {"time/put_aside": "time/offload", "time/bring_back": "time/onload"}  # metrics of runs made before
+RENAMED = {"time/put_aside": "time/offload", "time/bring_back": "time/onload"}  # names in earlier runs
 MAX_PHASE_COLUMNS = 240
 
 
 @dataclass(frozen=True)
 class Table:
-    """`metrics.jsonl` as columns: NaN where a value is absent or not finite."""
+    """Columns of `metrics.jsonl`, with NaN where a value is absent or not finite."""
 
     steps: np.ndarray  # [rows] int64, ascending
     columns: dict[str, np.ndarray]  # name -> [rows] float64
@@ -32,12 +32,12 @@ class Table:
 
     @property
     def seconds(self) -> np.ndarray | None:
-        """[rows] wall time at the end of each step, or None if the run did not measure it."""
+        """Wall time at the end of each step [rows], or None if the run did not measure it."""
         step_s = self.columns.get("step_s")
         return None if step_s is None else np.nancumsum(step_s)
 
     def values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and finite values of a metric; empty for one that is not there."""
+        """Return the steps and finite values of a metric; empty if it was not recorded."""
         column = self.columns.get(name)
         if column is None:
             return self.steps[:0], np.empty(0)
@@ -68,9 +68,9 @@ def read_table(run_dir: Path) -> Table:
 
 
 def thin(values: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, lowest and highest of each bucket of neighbours; NaN where none of a bucket is finite.
+    """Return mean, lowest and highest value of each bucket of neighbours; NaN if a bucket has no finite value.
 
-    Extremes are kept beside the means because a spike is what people look for, and means are what may be smoothed.
+    Extremes are kept beside the means because people look for spikes; only the means may be smoothed.
     """
     edges = bucket_edges(len(values), num_buckets)
     is_finite = np.isfinite(values)
@@ -84,22 +84,22 @@ def thin(values: np.ndarray, num_buckets: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def bucket_edges(num_values: int, num_buckets: int) -> np.ndarray:
-    """[buckets + 1] indices that cut values into buckets of nearly the same size."""
+    """Return [buckets + 1] indices that cut values into buckets of nearly the same size."""
     return np.linspace(0, num_values, min(num_buckets, num_values) + 1).astype(np.int64)
 
 
 def make_curves(table: Table, max_points: int) -> dict[str, Any]:
-    """Every metric as at most `max_points` points. Metrics given at the same steps share their x values."""
+    """Make a curve of at most `max_points` points for each metric. Metrics of the same steps share their x values."""
     grids: list[dict[str, Any]] = []
     numbers: dict[bytes, int] = {}
     series: dict[str, Any] = {}
     for name, column in table.columns.items():
-        given = table.is_given[name]
-        key = given.tobytes()
+        has_value = table.is_given[name]
+        key = has_value.tobytes()
         if key not in numbers:
             numbers[key] = len(grids)
-            grids.append(_grid(table, given, max_points))
-        values = column[given]
+            grids.append(_grid(table, has_value, max_points))
+        values = column[has_value]
         series[name] = {"grid": numbers[key]} | _points(values, max_points)
         num_odd = int((~np.isfinite(values)).sum())
         if num_odd:
@@ -108,7 +108,7 @@ def make_curves(table: Table, max_points: int) -> dict[str, Any]:
 
 
 def without_surplus(curves: dict[str, Any], budget: int) -> dict[str, Any]:
-    """The metrics that fit into `budget` bytes, in their order, and how many do not."""
+    """Keep the metrics that fit into `budget` bytes, in their order, and count the others."""
     left = budget - len(encoded(curves["grids"]))
     kept: dict[str, Any] = {}
     for name, points in curves["series"].items():
@@ -119,22 +119,22 @@ def without_surplus(curves: dict[str, Any], budget: int) -> dict[str, Any]:
     return {"grids": curves["grids"], "series": kept, "num_left_out": len(curves["series"]) - len(kept)}
 
 
-def _grid(table: Table, given: np.ndarray, max_points: int) -> dict[str, Any]:
-    steps, seconds = table.steps[given], table.seconds
+def _grid(table: Table, has_value: np.ndarray, max_points: int) -> dict[str, Any]:
+    steps, seconds = table.steps[has_value], table.seconds
     picked = slice(None)
     if len(steps) > max_points:
         edges = bucket_edges(len(steps), max_points // 2)
         picked = (edges[:-1] + edges[1:] - 1) // 2
     grid: dict[str, Any] = {"steps": steps[picked].tolist(), "num_steps": len(steps)}
     if seconds is not None:
-        grid["seconds"] = _rounded(seconds[given][picked], 6)
+        grid["seconds"] = _rounded(seconds[has_value][picked], 6)
     return grid
 
 
 def _points(values: np.ndarray, max_points: int) -> dict[str, Any]:
     if len(values) <= max_points:
         return {"mean": _rounded(values)}
-    # Half as many buckets as points: their extremes take room too.
+    # Half as many buckets as points, since their extremes take room, too.
     means, lows, highs = thin(values, max_points // 2)
     return {"mean": _rounded(means), "low": _rounded(lows), "high": _rounded(highs)}
 
@@ -144,7 +144,7 @@ def _rounded(values: np.ndarray, num_digits: int = 5) -> list[float | int | None
 
 
 def make_phases(table: Table) -> dict[str, Any] | None:
-    """Seconds of each phase by step. A phase that a step did not have took none of it."""
+    """Return the seconds of each phase by step; 0 for a phase that a step did not have."""
     names = [name.removeprefix("time/") for name in table.columns if name.startswith("time/")]
     names = [name for name in names if name not in NO_PHASE]
     if not names:

@@ -1,4 +1,4 @@
-"""How rewards and lengths are spread, step by step, as the cells of a heat map."""
+"""Distributions of rewards, lengths and others by step, as the cells of heat maps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hotseat.observe.report.reading import json_lines, significant
 
 MAX_ROWS = 32
 LOGARITHMIC = ("engine_gap",)
-SMALLEST = 1e-6  # of what is shown on a logarithmic scale: below it, engine and trainer agree
+SMALLEST = 1e-6  # lower end of logarithmic scales; below it, engine and trainer agree
 
 
 @dataclass(frozen=True)
-class Spread:
-    """A quantity's values over all steps, each with how often it came up."""
+class Distribution:
+    """The values of a quantity at each step, with their counts."""
 
     steps: list[int]
-    pairs: list[np.ndarray]  # by step: [values, 2]
+    pairs: list[np.ndarray]  # for each step: [values, 2], value and count
 
 
-def read_spreads(run_dir: Path) -> dict[str, Spread]:
+def read_distributions(run_dir: Path) -> dict[str, Distribution]:
     by_name: dict[str, dict[int, np.ndarray]] = {}
     for record in json_lines(run_dir / "distributions.jsonl"):
         step = record.pop("step", None)
@@ -36,29 +36,37 @@ def read_spreads(run_dir: Path) -> dict[str, Spread]:
             known = _known_pairs(pairs)
             if len(known):
                 by_name.setdefault(name, {})[step] = known
-    return {name: Spread(sorted(found), [found[step] for step in sorted(found)]) for name, found in by_name.items()}
+    return {
+        name: Distribution(sorted(by_step), [by_step[step] for step in sorted(by_step)])
+        for name, by_step in by_name.items()
+    }
 
 
 def _known_pairs(pairs: object) -> np.ndarray:
-    """Finite values only. What is not finite is written by name, which a number can be made of too."""
+    """Return the [value, count] pairs with finite values. Others are written by name (nan), which numpy reads."""
     try:
-        found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+        numbers = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     except (TypeError, ValueError):
         return np.empty((0, 2))
-    return found[np.isfinite(found).all(axis=1) & (found[:, 1] > 0)]
+    return numbers[np.isfinite(numbers).all(axis=1) & (numbers[:, 1] > 0)]
 
 
-def make_heat_maps(spreads: dict[str, Spread], max_columns: int) -> dict[str, Any]:
-    """By name: ranges of steps, bounds of the rows, and the share of samples in each cell. Neighbours are joined."""
-    return {name: _heat_map(spread, name in LOGARITHMIC, max_columns) for name, spread in spreads.items()}
+def make_heat_maps(distributions: dict[str, Distribution], max_columns: int) -> dict[str, Any]:
+    """Make heat maps by name: ranges of steps, bounds of the rows, and the share of samples in each cell.
+
+    Neighbouring steps are joined, so that there are at most `max_columns` columns.
+    """
+    return {
+        name: _heat_map(distribution, name in LOGARITHMIC, max_columns) for name, distribution in distributions.items()
+    }
 
 
-def _heat_map(spread: Spread, is_logarithmic: bool, max_columns: int) -> dict[str, Any]:
-    steps = spread.steps
+def _heat_map(distribution: Distribution, is_logarithmic: bool, max_columns: int) -> dict[str, Any]:
+    steps = distribution.steps
     edges = bucket_edges(len(steps), max_columns)
     column_of_step = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
-    columns = np.repeat(column_of_step, [len(pairs) for pairs in spread.pairs])
-    values, weights = np.concatenate(spread.pairs).T
+    columns = np.repeat(column_of_step, [len(pairs) for pairs in distribution.pairs])
+    values, weights = np.concatenate(distribution.pairs).T
     distinct = np.unique(values).tolist()
     bounds, is_discrete = _row_bounds(distinct, is_logarithmic)
     num_rows = len(bounds) - 1
@@ -75,7 +83,7 @@ def _heat_map(spread: Spread, is_logarithmic: bool, max_columns: int) -> dict[st
 
 
 def _row_bounds(distinct: list[float], is_logarithmic: bool) -> tuple[list[float], bool]:
-    """Bounds of the rows, and whether each row is one value: a 0/1 reward has two rows, not thirty empty ones."""
+    """Return the bounds of the rows, and whether each row is one value: a 0/1 reward has two rows, not thirty."""
     if len(distinct) <= MAX_ROWS // 2:
         middles = [(low + high) / 2 for low, high in pairwise(distinct)]
         return [distinct[0], *middles, math.inf], True

@@ -1,4 +1,4 @@
-"""How data goes into the page, and how much of it may."""
+"""Encoding of data for the page, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 def encoded(value: object) -> bytes:
-    """JSON that may stand inside a script element: without `<`, no text of a model can close it."""
+    """Encode a value as JSON for a script element: without `<`, no text of a model can close the element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    # Half a surrogate pair is what a byte-level tokenizer can leave; it has no UTF-8.
+    # A byte-level tokenizer can leave half a surrogate pair, which has no UTF-8.
     return text.replace("<", "\\u003c").encode("utf-8", "replace")
 
 
 def largest_that_fits(make: Callable[[int], T], sizes: Sequence[int], budget: int) -> T:
-    """What `make` gives for the first of the falling `sizes` whose JSON has at most `budget` bytes, or for the last."""
+    """Call `make` with the first of the descending `sizes` whose JSON has at most `budget` bytes, or with the last."""
     made: dict[int, T] = {}
 
     def fits(size: int) -> bool:

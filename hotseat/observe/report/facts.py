@@ -1,4 +1,4 @@
-"""The few figures by which a run is known."""
+"""Key figures of a run, for the tiles at the top of the page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def make_facts(
     total: tuple[float, int] | None = None,
     headlines: Iterable[str] = (),
 ) -> list[dict[str, str]]:
-    """Label, value and a note for each tile. What a run did not measure is left out.
+    """Return label, value and note of each tile. Figures that the run did not measure are left out.
 
-    total: seconds from its commands to their ends, and their number. headlines: metrics by which runs beside this one
-    are known; it is known by them too, where it has them.
+    total: seconds from its commands to their ends, and their number. headlines: the main metrics of the other runs on
+    the page, which are shown for this run, too, if it has them.
     """
     facts = [_fact("Steps", f"{int(table.steps[-1]):,}" if len(table.steps) else "0", _pace(table))]
     if total is not None:
@@ -44,13 +44,13 @@ def make_facts(
 
 
 def headline_metric(table: Table) -> str | None:
-    """What the run was for, as far as one number tells."""
+    """Return the metric that best describes the run's success, if it has one."""
     others = sorted(name for name in table.columns if name.startswith("eval/"))
     return next((name for name in (*HEADLINES[:3], *others, *HEADLINES[3:]) if len(table.values(name)[0])), None)
 
 
 def _headline_fact(table: Table, name: str) -> dict[str, str]:
-    """From what to what a metric went, and its best value; of a single value, the step it is of."""
+    """Describe a metric by its first, last and best value; a single value by its step."""
     steps, values = table.values(name)
     if len(values) == 1:
         return _fact(name, number(values[0]), f"at step {int(steps[0]):,}, measured once", is_headline=True)
@@ -69,7 +69,7 @@ def _pace(table: Table) -> str:
 
 
 def _tokens_per_s(table: Table) -> float | None:
-    """Over the whole time: the mean of the steps' rates would count a short step as much as a long one."""
+    """Return tokens per second over the whole time: steps are weighted by their durations."""
     rates, step_s = table.columns.get("tokens_per_s"), table.columns.get("step_s")
     if rates is None:
         return None
@@ -90,7 +90,7 @@ def _sample_facts(table: Table, counts: Mapping[str, Any] | None) -> list[dict[s
 
 
 def num_restarts(counted: np.ndarray) -> int:
-    """The counter starts anew when a run goes on from a checkpoint."""
+    """Sum up the restarts from a counter that starts again at 0 when a run is resumed."""
     previous = np.concatenate([[0.0], counted[:-1]])
     return int(np.where(counted >= previous, counted - previous, counted).sum())
 

@@ -1,4 +1,4 @@
-"""Puts what was read of the runs, the style, the script and the plotting library into one file."""
+"""The page: data of the runs, style, script and plotting library in one file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hotseat import __version__
 from hotseat.errors import UserError
 from hotseat.observe.report.changes import read_changes
 from hotseat.observe.report.curves import make_curves, make_phases, read_table, without_surplus
-from hotseat.observe.report.distributions import make_heat_maps, read_spreads
+from hotseat.observe.report.distributions import make_heat_maps, read_distributions
 from hotseat.observe.report.encoding import encoded, largest_that_fits
 from hotseat.observe.report.facts import headline_metric, make_facts
 from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
@@ -28,7 +28,7 @@ from hotseat.observe.report.times import read_total
 MAX_BYTES = 4_800_000  # of the whole file
 SUMMARY_BYTES = 4_000  # of a run, for readers without scripts
 MAX_RUNS = 24
-DEFAULT_TASK = "rl"  # a config holds only what differs from the defaults
+DEFAULT_TASK = "rl"  # of a config without a task: it contains only what differs from the defaults
 POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
 COLUMN_LIMITS = (160, 80, 40, 20)
@@ -48,7 +48,7 @@ SCRIPTS = (
 
 
 def write_report(run_dirs: Sequence[Path], output: Path) -> Path:
-    """Write one page about all runs to `output`, and return it. A report that is there is replaced as a whole."""
+    """Write one page about all runs to `output`, and return the path. An existing report is replaced as a whole."""
     if not run_dirs:
         raise UserError("a report needs at least one run directory")
     if len(run_dirs) > MAX_RUNS:
@@ -87,7 +87,7 @@ def make_page(run_dirs: Sequence[Path]) -> bytes:
         b"SCRIPT": script,
         b"SUMMARY": summary(runs),
     }
-    # Split once, not replaced one by one: what a run says may look like a placeholder.
+    # Split once instead of replacing one by one: text of a run may look like a placeholder.
     pieces = re.split(rb"{{([A-Z]+)}}", template)
     return b"".join(
         contents[piece] if is_name else piece for piece, is_name in zip(pieces, cycle((False, True)), strict=False)
@@ -107,7 +107,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def content_policy(*scripts: bytes) -> bytes:
-    """Only these very scripts may run, and nothing may be fetched. Charts set styles of their own elements."""
+    """Return a policy by which only these scripts run and nothing is fetched. Charts may style their elements."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
     rules = (
         "default-src 'none'",
@@ -120,7 +120,7 @@ def content_policy(*scripts: bytes) -> bytes:
 
 
 def label_runs(run_dirs: Sequence[Path]) -> list[str]:
-    """The directories' names, with their parents' where two are alike, and with a number where that does not help."""
+    """Label runs by their directories' names, with the parent's where two are alike, then with a number if needed."""
     paths = [run_dir.resolve() for run_dir in run_dirs]
     labels = [path.name for path in paths]
     for longer in ([f"{path.parent.name}/{path.name}" for path in paths], None):
@@ -133,14 +133,14 @@ def label_runs(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything the page shows of a run, in about `budget` bytes. What is missing is None.
+    """Read everything that the page shows of a run, in about `budget` bytes. Missing parts are None.
 
-    headlines: metrics by which the runs beside it are known.
+    headlines: the main metrics of the other runs on the page.
     """
     table = read_table(run_dir)
     config = read_config(run_dir)
     counts = count_samples(run_dir)
-    spreads = read_spreads(run_dir)
+    distributions = read_distributions(run_dir)
     run: dict[str, Any] = {
         "label": label,
         "task": None if config is None else config["keys"].get("task", DEFAULT_TASK),
@@ -153,7 +153,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
         "events": largest_that_fits(lambda count: read_events(run_dir, count), EVENT_LIMITS, budget // 10),
         "phases": make_phases(table),
         "distributions": largest_that_fits(
-            lambda columns: make_heat_maps(spreads, columns), COLUMN_LIMITS, budget // 8
+            lambda columns: make_heat_maps(distributions, columns), COLUMN_LIMITS, budget // 8
         ),
         "has_model": (run_dir / "model").is_dir(),
         "num_steps": len(table.steps),

@@ -1,4 +1,4 @@
-"""Files of a run directory as they are found: missing, still growing, or cut short by a crash."""
+"""Readers of a run directory's files, which may be missing, still growing, or cut short by a crash."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def check_is_run(run_dir: Path) -> None:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line that holds an object; nothing if there is no file."""
+    """Yield the object of every complete line; nothing if there is no file."""
     for _, record in json_lines_at(path):
         yield record
 
 
 def json_lines_at(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The same, with the byte at which each line begins."""
+    """Yield the object of every complete line, with the byte at which the line begins."""
     if not path.is_file():
         return
     offset = 0
@@ -43,7 +43,7 @@ def json_lines_at(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parsed(text: bytes) -> Any:
-    """None for what is no JSON: a crash can leave half a line, and the run that goes on writes behind it."""
+    """Parse JSON; None if it is none: a crash can leave half a line, which a resumed run appends to."""
     try:
         return json.loads(text)
     except ValueError:
@@ -51,14 +51,14 @@ def parsed(text: bytes) -> Any:
 
 
 def finite(value: object) -> float | None:
-    """A number, or None for anything else. Numbers that are not finite are written by name."""
+    """Return a finite number as a float, or None for anything else. Infinite numbers are written by name."""
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
     return None
 
 
 def significant(value: float, num_digits: int = 5) -> float | int:
-    """Fewer digits make a smaller page; a curve shows no more."""
+    """Round to significant digits: a curve shows no more, and fewer digits make a smaller page."""
     rounded = float(f"{value:.{num_digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
@@ -71,7 +71,7 @@ def shortened(text: object, num_characters: int = MAX_TEXT_CHARACTERS) -> str:
 
 
 def read_config(run_dir: Path) -> dict[str, Any] | None:
-    """The text, and its keys with dots for comparing runs."""
+    """Return a config's text, and its values by dotted key, for comparing runs."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         return None
@@ -99,7 +99,7 @@ def _flat(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def read_plan(run_dir: Path) -> dict[str, Any] | None:
-    """Who is where, what each phase takes on each group of devices, and what moves between phases."""
+    """Read the plan: roles and their places, memory of each phase by group of devices, and moves between phases."""
     path = run_dir / "plan.json"
     plan = parsed(path.read_bytes()) if path.is_file() else None
     if not isinstance(plan, dict):
@@ -120,7 +120,7 @@ def read_plan(run_dir: Path) -> dict[str, Any] | None:
             "groups": [_group(group) for group in plan["groups"]],
             "warnings": [shortened(warning) for warning in plan["warnings"]],
         }
-    except (KeyError, TypeError):  # written by a version that plans otherwise
+    except (KeyError, TypeError):  # written by a version with another format
         return None
 
 
@@ -149,7 +149,7 @@ def _moved(part: Mapping[str, Any]) -> str:
 
 
 def read_events(run_dir: Path, max_events: int) -> dict[str, Any] | None:
-    """What the run said. Notes are the first to be left out."""
+    """Read the events of a run, at most `max_events`: notes are left out first."""
     path = run_dir / "events.jsonl"
     if not path.is_file():
         return None
@@ -170,7 +170,7 @@ def read_events(run_dir: Path, max_events: int) -> dict[str, Any] | None:
 
 
 def count_samples(run_dir: Path) -> dict[str, Any] | None:
-    """Samples by state, and why those that were not learned from were not."""
+    """Count samples by state, with the reasons of those that were not trained on."""
     path = run_dir / "ledger.jsonl"
     if not path.is_file():
         return None

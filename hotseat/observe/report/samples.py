@@ -1,4 +1,4 @@
-"""Recorded samples: a choice that is spread over steps and states, packed so that many fit into a page."""
+"""Recorded samples: a selection over all steps and states, packed so that many fit into a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAP_UNIT = 1e-5
 
 
 def read_samples(run_dir: Path, budget: int) -> dict[str, Any] | None:
-    """As many samples as fit into `budget` bytes. None if the run recorded none."""
+    """Read as many samples as fit into `budget` bytes. None if the run recorded none."""
     path = run_dir / "samples.jsonl"
     places = [(offset, record.get("step"), record.get("state")) for offset, record in json_lines_at(path)]
     if not places:
@@ -25,11 +25,11 @@ def read_samples(run_dir: Path, budget: int) -> dict[str, Any] | None:
     chosen: list[tuple[int, dict[str, Any]]] = []
     spent = 0
     with path.open("rb") as file:
-        for index in spread(places):
+        for index in covering_order(places):
             file.seek(places[index][0])
             packed = pack(parsed(file.readline()))
             size = len(encoded(packed)) + 1
-            # One that is too big does not end the search: there may be room for smaller ones.
+            # A sample that is too big does not end the search: there may be room for smaller ones.
             if spent + size <= budget:
                 chosen.append((index, packed))
                 spent += size
@@ -39,8 +39,8 @@ def read_samples(run_dir: Path, budget: int) -> dict[str, Any] | None:
     return {"shown": [packed for _, packed in chosen], "num_recorded": len(places)}
 
 
-def spread(places: Sequence[tuple[int, Any, Any]]) -> Iterator[int]:
-    """Indices of all samples, so that any beginning of them covers the run: one per step and state, then the next.
+def covering_order(places: Sequence[tuple[int, Any, Any]]) -> Iterator[int]:
+    """Order all samples so that the first ones always cover the run: one per step and state, then the next.
 
     Steps come in the order last, first, middle, quarters and so on.
     """
@@ -58,7 +58,7 @@ def spread(places: Sequence[tuple[int, Any, Any]]) -> Iterator[int]:
 
 
 def halving_order(count: int) -> list[int]:
-    """0 to count - 1: the last, the first, then the middles of what lies between those already taken."""
+    """Order 0 to count - 1: the last, the first, then repeatedly the middles between those already taken."""
     if count == 0:
         return []
     order = [count - 1, 0] if count > 1 else [0]
@@ -75,7 +75,7 @@ def halving_order(count: int) -> list[int]:
 
 
 def pack(record: dict[str, Any]) -> dict[str, Any]:
-    """A sample as the page wants it. Lists that repeat a value become `[value, count]` pairs."""
+    """Pack a sample for the page. Lists that repeat a value become `[value, count]` pairs."""
     segments = [segment for segment in record.get("segments") or [] if isinstance(segment, dict)]
     num_tokens = sum(len(segment.get("text") or []) for segment in segments)
     return {
@@ -96,7 +96,7 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Each segment's tokens, without the middle of a sample that is too long."""
+    """Yield each segment's tokens, without the middle of a sample that is too long."""
     gap_from, gap_to = num_tokens, num_tokens
     if num_tokens > MAX_TOKENS:
         gap_from, gap_to = MAX_TOKENS * 3 // 4, num_tokens - MAX_TOKENS // 4

@@ -1,4 +1,4 @@
-"""Who did what when: some steps of `timeline.json`, as lanes of spans."""
+"""The timeline of the page: some steps of `timeline.json`, as lanes of spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST_SHARE, SLOWEST_SHARE = 0.2, 0.2  # of the spans; the newest steps get the 
 
 @dataclass(frozen=True)
 class Span:
-    """Times in microseconds."""
+    """One span of the timeline. Times are in microseconds."""
 
     lane: tuple[Any, Any]  # process and thread, as the file numbers them
     name: str
@@ -33,14 +33,14 @@ class Span:
 
 @dataclass
 class Trace:
-    """Events as they come: names of lanes are collected, begins are kept until their ends."""
+    """State of reading a trace: names of lanes so far, and begin events that wait for their ends."""
 
     processes: dict[Any, str] = field(default_factory=dict)
     threads: dict[tuple[Any, Any], str] = field(default_factory=dict)
     _begun: dict[tuple[Any, Any], list[dict[str, Any]]] = field(default_factory=dict)
 
     def spans(self, path: Path) -> Iterator[Span]:
-        """Every span that has ended."""
+        """Yield every span that has ended."""
         for event in read_trace(path):
             kind, lane = event.get("ph"), (event.get("pid"), event.get("tid"))
             if kind == "M":
@@ -70,8 +70,8 @@ class Trace:
 
 
 def _span(event: dict[str, Any], lane: tuple[Any, Any], start: float, end: float) -> Span:
-    given = event.get("args")
-    args = given if isinstance(given, dict) else {}
+    arguments = event.get("args")
+    args = arguments if isinstance(arguments, dict) else {}
     num_bytes = finite(args.get("bytes"))
     return Span(
         lane,
@@ -85,7 +85,7 @@ def _span(event: dict[str, Any], lane: tuple[Any, Any], start: float, end: float
 
 
 def read_trace(path: Path) -> Iterator[dict[str, Any]]:
-    """Events of a file in Chrome's format. One event per line is read as it comes; anything else as a whole."""
+    """Yield the events of a file in Chrome's format. A file with one event per line is streamed, others read whole."""
     is_by_line = True
     with path.open("rb") as file:
         for number, line in enumerate(file):
@@ -108,21 +108,21 @@ def read_trace(path: Path) -> Iterator[dict[str, Any]]:
 
 def _whole_trace(data: bytes) -> Iterator[dict[str, Any]]:
     text = data.strip()
-    found = parsed(text)
-    if found is None:
-        found = parsed(text.removesuffix(b",") + b"]")
-    if found is None and b"}," in text:  # the last event was cut short
-        found = parsed(text[: text.rindex(b"},") + 1] + b"]")
-    if isinstance(found, dict):
-        found = found.get("traceEvents")
-    for event in found if isinstance(found, list) else []:
+    content = parsed(text)
+    if content is None:
+        content = parsed(text.removesuffix(b",") + b"]")
+    if content is None and b"}," in text:  # the last event was cut short
+        content = parsed(text[: text.rindex(b"},") + 1] + b"]")
+    if isinstance(content, dict):
+        content = content.get("traceEvents")
+    for event in content if isinstance(content, list) else []:
         if isinstance(event, dict):
             yield event
 
 
 @dataclass(frozen=True)
 class Window:
-    """A step as it happened. One that was made again after a resume happened twice."""
+    """The time of one step. A step that was repeated after a resume has two windows."""
 
     step: int
     start: float
@@ -130,7 +130,7 @@ class Window:
 
 
 def find_windows(phases: list[Span]) -> list[Window]:
-    """From each step's first phase to its last."""
+    """Return the window of each step, from its first phase to its last."""
     windows: list[Window] = []
     for phase in sorted(phases, key=lambda phase: phase.start):
         if phase.step is None:
@@ -144,7 +144,7 @@ def find_windows(phases: list[Span]) -> list[Window]:
 
 
 def choose_windows(windows: list[Window], num_spans: list[int], max_spans: int) -> list[int]:
-    """Indices of the first steps, the slowest ones and the newest ones that together have `max_spans` spans."""
+    """Choose the first, the slowest and the newest steps that together have at most `max_spans` spans, by index."""
     by_time = range(len(windows))
     slowest = sorted(by_time, key=lambda index: windows[index].start - windows[index].end)
     chosen: set[int] = set()
@@ -163,7 +163,7 @@ def choose_windows(windows: list[Window], num_spans: list[int], max_spans: int) 
 
 
 class Spans:
-    """All spans of a file as columns: a long run has millions."""
+    """Spans of a file as columns, because a long run has millions."""
 
     def __init__(self, path: Path):
         trace = Trace()
@@ -188,7 +188,7 @@ class Spans:
 
 
 def read_timeline(run_dir: Path, budget: int) -> dict[str, Any] | None:
-    """Spans of as many steps as fit into `budget` bytes. None without a timeline, or without any step in it."""
+    """Read spans of as many steps as fit into `budget` bytes. None without a timeline, or without any step in it."""
     path = run_dir / "timeline.json"
     if not path.is_file():
         return None
@@ -206,7 +206,7 @@ def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
     chosen = choose_windows(windows, num_spans, max_spans)
     touching = np.flatnonzero(_touches(spans, [windows[index] for index in chosen]))
     longest_first = touching[np.argsort(spans.starts[touching] - spans.ends[touching], kind="stable")]
-    # A single step may have more calls than a page can hold: then the short ones go.
+    # A single step may have more spans than a page can hold: then the short ones are left out.
     kept = longest_first[:max_spans]
     kept = kept[np.argsort(spans.starts[kept], kind="stable")]
     origin = min(windows[chosen[0]].start, float(spans.starts[kept].min()))
@@ -223,7 +223,7 @@ def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
                 "start": round(windows[index].start - origin),
                 "end": round(windows[index].end - origin),
                 "is_slowest": index == slowest,
-                # Two that are neighbours here need not be in the run.
+                # Neighbours in this list need not be neighbours in the run.
                 "index": index,
             }
             for index in chosen
@@ -247,13 +247,13 @@ def _cut(spans: Spans, windows: list[Window], max_spans: int) -> dict[str, Any]:
 
 
 def _touches(spans: Spans, windows: list[Window]) -> np.ndarray:
-    """[spans] whether a span lies at least partly in one of the windows, which are in the order of time."""
+    """Return [spans] bool: a span lies at least partly in one of the windows, which are in the order of time."""
     starts, ends = np.array([window.start for window in windows]), np.array([window.end for window in windows])
     last = np.searchsorted(starts, spans.ends, side="right") - 1
     return (last >= 0) & (ends[last] >= spans.starts)
 
 
 def _lane_order(process: str, thread: str) -> tuple[int, str, int, str]:
-    """Phases, devices, then roles; `device 10` after `device 9`."""
+    """Return the sort key of a lane: phases, devices, then roles; `device 10` after `device 9`."""
     digits = "".join(filter(str.isdigit, thread))
     return {PHASES: 0, DEVICES: 1}.get(process, 2), process, int(digits or 0), thread

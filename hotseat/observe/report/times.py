@@ -1,4 +1,4 @@
-"""How long a run took from its commands on, beside what its steps took."""
+"""Total time of a run, from each of its commands to its end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from hotseat.observe.report.reading import finite, json_lines
 from hotseat.observe.report.timeline import Trace
 
-START = "start"  # kind of the event that a command leaves: its time is that of the command
+START = "start"  # kind of the event that records the begin of a command
 
 
 def read_total(run_dir: Path) -> tuple[float, int] | None:
-    """Seconds from each command of a run to the last that is known of it, and the number of commands.
+    """Return the seconds from each command of a run to its last record, and the number of commands.
 
     A run that was resumed has several; the time between them is not counted. None where no command was recorded.
     """
@@ -26,7 +26,7 @@ def read_total(run_dir: Path) -> tuple[float, int] | None:
         return None
     path = run_dir / "timeline.json"
     ends = (span.end / 1e6 for span in Trace().spans(path)) if path.is_file() else ()
-    # The last moment of each command: that before the next one began.
+    # The last record of each command is the last one before the next command began.
     last = list(starts)
     for time in chain(times, ends):
         number = sum(start <= time for start in starts) - 1

@@ -1,4 +1,4 @@
-"""Runs that are held at a point, so that what a test does there is done there, however busy the machine is."""
+"""Runs that pause at a fault point, so that a test acts exactly there, however busy the machine is."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 @contextmanager
 def held(point: str, wait: Callable[[], bool]) -> Iterator[None]:
-    """This process waits at a point the first time it is there. `wait`: whether what it waited for came about."""
+    """Pause this process at a point, the first time it is reached. `wait` returns whether its condition came true."""
     reach, arrivals = faults.reach, itertools.count()
 
     def reach_and_wait(name: str) -> None:
@@ -44,16 +44,16 @@ def held(point: str, wait: Callable[[], bool]) -> Iterator[None]:
         faults.reach = reach
 
 
-def arm(directory: Path, found: Sequence[Fault]) -> None:
+def arm(directory: Path, planned: Sequence[Fault]) -> None:
     directory.mkdir(exist_ok=True)
-    for number, fault in enumerate(found):
+    for number, fault in enumerate(planned):
         fault.arm(directory, f"{number}-{fault.point}")
 
 
 @contextmanager
-def started(task: Path, *overrides: str, found: Sequence[Fault], name: str = "run") -> Iterator[preloaded.Process]:
-    """`hotseat run` in a process, with faults."""
-    arm(task / "faults", found)
+def started(task: Path, *overrides: str, planned: Sequence[Fault], name: str = "run") -> Iterator[preloaded.Process]:
+    """Start `hotseat run` in a process, with faults."""
+    arm(task / "faults", planned)
     (task / f"{name}.yaml").write_text(rl_yaml(task, name=name))
     with preloaded.popen(
         [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides],
@@ -69,7 +69,10 @@ def started(task: Path, *overrides: str, found: Sequence[Fault], name: str = "ru
 
 
 def wait_until_stopped(process: preloaded.Process, *others: preloaded.Process) -> None:
-    """By a fault, while the others live. Its `.happened` is there a moment earlier: a SIGCONT would be lost then."""
+    """Wait until a fault has stopped a process, while the others live.
+
+    The fault's `.happened` file exists a moment earlier, when a SIGCONT would still be lost.
+    """
 
     def is_stopped() -> bool:
         assert all(each.poll() is None for each in (process, *others))
@@ -79,6 +82,6 @@ def wait_until_stopped(process: preloaded.Process, *others: preloaded.Process) -
 
 
 def end_stopped(process: preloaded.Process) -> None:
-    """SIGTERM comes where the process stands."""
+    """Send SIGTERM to a stopped process, and let it continue."""
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)

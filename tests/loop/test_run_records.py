@@ -1,4 +1,4 @@
-"""What a run tells: recorded samples with facts for each token, distributions, the timeline."""
+"""Records of a run: samples with facts for each token, distributions, the timeline."""
 
 import itertools
 import json
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """Two optimizer steps per rollout with a tight clip, and prompts that are filtered."""
-    task = make_task(tmp_path_factory.mktemp("telling"))
+    """Make a run with two optimizer steps per rollout, a tight clip, and filtered prompts."""
+    task = make_task(tmp_path_factory.mktemp("records"))
     options = [
         "train.num_episodes=4",
         "train.batch_size=8",
@@ -38,7 +38,7 @@ def run_dir(tmp_path_factory):
 
 
 def tokens_of(line: dict) -> list[dict]:
-    """The sampled tokens of a sample, as one dict each."""
+    """Return the sampled tokens of a sample, as one dict each."""
     keys = ("text", "sampled", "engine_log_probs", "trainer_log_probs", "advantages", "fates", "versions")
     rows = [
         dict(zip(keys, row, strict=True))
@@ -49,7 +49,7 @@ def tokens_of(line: dict) -> list[dict]:
     return [row for row in rows if row["sampled"]]
 
 
-def test_samples_are_recorded_of_the_first_step_and_then_now_and_again(run_dir):
+def test_samples_of_the_first_step_and_of_every_second_one_are_recorded(run_dir):
     lines = read_lines(run_dir / "samples.jsonl")
     steps = {line["step"] for line in lines}
     assert steps >= {1, 2}
@@ -83,7 +83,7 @@ def test_engine_and_trainer_agree_on_recorded_tokens_before_the_update(run_dir):
     assert max(gaps) < 1e-4
 
 
-def test_fates_add_up_to_what_the_metrics_say(run_dir):
+def test_fates_of_tokens_add_up_to_the_metrics(run_dir):
     lines = [line for line in read_lines(run_dir / "samples.jsonl") if line["state"] == "trained"]
     fates = {token["fates"] for line in lines for token in tokens_of(line)}
     assert fates <= {"learned", "clipped", "no gradient"}
@@ -93,7 +93,7 @@ def test_fates_add_up_to_what_the_metrics_say(run_dir):
             assert (token["fates"] == "no gradient") <= (token["advantages"] == 0)
 
 
-def test_dropped_samples_were_never_at_the_trainer(run_dir):
+def test_dropped_samples_have_no_numbers_of_the_trainer(run_dir):
     for line in read_lines(run_dir / "samples.jsonl"):
         if line["state"] == "dropped":
             assert line["reason"] in ("score too low", "score too high")
@@ -174,7 +174,7 @@ def test_a_config_in_a_report_has_no_secrets(run_dir, tmp_path):
     assert "hush-hush" not in write_report([copy], copy / "report.html").read_text()
 
 
-def test_samples_of_an_update_that_was_not_made_are_not_learned(tmp_path, monkeypatch):
+def test_samples_of_a_skipped_update_are_recorded_as_skipped(tmp_path, monkeypatch):
     """Scenario 32: what is recorded of it says so."""
     from hotseat.loop.workers import losses
 

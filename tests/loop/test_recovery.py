@@ -1,4 +1,4 @@
-"""Engines that die are replaced, up to a point."""
+"""Engines and hosts that die are replaced, up to a number of deaths."""
 
 import pytest
 
@@ -22,7 +22,7 @@ class Engines:
         self.log.append(f"replaced {role} {rank}")
 
 
-def revival(engines: Engines, push=None, hosts=None) -> Recovery:
+def recovery_of(engines: Engines, push=None, hosts=None) -> Recovery:
     return Recovery(
         engines,
         hosts or Engines(size=1),
@@ -34,7 +34,7 @@ def revival(engines: Engines, push=None, hosts=None) -> Recovery:
 
 
 def dies(engines: Engines, times: int, rank: int = 1):
-    """Work during which an engine dies so many times."""
+    """Return work during which an engine dies `times` times."""
     left = [times]
 
     def work():
@@ -47,39 +47,39 @@ def dies(engines: Engines, times: int, rank: int = 1):
     return work
 
 
-def test_the_dead_is_replaced_gets_the_weights_and_the_work_is_done_again():
+def test_a_dead_engine_is_replaced_gets_the_weights_and_the_work_is_repeated():
     engines = Engines()
-    assert revival(engines).during(dies(engines, 1)) == "done"
+    assert recovery_of(engines).during(dies(engines, 1)) == "done"
     assert engines.log == ["restart 1", "replaced rollout 1", "reconnect", "push"]
 
 
-def test_a_push_is_done_again_whole():
+def test_a_push_is_repeated_as_a_whole():
     engines = Engines()
-    assert revival(engines).during(dies(engines, 1), is_push=True) == "done"
+    assert recovery_of(engines).during(dies(engines, 1), is_push=True) == "done"
     assert "push" not in engines.log
 
 
-def test_one_that_dies_while_it_gets_its_weights_is_replaced_too():
+def test_an_engine_that_dies_while_it_gets_its_weights_is_replaced_too():
     engines = Engines()
     push = dies(engines, 2, rank=0)
-    assert revival(engines, push).during(dies(engines, 1)) == "done"
+    assert recovery_of(engines, push).during(dies(engines, 1)) == "done"
     assert engines.log.count("restart 0") == 2
 
 
-def test_an_error_without_a_death_is_an_error():
+def test_an_error_without_a_death_is_raised():
     engines = Engines()
 
     def work():
         raise RunError("the rewards leave nothing to learn from")
 
     with pytest.raises(RunError, match="nothing to learn from"):
-        revival(engines).during(work)
+        recovery_of(engines).during(work)
     assert engines.log == []
 
 
 @pytest.mark.parametrize("is_at_restart", [False, True])
-def test_where_the_cluster_is_gone_nobody_is_replaced(is_at_restart):
-    """Its processes are dead too, but nothing could start others."""
+def test_without_a_cluster_nothing_is_replaced(is_at_restart):
+    """The cluster's processes are dead too, but no others could be started."""
     engines = Engines()
 
     def fail(*_):
@@ -89,7 +89,7 @@ def test_where_the_cluster_is_gone_nobody_is_replaced(is_at_restart):
     if is_at_restart:
         engines.restart = fail
     with pytest.raises(ClusterError, match="Ray's raylet died"):
-        revival(engines).during(dies(engines, 1) if is_at_restart else fail)
+        recovery_of(engines).during(dies(engines, 1) if is_at_restart else fail)
     assert engines.log == []
 
 
@@ -97,22 +97,22 @@ def test_a_crash_loop_ends_with_the_reason():
     """Scenario 6."""
     engines = Engines()
     with pytest.raises(WorkerError, match=rf"died {MAX_DEATHS + 1} times .*the last: rollout rank 1 died"):
-        revival(engines).during(dies(engines, 100))
+        recovery_of(engines).during(dies(engines, 100))
     assert engines.log.count("restart 1") == MAX_DEATHS
 
 
 def test_a_host_is_replaced_too_and_engines_keep_their_weights():
     engines, hosts = Engines(), Engines(size=1)
-    mine = revival(engines, hosts=hosts)
+    mine = recovery_of(engines, hosts=hosts)
     assert mine.during(dies(hosts, 1, rank=0)) == "done"
     assert hosts.log == ["restart 0"]
     assert engines.log == ["reconnect"]
     assert (mine.num_restarts, mine.num_host_restarts) == (0, 1)
 
 
-def test_an_engine_whose_push_is_cut_short_by_the_death_of_a_host_gets_its_weights_all_the_same():
+def test_an_engine_gets_its_weights_although_a_host_dies_before_the_push():
     engines, hosts = Engines(), Engines(size=1)
-    mine = revival(engines, hosts=hosts)
+    mine = recovery_of(engines, hosts=hosts)
     reconnects = iter([WorkerError("agents rank 0 died"), None])
 
     def reconnect():
@@ -126,9 +126,9 @@ def test_an_engine_whose_push_is_cut_short_by_the_death_of_a_host_gets_its_weigh
     assert engines.log == ["restart 1", "replaced rollout 1", "push"]
 
 
-def test_a_rollout_that_succeeds_starts_the_count_again():
+def test_a_rollout_that_succeeds_resets_the_count_of_deaths():
     engines = Engines()
-    mine = revival(engines)
+    mine = recovery_of(engines)
     for _ in range(3):
         mine.during(dies(engines, MAX_DEATHS - 1))
         mine.start_counting()
@@ -136,7 +136,7 @@ def test_a_rollout_that_succeeds_starts_the_count_again():
 
 
 class Starting:
-    """A group of one process whose start ends in these errors, one after another, and then well."""
+    """Group of one process whose starts raise these errors, one after another, and then succeed."""
 
     name = "rollout"
 
@@ -162,7 +162,7 @@ def death(text: str) -> WorkerError:
     return error
 
 
-def test_what_dies_while_it_starts_is_started_again_so_many_times():
+def test_a_process_that_dies_while_it_starts_is_started_again_up_to_the_limit():
     said: list[str] = []
     group = Starting(death("rollout rank 0: its process died\nlast words"))
     start_up(group, said.append)
@@ -173,7 +173,7 @@ def test_what_dies_while_it_starts_is_started_again_so_many_times():
         start_up(doomed, said.append)
 
 
-def test_what_fails_to_start_without_dying_is_not_started_again():
+def test_a_process_that_fails_to_start_without_dying_is_not_started_again():
     group = Starting(WorkerError("rollout rank 0: '__init__' raised RunError: vLLM did not start"))
     with pytest.raises(WorkerError, match="vLLM did not start"):
         start_up(group, pytest.fail)

@@ -1,4 +1,4 @@
-"""Weights that travel packed, in a module of their own: the processes that unpack them import it."""
+"""Weights to unpack in other processes, which import this module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 
-class Parcel:
-    """Named tensors that may be unpacked in other processes only; each leaves its id in a folder."""
+class PackedWeights:
+    """Named tensors that may be unpacked in other processes only; each of these leaves its process id in a folder."""
 
     def __init__(self, named_tensors: list[tuple[str, torch.Tensor]], folder: Path):
         self._named_tensors = named_tensors

@@ -1,4 +1,4 @@
-"""What is refused before a model loads, also where only a worker would have noticed."""
+"""Preflight refuses before a model loads, also what otherwise only a worker would notice."""
 
 import json
 import shutil
@@ -117,7 +117,7 @@ def test_what_the_backend_does_not_have_is_refused(task, make, monkeypatch):
 # --- settings and data ------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_lacks_is_said_at_once(task):
+def test_missing_inputs_are_refused_at_once(task):
     message = refused(task, rl_yaml(task, reward=""), "actor.model=null", "rollout.samples_per_prompt=1")
     assert "actor.model: not set" in message
     assert "reward.function: no source of rewards" in message

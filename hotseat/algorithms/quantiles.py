@@ -1,6 +1,6 @@
-"""Quantiles of numbers that are spread over micro-batches and ranks: counted by size, since counts add up.
+"""Quantiles of numbers that lie on several micro-batches and ranks, from histograms, since counts add up.
 
-Bins are a sixteenth of a decade wide, from 1e-6 to 10: a quantile is right to 15%.
+Bins are a sixteenth of a decade wide, from 1e-6 to 10, so a quantile is right to 15%.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 SMALLEST, DECADES, PER_DECADE = 1e-6, 7, 16
-NUM_BINS = DECADES * PER_DECADE + 2  # the first for what is smaller, the last for what is larger
+NUM_BINS = DECADES * PER_DECADE + 2  # the first bin is for smaller values, the last for larger ones
 
 
 def count_sizes(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[n] not negative -> [NUM_BINS] float64: how many fall into each bin, of those under the mask [n] bool."""
+    """Count how many of the values under the mask fall into each bin: [n] not negative -> [NUM_BINS] float64."""
     place = (torch.log10(values.double().clamp_min(SMALLEST / 2)) - math.log10(SMALLEST)) * PER_DECADE
     bins = (place.floor().nan_to_num(NUM_BINS) + 1).clamp_(0, NUM_BINS - 1).long()
     each = torch.ones_like(values, dtype=torch.float64) if mask is None else mask.double()
@@ -24,7 +24,7 @@ def count_sizes(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def quantile(counts: Sequence[float], share: float) -> float:
-    """The upper edge of the bin in which this share of what was counted is reached; 0 where nothing was counted."""
+    """Return the upper edge of the bin in which this share of the counts is reached; 0 where nothing was counted."""
     total, seen = sum(counts), 0.0
     if total == 0:
         return 0.0

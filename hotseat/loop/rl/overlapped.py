@@ -1,0 +1,293 @@
+"""Rollout beside training: groups are sampled ahead while the actor learns, within a bound on their age.
+
+The pacer says which groups may begin and which make up the next batch. Hosts sample and score on their own; this stream
+hands out jobs and takes facts at the moments when the loop comes by: places become free only when a batch is taken,
+when weights were pushed, or when a group is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from hotseat import faults
+from hotseat.cluster import WorkerGroup
+from hotseat.errors import RunError
+from hotseat.loop.rl.collect import MAX_REFILLS, Collected, GroupFilter, too_few_kept
+from hotseat.loop.rl.pacer import Awaited, Pace, Pacer
+from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.state import RlState
+from hotseat.loop.state.run_dir import SPOOL
+from hotseat.loop.workers.facts import GroupFacts, GroupKey, Job
+from hotseat.loop.workers.rollout_host import RolloutHost, facts_of
+from hotseat.loop.workers.spool import Spool
+from hotseat.observe import Timeline
+from hotseat.rewards import RewardTally
+from hotseat.types import Failed, Prompt, Sampling
+
+InFlight = Literal["wait", "keep", "recompute", "restart"]
+
+FETCH_WAIT_S = 5.0  # a wait for groups looks after its hosts this often
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is asked of hosts: prompts, how often and how each is answered, and which groups are kept."""
+
+    prompts: Sequence[Prompt]
+    num_samples: int
+    sampling: Sampling
+    group_filter: GroupFilter
+
+
+@dataclass
+class _Window:
+    """What has come since the last batch was taken."""
+
+    tally: RewardTally
+    num_groups: int
+    dropped: list[tuple[GroupFacts, str]]
+
+    @classmethod
+    def empty(cls, group_filter: GroupFilter) -> _Window:
+        return cls(RewardTally(group_filter.max_failed_fraction), 0, [])
+
+
+class OverlappedStream:
+    """Supplies batches of groups that were sampled while earlier batches were trained.
+
+    in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` let them go on
+    with the new weights, with or without the keys and values of the old ones; `restart` samples their groups anew.
+    evaluate: evaluates the weights that are served. reconnect: ends every open request. record_unfinished: records what
+    was sampled for a step in which the run stops.
+    """
+
+    def __init__(
+        self,
+        pace: Pace,
+        asking: Asking,
+        in_flight: InFlight,
+        hosts: WorkerGroup[RolloutHost],
+        spool: Spool,
+        state: RlState,
+        recovery: Recovery,
+        callbacks: Callbacks,
+    ):
+        self._pacer = Pacer(pace)
+        self._asking = asking
+        self._in_flight = in_flight
+        self._hosts = hosts
+        self._spool = spool
+        self._state = state
+        self._recovery = recovery
+        self._callbacks = callbacks
+        self._keys: dict[int, GroupKey] = {}  # of tickets in flight or waiting
+        self._facts: dict[int, GroupFacts] = {}  # of tickets that wait
+        self._unbegun: list[int] = []  # tickets that no host works on yet
+        self._num_restarts = 0  # of engines and hosts, when tickets were last begun
+        self._window = _Window.empty(asking.group_filter)
+        self._metrics: dict[str, float] = {}
+        self._num_begun_again = 0
+
+    # --- the loop's side ----------------------------------------------------------------------------------------------
+
+    def take(self, step: int) -> Collected:
+        """Wait until the groups of the next step are there; begin the ones after them before returning."""
+        faults.reach("generation.before")
+        started_s = time.monotonic()
+        try:
+            numbers = self._wait_for_batch()
+        except RunError:
+            self._callbacks.record_unfinished(step, self._collected(sorted(self._facts)))
+            raise
+        self._pacer.take(numbers)
+        batch = self._collected(numbers)
+        self._measure(batch, time.monotonic() - started_s)
+        for number in numbers:
+            del self._facts[number], self._keys[number]
+        self._window = _Window.empty(self._asking.group_filter)
+        self._call_hosts(wait_s=None)
+        return batch
+
+    def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
+        """Run `use` on the batch. Its groups are in the spool, so a host that is replaced has them too."""
+        return batch, self._recovery.during(lambda: use(batch))
+
+    def release(self, batch: Collected) -> None:
+        """Drop the groups of a batch."""
+        keys = [facts.key for facts in (*batch.groups, *(facts for facts, _ in batch.dropped))]
+        self._recovery.during(lambda: self._hosts.call(RolloutHost.forget, keys))
+        self._recovery.start_counting()
+
+    @contextmanager
+    def crossing(self) -> Iterator[None]:
+        """Bring open requests over a push, as the config says; afterwards count the batch in training as trained."""
+        started_s = time.monotonic()
+        if self._in_flight == "wait":
+            self._drain()
+        elif self._in_flight == "restart":
+            self._callbacks.reconnect()
+        self._metrics["time/drain"] = time.monotonic() - started_s
+        self._callbacks.pause_timeline()
+        yield
+        self._callbacks.resume_timeline()
+        self._pacer.trained()
+        assert self._pacer.version == self._state.version, "the pacer counts other versions than the engines serve"
+        if self._in_flight == "restart":
+            self._begin_again()
+        self._call_hosts(wait_s=None)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the weights that engines serve."""
+        return self._callbacks.evaluate()
+
+    def metrics(self) -> dict[str, float]:
+        """Return how old the batch in training is, and what waits for what."""
+        return dict(self._metrics)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the pacer and the prompts of its tickets as JSON."""
+        return {"pacer": self._pacer.state(), "keys": [[number, *key] for number, key in self._keys.items()]}
+
+    def save(self, folder: Path) -> None:
+        """Put the groups that wait for training into a checkpoint."""
+        self._spool.link_into(folder / SPOOL, [self._keys[number] for number in self._facts])
+
+    def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
+        """Continue from a checkpoint: groups that waited wait again, those that were in flight begin again."""
+        self._spool.restore(folder / SPOOL)
+        if state is None:  # of a run that did not overlap until then
+            self._pacer = replace(self._pacer, version=step, num_trained=step * self._pacer.pace.groups_per_step)
+            return
+        self._pacer = Pacer.restored(self._pacer.pace, state["pacer"])
+        self._keys = {number: (epoch, prompt) for number, epoch, prompt in state["keys"]}
+        self._facts = {}
+        for number in self._keys.keys() - set(self._pacer.in_flight):
+            finished = self._spool.get(self._keys[number])
+            assert finished is not None, f"the checkpoint lacks group {self._keys[number]}"
+            self._facts[number] = facts_of(finished)
+        self._begin_again()
+
+    # --- tickets ------------------------------------------------------------------------------------------------------
+
+    def _wait_for_batch(self) -> tuple[int, ...]:
+        while True:
+            self._call_hosts(wait_s=None)
+            chosen = self._pacer.batch()
+            if not isinstance(chosen, Awaited):
+                return chosen
+            self._call_hosts(wait_s=FETCH_WAIT_S)
+
+    def _drain(self) -> None:
+        """Wait until nothing is in flight, and nothing more may begin: dropped groups are replaced first."""
+        self._call_hosts(wait_s=None)
+        while self._pacer.num_in_flight:
+            self._call_hosts(wait_s=FETCH_WAIT_S)
+            self._call_hosts(wait_s=None)
+
+    def _call_hosts(self, wait_s: float | None) -> None:
+        """Begin every ticket that may begin; with `wait_s`, wait that long for a group to finish."""
+        new = self._pacer.admit()
+        self._keys |= dict(zip(new, self._state.order.next(len(new)), strict=True))
+        self._unbegun += new
+        self._recovery.during(lambda: self._exchange(wait_s))
+
+    def _exchange(self, wait_s: float | None) -> None:
+        num_restarts = self._recovery.num_restarts + self._recovery.num_host_restarts
+        if num_restarts != self._num_restarts:  # whatever was open then is lost
+            self._begin_again()
+            self._num_restarts = num_restarts
+        if self._unbegun:
+            jobs = [self._job(number) for number in self._unbegun]
+            [started] = self._hosts.call(RolloutHost.begin, jobs, self._asking.sampling)
+            self._pacer.begin_again([number for number in self._unbegun if self._keys[number] in started])
+            self._unbegun = []
+        if wait_s is None:
+            return
+        [(facts, num_unscored)] = self._hosts.call(RolloutHost.fetch, wait_s)
+        for group in facts:
+            self._arrive(group)
+        if num_unscored:
+            for group in self._callbacks.score():
+                self._arrive(group)
+
+    def _begin_again(self) -> None:
+        """Have every ticket in flight begun once more, by the weights that are served then."""
+        self._num_begun_again += len(self._pacer.in_flight) - len(self._unbegun)
+        self._unbegun = self._pacer.in_flight
+
+    def _job(self, number: int) -> Job:
+        epoch, prompt = self._keys[number]
+        return Job(self._asking.prompts[prompt], epoch, self._asking.num_samples)
+
+    def _arrive(self, facts: GroupFacts) -> None:
+        number = next(number for number, key in self._keys.items() if key == facts.key)
+        window = self._window
+        window.num_groups += 1
+        window.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
+        reason = self._asking.group_filter.reason_to_drop(facts)
+        if reason is None:
+            self._pacer.arrive(number)
+            self._facts[number] = facts
+        else:
+            self._pacer.drop(number)
+            del self._keys[number]
+            window.dropped.append((facts, reason))
+        per_step = self._pacer.pace.groups_per_step
+        if window.num_groups >= per_step:
+            window.tally.check()
+        if len(window.dropped) >= MAX_REFILLS * per_step:
+            raise too_few_kept(window.num_groups, len(self._facts), per_step, [why for _, why in window.dropped])
+
+    def _collected(self, numbers: Sequence[int]) -> Collected:
+        window = self._window
+        groups = tuple(self._facts[number] for number in numbers)
+        return Collected(groups, window.num_groups, tuple(window.dropped), window.tally.num_failed)
+
+    def _measure(self, batch: Collected, waited_s: float) -> None:
+        ages = [self._pacer.version - oldest for facts in batch.groups for oldest, _ in facts.versions]
+        self._metrics = {
+            "staleness": sum(ages) / len(ages),
+            "staleness_max": float(max(ages)),
+            "groups_waiting": float(self._pacer.num_waiting),
+            "groups_in_flight": float(self._pacer.num_in_flight),
+            "groups_begun_again": float(self._num_begun_again),
+            "time/wait": waited_s,
+        }
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What an overlapped stream calls besides hosts."""
+
+    evaluate: Callable[[], dict[str, float]]
+    score: Callable[[], list[GroupFacts]]  # by the reward model, what hosts hold for it
+    reconnect: Callable[[], object]
+    record_unfinished: Callable[[int, Collected], object]
+    pause_timeline: Callable[[], object]
+    resume_timeline: Callable[[], object]
+
+
+class RolloutSpans:
+    """Draws the engines' devices as busy with rollout, between one push and the next."""
+
+    def __init__(self, timeline: Timeline, devices: Sequence[int]):
+        self._timeline = timeline
+        self._devices = devices
+        self._since_s = time.time()
+
+    def pause(self) -> None:
+        """Draw the time since the last push."""
+        for device in self._devices:
+            self._timeline.span("devices", f"device {device}", "rollout", self._since_s, time.time(), turn="rollout")
+
+    def resume(self) -> None:
+        """Begin the next span."""
+        self._since_s = time.time()

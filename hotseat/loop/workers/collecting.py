@@ -1,0 +1,112 @@
+"""Episodes in progress on a rollout host: each group is scored as soon as its last episode ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from hotseat.agents import AgentHost
+from hotseat.errors import RunError
+from hotseat.loop.workers.facts import Job
+from hotseat.rewards import RewardFunction, Score
+from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode
+
+
+@dataclass
+class OpenGroup:
+    """The episodes of one job: an outcome per sample, None until it is there."""
+
+    job: Job
+    outcomes: list[Any] = field(default_factory=list)
+    num_open: int = 0
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the groups of a collection get their rewards.
+
+    waits_for_model: a reward model scores them later. ignores_agents: rewards that agents gave do not count.
+    """
+
+    function: RewardFunction | None
+    waits_for_model: bool = False
+    ignores_agents: bool = False
+
+
+class Collecting:
+    """Has agents answer jobs, and scores each group when it is complete, while others are still generated.
+
+    Takes jobs from `add`, in any thread, and gives complete groups to `next`, in one thread, in the order in which they
+    complete. Every episode and every reward ends: agents and rewards have deadlines of their own.
+
+    reach: called with the name of a point at which a test may inject a fault.
+    """
+
+    def __init__(self, agents: AgentHost, scoring: Scoring, reach: Callable[[str], object]):
+        self._agents = agents
+        self._scoring = scoring
+        self._reach = reach
+        self._done: SimpleQueue[tuple[OpenGroup, int | None, Future[Any]] | None] = SimpleQueue()
+
+    def add(self, jobs: Sequence[Job], sampling: Sampling) -> None:
+        """Start the episodes of jobs. Returns at once."""
+        groups = [OpenGroup(job, [None] * job.num_samples, job.num_samples) for job in jobs]
+        samples = [(group, sample) for group in groups for sample in range(group.job.num_samples)]
+        requests = [
+            (group.job.prompt, SampleKey(group.job.epoch, group.job.prompt.index, sample)) for group, sample in samples
+        ]
+        for (group, sample), episode in zip(samples, self._agents.submit_many(requests, sampling), strict=True):
+            self._report(group, sample, episode)
+
+    def next(self) -> tuple[OpenGroup, list[Score | Failed] | None]:
+        """Wait for the next complete group: return it and the scores of its episodes, None if a model scores them.
+
+        Raises what an engine or a reward function raised, and `RunError` after `close`.
+        """
+        while True:
+            item = self._done.get()
+            if item is None:
+                raise RunError("the rollout host is closed")
+            group, sample, future = item
+            if sample is None:
+                return group, future.result()
+            outcome = future.result()
+            if self._scoring.ignores_agents and isinstance(outcome, ScoredEpisode):
+                outcome = outcome.episode
+            group.outcomes[sample] = outcome
+            group.num_open -= 1
+            if group.num_open == 0 and self._scoring.waits_for_model:
+                return group, None
+            if group.num_open == 0:
+                self._report(group, None, _score(group, self._scoring.function))
+                self._reach("scoring.during")
+
+    def close(self) -> None:
+        """End `next`, after what was complete before."""
+        self._done.put(None)
+
+    def _report(self, group: OpenGroup, sample: int | None, future: Future[Any]) -> None:
+        future.add_done_callback(lambda future: self._done.put((group, sample, future)))
+
+
+def _score(group: OpenGroup, function: RewardFunction | None) -> Future[Any]:
+    """Call the reward function once for the episodes that have no reward of their agent's own."""
+    episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
+    if not episodes:
+        nothing: Future[Any] = Future()
+        nothing.set_result([])
+        return nothing
+    if function is None:
+        missing: Future[Any] = Future()
+        missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
+        return missing
+    prompt = group.job.prompt
+    return function.submit(
+        [episode.query for episode in episodes],
+        [prompt.text] * len(episodes),
+        [prompt.label] * len(episodes),
+        [str(episode.key) for episode in episodes],
+    )

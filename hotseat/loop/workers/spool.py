@@ -1,0 +1,90 @@
+"""Finished groups on disk: what a rollout host has reported outlives its process, and goes into checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotseat.loop.workers.experience import Share
+from hotseat.loop.workers.facts import GroupKey
+from hotseat.types import PromptGroup
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A group whose samples have their rewards, and those that have none with the reasons."""
+
+    epoch: int
+    group: PromptGroup
+    failures: tuple[tuple[int, str], ...]
+
+    @property
+    def key(self) -> GroupKey:
+        return self.epoch, self.group.prompt.index
+
+
+class Spool:
+    """A file per finished group, in a folder that driver and rollout hosts share.
+
+    A file is there whole or not at all: it is written under another name first.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, finished: Finished) -> None:
+        """Write a group."""
+        path = self._path(finished.key)
+        temporary = path.with_suffix(f".{os.getpid()}.part")
+        # A share travels flat: a few arrays instead of four small tensors for every segment.
+        flat = finished.epoch, Share((finished.group,), ((),)), finished.failures
+        temporary.write_bytes(pickle.dumps(flat, protocol=pickle.HIGHEST_PROTOCOL))
+        temporary.replace(path)
+
+    def get(self, key: GroupKey) -> Finished | None:
+        """Read a group; None if there is none of that key."""
+        try:
+            data = self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        epoch, share, failures = pickle.loads(data)
+        return Finished(epoch, share.groups[0], failures)
+
+    def forget(self, keys: Iterable[GroupKey]) -> None:
+        """Delete groups."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def link_into(self, folder: Path, keys: Iterable[GroupKey]) -> None:
+        """Give a checkpoint its own names for groups, whose contents never change."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for key in keys:
+            _link(self._path(key), folder / self._path(key).name)
+
+    def restore(self, folder: Path) -> None:
+        """Hold exactly the groups of a checkpoint; none if it has no such folder."""
+        for path in self._folder.iterdir():
+            path.unlink()
+        if folder.is_dir():
+            for path in folder.iterdir():
+                _link(path, self._folder / path.name)
+
+    def _path(self, key: GroupKey) -> Path:
+        epoch, prompt = key
+        return self._folder / f"{epoch}-{prompt}.group"
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name; copy it where the other name is on another disk."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
+            raise
+        shutil.copyfile(source, target)

@@ -1,0 +1,148 @@
+"""Rollout beside training: nothing is lost, doubled or too old, and in prompt order no bit depends on timing."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from loop_cases import make_value_model, rl_yaml, same, weights
+from test_resume import Stop, stop_after
+
+from hotseat.config import loads
+from hotseat.errors import RunError
+from hotseat.loop.rl.ledger import read_ledger
+from hotseat.loop.run import start
+from hotseat.observe import read_lines
+
+pytestmark = pytest.mark.slow
+
+BESIDE = "{runtime: local, inventory: 1x3, component_placement: {actor: 0, rollout: 1}}"
+ON_RAY = "{component_placement: {actor: 0, rollout: 1}}"
+PASSES = ("train.num_episodes=4",)  # eight steps of four groups
+# Each call takes another time, so that groups are finished in another order each time.
+SLEEPS = """
+import random, time
+
+def reward_func(queries, prompts, labels):
+    time.sleep(random.random() * 0.05)
+    return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
+"""
+
+
+def run(task: Path, name: str, overlap: str, *overrides: str, **sections: str) -> list[dict]:
+    sections = {"cluster": BESIDE} | sections
+    start(loads(rl_yaml(task, name=name, overlap=overlap, **sections), [*PASSES, *overrides]))
+    return [row for row in read_lines(task / "runs" / name / "metrics.jsonl") if row["step"] > 0]
+
+
+def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int) -> None:
+    """Run with a checkpoint after each step, and die after so many."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, num_checkpoints)
+        with pytest.raises(Stop):
+            run(task, name, overlap, "checkpoint.every=1")
+
+
+def trained(task: Path, name: str) -> Counter:
+    return Counter(key for entry in read_ledger(task / "runs" / name) for key in entry.keys if entry.state == "trained")
+
+
+def test_a_batch_is_sampled_by_the_weights_of_s_versions_before(task):
+    rows = run(task, "run", "{staleness: 2}")
+    assert [row["staleness"] for row in rows] == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert [row["staleness_max"] for row in rows] == [0, 1, 2, 2, 2, 2, 2, 2]
+    versions = {entry.step: entry.version for entry in read_ledger(task / "runs" / "run")}
+    assert versions == {step: max(0, step - 3) for step in range(1, 9)}
+    assert set(trained(task, "run").values()) == {1}
+    assert len(trained(task, "run")) == 8 * 4 * 4
+
+
+def test_a_shorter_queue_bounds_the_age_too(task):
+    rows = run(task, "run", "{staleness: 3, queue: 0}")
+    assert [row["staleness"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_in_prompt_order_weights_do_not_depend_on_who_is_slow(task, staleness):
+    run(task, "even", f"{{staleness: {staleness}}}")
+    (task / "reward.py").write_text(SLEEPS)
+    run(task, "uneven", f"{{staleness: {staleness}}}")
+    assert same(weights(task, "even"), weights(task, "uneven"))
+
+
+@pytest.mark.ray
+def test_on_ray_weights_are_those_of_one_process(task):
+    run(task, "local", "{staleness: 2}")
+    (task / "reward.py").write_text(SLEEPS)
+    run(task, "ray", "{staleness: 2}", cluster=ON_RAY)
+    assert same(weights(task, "local"), weights(task, "ray"))
+
+
+@pytest.mark.parametrize("num_checkpoints", [1, 4])
+def test_a_resumed_run_has_the_groups_that_waited_and_ends_bit_for_bit(task, monkeypatch, num_checkpoints):
+    run(task, "whole", "{staleness: 2}")
+    run_until_saved(task, "run", "{staleness: 2}", monkeypatch, num_checkpoints)
+    run(task, "run", "{staleness: 2}", "checkpoint.every=1", "checkpoint.resume=true")
+    assert same(weights(task, "whole"), weights(task, "run"))
+    assert trained(task, "whole") == trained(task, "run")
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "restart"])
+def test_by_arrival_nothing_is_too_old_lost_or_doubled(task, in_flight):
+    (task / "reward.py").write_text(SLEEPS)
+    rows = run(task, "run", f"{{staleness: 2, order: arrival, in_flight: {in_flight}}}")
+    assert max(row["staleness_max"] for row in rows) <= 2
+    assert set(trained(task, "run").values()) == {1}
+    assert len(trained(task, "run")) == 8 * 4 * 4
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "restart"])
+def test_by_arrival_a_resumed_run_trains_every_sample_once(task, monkeypatch, in_flight):
+    overlap = f"{{staleness: 2, order: arrival, in_flight: {in_flight}}}"
+    (task / "reward.py").write_text(SLEEPS)
+    run_until_saved(task, "run", overlap, monkeypatch, 3)
+    run(task, "run", overlap, "checkpoint.every=1", "checkpoint.resume=true")
+    assert len(trained(task, "run")) == 8 * 4 * 4
+    assert set(trained(task, "run").values()) == {1}
+
+
+def test_requests_go_on_over_a_push_and_their_tokens_say_so(task):
+    """With two slots for sixteen answers some are always open at a push."""
+    long = {
+        "data": f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 30}}",
+        "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 24, num_slots: 2}",
+    }
+    run(task, "run", "{staleness: 2, order: arrival, in_flight: keep}", "log.samples_every=1", **long)
+    versions = [
+        {version for segment in sample["segments"] for version in segment["versions"] if version is not None}
+        for sample in read_lines(task / "runs" / "run" / "samples.jsonl")
+        if sample["state"] == "trained"
+    ]
+    assert any(len(each) > 1 for each in versions)
+
+
+def test_filtered_groups_are_replaced_and_weights_do_not_depend_on_timing(task):
+    filtering = "algorithm.filtering.enabled=true", "algorithm.filtering.low=0.0", "algorithm.filtering.high=1.0"
+    run(task, "even", "{staleness: 1}", *filtering)
+    (task / "reward.py").write_text(SLEEPS)
+    rows = run(task, "uneven", "{staleness: 1}", *filtering)
+    assert sum(row["groups_dropped"] for row in rows) > 0
+    assert all(row["samples"] == 16 for row in rows)
+    assert same(weights(task, "even"), weights(task, "uneven"))
+
+
+def test_a_reward_model_scores_what_was_sampled_ahead(task):
+    make_value_model(task / "judge")
+    reward = {"reward": f"{{model: {task}/judge}}", "cluster": BESIDE.replace("actor: 0", "'actor,reward': 0")}
+    first = run(task, "first", "{staleness: 1}", **reward)
+    run(task, "second", "{staleness: 1}", **reward)
+    assert [row["staleness"] for row in first] == [0, 1, 1, 1, 1, 1, 1, 1]
+    assert same(weights(task, "first"), weights(task, "second"))
+
+
+def test_a_run_may_begin_to_overlap_but_not_stop_with_groups_sampled_ahead(task, monkeypatch):
+    run_until_saved(task, "run", "", monkeypatch, 2)
+    rows = run(task, "run", "{staleness: 1}", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")
+    assert [row.get("staleness") for row in rows] == [None, None, 0, 1, 1, 1, 1, 1]
+    run_until_saved(task, "ahead", "{staleness: 1}", monkeypatch, 2)
+    with pytest.raises(RunError, match="groups that were sampled ahead of training, and overlap.staleness is 0 now"):
+        run(task, "ahead", "", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")

@@ -1,0 +1,56 @@
+"""kill -9 while rollout runs beside training: nothing is lost or trained twice, and no bit changes."""
+
+import random
+
+import pytest
+from fault_cases import BESIDE, Faulty, differences, make_faulty_task, run_undisturbed
+
+from hotseat.faults import Fault
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+OVERLAP = "{staleness: 2}"
+DRIVER_POINTS = ("generation.before", "prepare.before", "update.before", "push.before", "push.after", "save.before")
+
+
+@pytest.fixture
+def task(tmp_path):
+    return make_faulty_task(tmp_path)
+
+
+def test_engines_and_hosts_that_die_are_replaced_and_finished_groups_are_not_sampled_again(task):
+    undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
+    with Faulty(task, num_passes=4, placement=BESIDE, overlap=OVERLAP) as run:
+        run.arm(
+            Fault("generation.during", "kill", skip=14),
+            Fault("prepare.before", "kill", to="agents:0", skip=2),
+            Fault("push.during", "kill", to="rollout:0", skip=4),
+            Fault("group.first", "kill", by="agents:0", skip=9),
+        )
+        code, out, errors = run.go()
+        assert code == 0, errors[-3000:]
+        assert run.all_happened()
+        assert "engine 0 died and is replaced" in out
+        assert "agent host 0 died and is replaced" in out
+        assert differences(undisturbed, run.run_dir) == []
+        assert run.is_gone(within_s=60)
+
+
+@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_a_driver_that_is_killed_with_groups_in_flight_is_resumed_bit_for_bit(task, num_kills):
+    undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
+    rng, was_killed = random.Random(num_kills), False
+    with Faulty(task, num_passes=4, placement=BESIDE, overlap=OVERLAP) as run:
+        for _ in range(num_kills):
+            run.arm(Fault(rng.choice(DRIVER_POINTS), "kill", skip=rng.randint(1, 3)))
+            code, _, errors = run.go()
+            assert run.is_gone(within_s=60)
+            was_killed |= code == -9
+            if code == 0:  # the fault lay behind the end
+                break
+            assert code == -9, errors[-3000:]
+        else:
+            code, _, errors = run.go()
+        assert was_killed
+        assert code == 0, errors[-3000:]
+        assert differences(undisturbed, run.run_dir) == []
