@@ -481,6 +481,17 @@ def test_the_kl_coefficient_follows_the_mean_over_tokens_and_reaches_the_next_st
     assert case.actor.named("update")[1].args[0][0].advantages.kl_in_reward == pytest.approx(0.102)
 
 
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "dr_grpo", "reinforce", "group_norm", "gae"])
+def test_the_actor_learns_by_the_estimator_of_the_config(estimator):
+    case = Case(f"algorithm.estimator={estimator}", "algorithm.entropy_coef=0.01", critic=int(estimator == "gae"))
+    case.update.run(Prepared(batch_of((0, 0)), 2), 1)
+    [call] = case.actor.named("update")
+    policy = call.args[0][0]
+    assert policy.advantages.estimator == estimator
+    assert policy.objective.entropy_coefficient == 0.01
+    assert policy.needs_old_log_probs  # two optimizer steps: the second one's ratio is not one
+
+
 @pytest.mark.parametrize("is_loss", [True, False])
 def test_a_kl_penalty_is_in_the_loss_or_in_the_reward(is_loss):
     case = Case("algorithm.kl.coef=0.1", f"algorithm.kl.as_loss={str(is_loss).lower()}", reference=1)

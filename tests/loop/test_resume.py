@@ -83,8 +83,9 @@ def uninterrupted(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
     return of
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft", "rm"])
-@pytest.mark.parametrize("every", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "every"), [("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4), ("sft", 1), ("sft", 4), ("rm", 2), ("rm", 3)]
+)
 def test_resumed_equals_uninterrupted(uninterrupted, monkeypatch, kind, every):
     """Scenario 22 and invariant 5: mid-pass, at the boundary of a pass (two steps), and after the last step."""
     task, whole = uninterrupted(kind)

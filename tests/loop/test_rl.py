@@ -162,17 +162,21 @@ def run_command(task: Path, name: str, *overrides: str, cluster: str, **changes:
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_placement_and_runtime_change_no_bit(task):
-    """Invariant 1, with several optimizer steps and a reference, so that every phase is on the way."""
+    """Invariant 1, with several optimizer steps and a reference, so that every phase is on the way.
+
+    A colocated run on Ray is among the tests of kills; all roles, in each placement on Ray, are in a long test of PPO.
+    """
     common = ("train.batch_size=8", "algorithm.kl.coef=0.1", "train.num_episodes=2")
     placements = {
-        "colocated": "{runtime: ray, component_placement: {actor: 0, 'reference,rollout': '@actor'}}",
-        "disaggregated": "{runtime: ray, component_placement: {actor: 0, reference: 1, rollout: 2}}",
+        "colocated": "{runtime: local, component_placement: {actor: 0, 'reference,rollout': '@actor'}}",
+        "disaggregated": "{runtime: local, component_placement: {actor: 0, reference: 1, rollout: 2}}",
         "hybrid": "{runtime: ray, component_placement: {actor: 0, reference: '@actor', rollout: 1-2}}",
     }
     run(task, "name=in_process", *common)
-    for name, cluster in placements.items():
-        offload = ("rollout.enable_offload=true",) if name == "colocated" else ()
-        run_command(task, name, *common, *offload, cluster=cluster)
+    run(task, "name=colocated", *common, "rollout.enable_offload=true", cluster=placements["colocated"])
+    run(task, "name=disaggregated", *common, cluster=placements["disaggregated"])
+    run_command(task, "hybrid", *common, cluster=placements["hybrid"])
+    for name in placements:
         plan = json.loads((task / "runs" / name / "plan.json").read_text())
         assert plan["label"] == name
     expected = weights(task, "in_process")
@@ -203,9 +207,11 @@ def test_a_broadcast_works_within_one_process(task):
     assert same(weights(task, "host"), weights(task, "gloo"))
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_two_training_ranks_agree_with_one(task):
+    """With groups; `make test` has two ranks with a critic, in the tests of PPO."""
     run(task, "name=one")
     cluster = "{runtime: ray, component_placement: {actor: 0-1, rollout: '0,2'}}"
     run_command(task, "two", "rollout.weight_transport=gloo", cluster=cluster)

@@ -282,7 +282,7 @@ SUBSET = [
 @pytest.mark.parametrize(
     "config",
     [
-        LlamaConfig(**UNTIED),
+        pytest.param(LlamaConfig(**UNTIED), marks=pytest.mark.long),  # the whole suite has it, tied
         Qwen3Config(**UNTIED, head_dim=32),
         Qwen3MoeConfig(**UNTIED, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
         pytest.param(MixtralConfig(**UNTIED, num_local_experts=4), marks=pytest.mark.long),
