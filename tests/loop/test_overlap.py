@@ -8,7 +8,7 @@ from loop_cases import make_value_model, rl_yaml, same, weights
 from test_resume import Stop, stop_after
 
 from hotseat.config import loads
-from hotseat.errors import RunError
+from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
@@ -207,3 +207,14 @@ def test_a_run_may_begin_to_overlap_but_not_stop_with_groups_sampled_ahead(task,
     run_until_saved(task, "ahead", "{staleness: 1}", monkeypatch, 2)
     with pytest.raises(RunError, match="groups that were sampled ahead of training, and overlap.staleness is 0 now"):
         run(task, "ahead", "", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")
+
+
+def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
+    reward = (task / "reward.py").read_text()
+    (task / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise ValueError('no')\n")
+    with pytest.raises(RewardError, match="ValueError: no"):
+        run(task, "run", "{staleness: 1}")
+    (task / "reward.py").write_text(reward)
+    rows = run(task, "run", "{staleness: 1}")
+    assert sum(row["samples_failed"] for row in rows) == 0
+    assert list((task / "runs" / "run" / "spool").iterdir()) == []
