@@ -1,0 +1,136 @@
+"""What rollout beside training gains where episodes take very different times, beside what the simulator predicts.
+
+    python bench/overlap.py [--steps 24] [--mean 0.4] [--staleness 1 2]
+
+An agent whose tool waits: log-normal, sigma 1. One sample per prompt, 16 prompts a step, 16 episodes at once; training
+takes as long as an episode on average (it sleeps for that, besides its own work on a tiny model). Order of arrival, open
+requests keep their cache, the queue is as long as the staleness. Everything in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hotseat.config import loads
+from hotseat.loop.rl import update
+from hotseat.loop.rl.pace_simulator import step_times
+from hotseat.loop.rl.pacer import Pace
+from hotseat.loop.run import start
+from hotseat.loop.setup.demo import make_model
+from hotseat.observe import read_lines
+
+GROUPS = 16
+WARM_UP = 4  # steps that are not counted
+AGENT = """
+import asyncio
+import math
+import random
+
+from hotseat.agents import Environment, Step
+
+MEAN_S = {mean}
+
+
+class Tool(Environment):
+    def reset(self, prompt, label):
+        self.wait_s = random.Random(int(label)).lognormvariate(math.log(MEAN_S) - 0.5, 1.0)
+
+    async def step(self, action):
+        await asyncio.sleep(self.wait_s)
+        return Step(feedback="", reward=float(len(action) % 2), done=True)
+"""
+
+
+def main() -> None:
+    """Measure, predict and print."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--steps", type=int, default=24)
+    arguments.add_argument("--mean", type=float, default=0.4, help="seconds that the tool waits on average")
+    arguments.add_argument("--staleness", type=int, nargs="+", default=[1, 2])
+    options = arguments.parse_args()
+    slow_down_updates(options.mean)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder), options.steps, options.mean)
+        for staleness in (0, *options.staleness):
+            rows.append((staleness, *measure(Path(folder), options.steps, staleness)))
+    table = Table(title=f"{options.steps} steps of {GROUPS} episodes, tool and training {options.mean} s on average")
+    for name in ("staleness", "seconds a step", "times synchronous", "predicted", "measured / predicted", "oldest"):
+        table.add_column(name, justify="right")
+    predicted = [predict(options.steps, options.mean, staleness, rows[0][2]) for staleness, *_ in rows]
+    for (staleness, step_s, _, oldest), expected in zip(rows, predicted, strict=True):
+        gain, forecast = rows[0][1] / step_s, predicted[0] / expected
+        table.add_row(
+            str(staleness), f"{step_s:.2f}", f"{gain:.2f}", f"{forecast:.2f}", f"{gain / forecast:.0%}", f"{oldest:.0f}"
+        )
+    Console().print(table)
+
+
+def slow_down_updates(seconds: float) -> None:
+    """Let every update sleep, as if the model were large."""
+    run = update.UpdatePhase.run
+
+    def slow_run(self: update.UpdatePhase, *args: object) -> object:
+        time.sleep(seconds)
+        return run(self, *args)  # type: ignore[arg-type]
+
+    update.UpdatePhase.run = slow_run  # type: ignore[method-assign, assignment]
+
+
+def prepare(folder: Path, num_steps: int, mean: float) -> None:
+    """Write a tiny model, prompts whose label is the seed of the tool's wait, and the agent."""
+    make_model(folder / "model", 0)
+    rows = [f'{{"input": "{number % 10}+1=", "label": "{number}"}}' for number in range(num_steps * GROUPS)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows))
+    (folder / "agent.py").write_text(AGENT.format(mean=mean))
+
+
+def measure(folder: Path, num_steps: int, staleness: int) -> tuple[float, float, float]:
+    """Return seconds of a step, seconds of training in it, and the largest age of a sample."""
+    ahead = f"overlap: {{staleness: {staleness}, order: arrival, in_flight: keep}}" if staleness else ""
+    name = f"staleness-{staleness}"
+    start(
+        loads(
+            f"""
+name: {name}
+run_dir: {folder}/runs
+cluster: {{runtime: local, inventory: 1x2, component_placement: {{actor: 0, rollout: 1}}}}
+actor: {{model: {folder}/model}}
+data: {{path: {folder}/prompts.jsonl, label_key: label, max_length: 16}}
+agent: {{path: {folder}/agent.py, max_concurrent: {GROUPS}}}
+rollout: {{batch_size: {GROUPS}, samples_per_prompt: 1, max_new_tokens: 4, num_slots: {GROUPS}}}
+algorithm: {{estimator: reinforce}}
+train: {{dtype: fp32, batch_size: {GROUPS}, micro_batch_size: {GROUPS}}}
+log: {{samples_per_step: 0}}
+{ahead}
+"""
+        )
+    )
+    rows = [row for row in read_lines(folder / "runs" / name / "metrics.jsonl") if row["step"] > WARM_UP]
+    assert len(rows) == num_steps - WARM_UP
+    training = [row["time/prepare"] + row["time/update"] + row["time/sync"] for row in rows]
+    oldest = max(row.get("staleness_max", 0.0) for row in rows)
+    return statistics.fmean(row["step_s"] for row in rows), statistics.fmean(training), oldest
+
+
+def predict(num_steps: int, mean: float, staleness: int, training_s: float) -> float:
+    """Return the seconds of a step by the simulator, with the waits of the run and its measured training."""
+    pace = Pace(GROUPS, staleness, staleness, "arrival" if staleness else "prompt", num_steps * GROUPS)
+    # The order of prompts is another, the waits are the same.
+    waits = [random.Random(n).lognormvariate(math.log(mean) - 0.5, 1.0) for n in range(num_steps * GROUPS)]
+    random.Random(0).shuffle(waits)
+    ends = step_times(pace, waits, num_places=GROUPS, training_s=training_s + mean)
+    return (ends[-1] - ends[WARM_UP - 1]) / (num_steps - WARM_UP)
+
+
+if __name__ == "__main__":
+    main()
