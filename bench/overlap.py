@@ -2,8 +2,8 @@
 
     python bench/overlap.py [--steps 24] [--mean 0.4] [--staleness 1 2]
 
-An agent whose tool waits: log-normal, sigma 1. One sample per prompt, 16 prompts a step, 16 episodes at once; training
-takes as long as an episode on average (it sleeps for that, besides its own work on a tiny model). Order of arrival, open
+An agent whose tool waits: log-normal, sigma 1. One sample per prompt, 16 prompts a step, 16 episodes at once. Training
+takes as long as an episode on average (it sleeps so long, besides its own work on a tiny model). Order of arrival, open
 requests keep their cache, the queue is as long as the staleness. Everything in one process.
 """
 

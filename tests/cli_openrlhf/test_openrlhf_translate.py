@@ -225,6 +225,12 @@ def test_a_queue_of_n_lets_samples_be_n_versions_old(argv, env, queue):
     assert (overlap.order, overlap.in_flight) == ("prompt", "wait")
 
 
+def test_variables_of_scripts_written_for_openrlhf_are_answered():
+    found = rl(env={"VLLM_USE_V1": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    assert dict(found.no_effect).keys() >= {"VLLM_USE_V1", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    assert not rl(env={}).no_effect
+
+
 def test_a_partial_rollout_goes_on_over_a_push_and_is_trained_as_it_arrives():
     overlap = rl("--async_train", "--partial_rollout", "--engine", "transformers").config.overlap
     assert (overlap.order, overlap.in_flight) == ("arrival", "keep")

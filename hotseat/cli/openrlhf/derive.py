@@ -14,6 +14,11 @@ from hotseat.cli.openrlhf.flags import FLASH_ALWAYS, SCHEDULES
 from hotseat.errors import Problem
 
 QUEUE_VARIABLE = "OPENRLHF_ASYNC_QUEUE_SIZE"
+# In scripts written for OpenRLHF; said once, so that nobody looks for their effect.
+VARIABLES_WITHOUT_EFFECT = {
+    "VLLM_USE_V1": "the versions of vLLM that run here have no other engine",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "the process that reads it here uses no device",
+}
 TASKS_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
 WANDB_VARIABLE = "WANDB_API_KEY"
 REMOTE_TIMEOUT_S, REMOTE_RETRIES = 180.0, 4  # OpenRLHF tries a reward server five times, three minutes each
@@ -201,6 +206,9 @@ def _offload(draft: ConfigDraft) -> None:
 
 def _engine_choice(draft: ConfigDraft) -> None:
     draft.fields["rollout.engine"] = _engine(draft.line) if draft.task == "rl" else draft.line["--engine"]
+    for variable, because in VARIABLES_WITHOUT_EFFECT.items():
+        if draft.task == "rl" and draft.env.get(variable):
+            draft.ignored.setdefault(variable, because)
 
 
 def _overlap(draft: ConfigDraft) -> None:
