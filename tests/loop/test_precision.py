@@ -16,6 +16,7 @@ from hotseat.loop.run import start
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.cpu import has_bf16_units, slow_dtype
 from hotseat.observe import read_lines
+from hotseat.train.zero_config import check_zero
 
 WITHOUT = "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_vnni\nbugs\t: spectre\n"
 WITH = {
@@ -97,6 +98,14 @@ def test_openrlhf_commands_keep_their_type_and_its_way_out_works():
     assert slow_dtype(translate("train_sft", [*flags, "--bf16"], {}).config, WITHOUT) is not None
     for given in ([], ["--bf16"]):
         assert translate("train_sft", [*flags, *given, "--param_dtype", "fp32"], {}).config.train.dtype == "fp32"
+
+
+def test_a_reference_in_bf16_has_no_adam_to_offload():
+    config = loads("train: {dtype: bf16, backend: deepspeed, deepspeed: {zero_stage: 3, adam_offload: true}}")
+    assert settings.train_options(config, 10).zero.adam_offload
+    reference = settings.train_options(config, 10, is_trained=False)
+    assert not reference.zero.adam_offload
+    check_zero(reference)
 
 
 @pytest.mark.slow

@@ -58,17 +58,17 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
-        zero=_zero(config),
+        zero=_zero(config, is_trained),
     )
 
 
-def _zero(config: Config) -> ZeroOptions | None:
+def _zero(config: Config, is_trained: bool) -> ZeroOptions | None:
     zero = config.train.deepspeed
     if config.train.backend != "deepspeed":
         return None
     return ZeroOptions(
         stage=zero.zero_stage,
-        adam_offload=zero.adam_offload,
+        adam_offload=zero.adam_offload and is_trained,  # a model that is only scored has no Adam
         zpg=zero.zpg,
         overlap_comm=zero.overlap_comm,
         grad_accum_dtype=zero.grad_accum_dtype,
