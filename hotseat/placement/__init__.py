@@ -40,7 +40,17 @@ from hotseat.placement.memory import (
     estimate,
     token_activation_bytes,
 )
-from hotseat.placement.plan import DeviceGroup, GroupStep, HostGroup, Plan, PlannedRole, RoleSpec, Route, plan
+from hotseat.placement.plan import (
+    DeviceGroup,
+    GroupStep,
+    HostGroup,
+    Plan,
+    PlannedRole,
+    RoleSpec,
+    Route,
+    plan,
+    shares_devices,
+)
 from hotseat.placement.residency import HandOver, Holding, Move
 from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role
 from hotseat.placement.selection import (
@@ -121,5 +131,6 @@ __all__ = [
     "parse_placement",
     "parse_selection",
     "plan",
+    "shares_devices",
     "token_activation_bytes",
 ]

@@ -50,10 +50,12 @@ class Overlap:
     """Limits within which the rollout of later batches may overlap training on earlier ones.
 
     `queue` batches may wait for training; a batch may be `staleness` weight versions old. Both 0: no overlap.
+    With `carries_over`, rollout may share devices with training: it stands still meanwhile and goes on afterwards.
     """
 
     queue: int = 0
     staleness: int = 0
+    carries_over: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("queue", self.queue), ("staleness", self.staleness)):
@@ -311,6 +313,17 @@ def _check_push(phase: Phase, where: str) -> None:
             raise PlacementError(f"{where}: a push needs the weights of {role} on the device: add them to its parts")
 
 
+def shared_devices(flow: Flow, devices: Mapping[str, Collection[int]]) -> dict[tuple[str, str], list[int]]:
+    """Return the devices that a role of the rollout shares with a role of the training, by the two."""
+    pairs = {}
+    for first in dict.fromkeys(role for phase in flow.rollout_phases for role in phase.roles):
+        for second in dict.fromkeys(role for phase in flow.training_phases for role in phase.roles):
+            shared = sorted(set(devices.get(first, ())) & set(devices.get(second, ())))
+            if shared:
+                pairs[first, second] = shared
+    return pairs
+
+
 def make_steps(flow: Flow, devices: Mapping[str, Collection[int]]) -> tuple[PhaseStep, ...]:
     """Cut the flow's phases into steps. devices: those of each role.
 
@@ -318,7 +331,8 @@ def make_steps(flow: Flow, devices: Mapping[str, Collection[int]]) -> tuple[Phas
     roles that share none work at the same time.
     """
     steps: list[PhaseStep] = []
-    beside = tuple(work for phase in flow.rollout_phases for work in phase.works) if flow.overlap.is_on else ()
+    is_beside = flow.overlap.is_on and not shared_devices(flow, devices)
+    beside = tuple(work for phase in flow.rollout_phases for work in phase.works) if is_beside else ()
     for phase in flow.phases:
         turns = [0] * len(phase.works)
         if phase.order == "in_turn":

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from hotseat.errors import PlacementError
 from hotseat.placement.advice import Settings, can_start, smaller_shares
-from hotseat.placement.flow import Flow, PhaseStep, check_flow, make_steps
+from hotseat.placement.flow import Flow, PhaseStep, check_flow, make_steps, shared_devices
 from hotseat.placement.inventory import Inventory, format_ranges, format_ranks, ranges
 from hotseat.placement.locate import Located, PlannedProcess, RoleRequest, Where, locate
 from hotseat.placement.memory import (
@@ -326,16 +326,21 @@ def _check_overlap(flow: Flow, located: Mapping[str, Located]) -> None:
     rollout, training = flow.rollout_phases, flow.training_phases
     if not rollout or not training:
         raise PlacementError(f"{overlap} has no effect: this flow has no rollout beside training; set both to 0")
-    for first in dict.fromkeys(role for phase in rollout for role in phase.roles):
-        for second in dict.fromkeys(role for phase in training for role in phase.roles):
-            shared = sorted(set(located[first].devices) & set(located[second].devices))
-            if shared:
-                plural = "device" if len(shared) == 1 else "devices"
-                raise PlacementError(
-                    f"{overlap} needs rollout and training on separate devices, and {first} and {second} share {plural}"
-                    f" {format_ranks(shared)}: set overlap.queue and overlap.staleness to 0, or give {first} devices of"
-                    f" its own"
-                )
+    if flow.overlap.carries_over:
+        return
+    for (first, second), shared in shared_devices(flow, {name: at.devices for name, at in located.items()}).items():
+        plural = "device" if len(shared) == 1 else "devices"
+        raise PlacementError(
+            f"{overlap} needs rollout and training on separate devices, and {first} and {second} share {plural}"
+            f" {format_ranks(shared)}: set overlap.in_flight to recompute, with which open requests wait for their"
+            f" turn on shared devices, or overlap.staleness to 0, or give {first} devices of its own"
+        )
+
+
+def shares_devices(plan: Plan) -> bool:
+    """Tell whether rollout and training take turns on some device."""
+    devices = {role.name: {d for process in role.processes for d in process.devices} for role in plan.roles}
+    return bool(shared_devices(plan.flow, devices))
 
 
 def _modes(spec: RoleSpec, flow: Flow) -> tuple[tuple[Part, Mode], ...]:

@@ -232,8 +232,14 @@ def test_a_partial_rollout_goes_on_over_a_push_and_is_trained_as_it_arrives():
     assert (overlap.order, overlap.in_flight) == ("arrival", "recompute")
 
 
+def test_a_partial_rollout_on_shared_devices_is_carried_over_the_training():
+    overlap = rl("--colocate_all_models", "--partial_rollout", "--vllm_num_engines", "8").config.overlap
+    assert (overlap.staleness, overlap.queue, overlap.order, overlap.in_flight) == (1, None, "arrival", "recompute")
+
+
 def test_a_queue_without_async_training_has_no_effect():
-    found = rl("--async_queue_size", "2", "--partial_rollout", env={"OPENRLHF_ASYNC_QUEUE_SIZE": "3"})
+    argv = ["--async_queue_size", "2", "--partial_rollout", "--vllm_num_engines", "2"]
+    found = rl(*argv, env={"OPENRLHF_ASYNC_QUEUE_SIZE": "3"})
     because = "--async_train is not given"
     assert ("--async_queue_size", because) in found.no_effect
     assert ("OPENRLHF_ASYNC_QUEUE_SIZE", because) in found.no_effect

@@ -8,7 +8,7 @@ from loop_cases import make_value_model, rl_yaml, same, weights
 from test_resume import Stop, stop_after
 
 from hotseat.config import loads
-from hotseat.errors import RunError
+from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
@@ -32,6 +32,15 @@ def run(task: Path, name: str, overlap: str, *overrides: str, **sections: str) -
     sections = {"cluster": BESIDE} | sections
     start(loads(rl_yaml(task, name=name, overlap=overlap, **sections), [*PASSES, *overrides]))
     return [row for row in read_lines(task / "runs" / name / "metrics.jsonl") if row["step"] > 0]
+
+
+def versions_of_samples(task: Path, name: str) -> list[set[int]]:
+    """Return the versions that sampled each recorded sample."""
+    return [
+        {version for segment in sample["segments"] for version in segment["versions"] if version is not None}
+        for sample in read_lines(task / "runs" / name / "samples.jsonl")
+        if sample["state"] == "trained"
+    ]
 
 
 def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int) -> None:
@@ -112,12 +121,64 @@ def test_requests_go_on_over_a_push_and_their_tokens_say_so(task):
         "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 24, num_slots: 2}",
     }
     run(task, "run", "{staleness: 2, order: arrival, in_flight: keep}", "log.samples_every=1", **long)
-    versions = [
-        {version for segment in sample["segments"] for version in segment["versions"] if version is not None}
-        for sample in read_lines(task / "runs" / "run" / "samples.jsonl")
-        if sample["state"] == "trained"
-    ]
-    assert any(len(each) > 1 for each in versions)
+    assert any(len(versions) > 1 for versions in versions_of_samples(task, "run"))
+
+
+SHARED = {
+    "cluster": "{runtime: local}",
+    "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 10, num_slots: 8, enable_offload: true}",
+}
+CARRIED = "{staleness: 1, order: arrival, in_flight: recompute}"
+
+
+def test_on_shared_devices_open_answers_stand_still_and_go_on(task):
+    sections = SHARED | {"eval": f"{{path: {task}/prompts.jsonl, every: 2}}"}
+    rows = run(task, "run", CARRIED, "actor.enable_offload=true", "log.samples_every=1", **sections)
+    assert max(row["staleness_max"] for row in rows) == 1
+    assert rows[0]["groups_in_flight"] > 0
+    assert len(trained(task, "run")) == 8 * 4 * 4
+    assert set(trained(task, "run").values()) == {1}
+    assert all("eval/reward" in row for row in rows if row["step"] % 2 == 0)
+    assert any(len(versions) > 1 for versions in versions_of_samples(task, "run"))
+
+
+AGENT = """
+import asyncio
+
+from hotseat.agents import Environment, Step
+
+
+class Tool(Environment):
+    def reset(self, prompt, label):
+        self.turn = 0
+
+    async def step(self, action):
+        self.turn += 1
+        await asyncio.sleep(0.02)
+        return Step(feedback="+", reward=float(len(action) % 2), done=self.turn == 3)
+"""
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_an_agent_whose_turn_comes_while_its_engine_is_off_the_device_waits(task, staleness):
+    (task / "agent.py").write_text(AGENT)
+    overlap = f"{{staleness: {staleness}, order: arrival, in_flight: recompute}}"
+    data = f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 30}}"
+    sections = SHARED | {"data": data, "reward": ""}
+    rows = run(task, "run", overlap, f"agent.path={task}/agent.py", "rollout.max_new_tokens=4", **sections)
+    assert len(rows) == 8
+    assert sum(row["samples_failed"] for row in rows) == 0
+    assert set(trained(task, "run").values()) == {1}
+
+
+@pytest.mark.ray
+def test_on_ray_a_rollout_is_carried_over_and_resumed(task, monkeypatch):
+    sections = SHARED | {"cluster": "{component_placement: {actor: 0, rollout: '@actor'}}"}
+    run(task, "run", CARRIED, "actor.enable_offload=true", "checkpoint.every=3", "train.num_episodes=2", **sections)
+    rows = run(task, "run", CARRIED, "actor.enable_offload=true", "checkpoint.resume=true", **sections)
+    assert len(rows) == 8
+    assert len(trained(task, "run")) == 8 * 4 * 4
+    assert set(trained(task, "run").values()) == {1}
 
 
 def test_filtered_groups_are_replaced_and_weights_do_not_depend_on_timing(task):
@@ -146,3 +207,14 @@ def test_a_run_may_begin_to_overlap_but_not_stop_with_groups_sampled_ahead(task,
     run_until_saved(task, "ahead", "{staleness: 1}", monkeypatch, 2)
     with pytest.raises(RunError, match="groups that were sampled ahead of training, and overlap.staleness is 0 now"):
         run(task, "ahead", "", "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]")
+
+
+def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
+    reward = (task / "reward.py").read_text()
+    (task / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise ValueError('no')\n")
+    with pytest.raises(RewardError, match="ValueError: no"):
+        run(task, "run", "{staleness: 1}")
+    (task / "reward.py").write_text(reward)
+    rows = run(task, "run", "{staleness: 1}")
+    assert sum(row["samples_failed"] for row in rows) == 0
+    assert list((task / "runs" / "run" / "spool").iterdir()) == []

@@ -373,7 +373,7 @@ def test_overlap_of_phases_that_share_a_device_is_refused():
     with refused(
         "overlap (queue 1, staleness 0)",
         "rollout and actor share devices 0-7",
-        "set overlap.queue and overlap.staleness to 0",
+        "set overlap.in_flight to recompute, with which open requests wait for their turn on shared devices",
         "give rollout devices of its own",
     ):
         make_plan("1x8", bare(actor="all", rollout="@actor"), overlap=Overlap(queue=1))
@@ -384,6 +384,13 @@ def test_overlap_of_phases_that_share_a_device_is_refused():
     with refused("has no effect", "no rollout beside training"):
         make_plan("1x8", bare(actor="all"), task="sft", overlap=Overlap(1))
     assert make_plan("1x8", bare(actor="0-3", rollout="4-7"), overlap=Overlap(1, 1)).flow.overlap.is_on
+
+
+def test_a_rollout_that_is_carried_over_shares_devices_and_is_beside_nothing():
+    carried = make_plan("1x8", bare(actor="all", rollout="@actor"), overlap=Overlap(1, 1, carries_over=True))
+    assert [step.beside for step in carried.steps] == [()] * len(carried.steps)
+    apart = make_plan("1x8", bare(actor="0-3", rollout="4-7"), overlap=Overlap(1, 1, carries_over=True))
+    assert [work.role for step in apart.steps for work in step.beside] == ["rollout"] * 2
 
 
 def test_memory_shares_over_one_are_refused():

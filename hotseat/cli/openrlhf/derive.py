@@ -208,6 +208,8 @@ def _overlap(draft: ConfigDraft) -> None:
 
     A batch takes a place in OpenRLHF's queue before it is generated and gives it back when training takes it. So while
     one batch is trained, n others wait or are generated, and the newest of them is trained n versions later.
+
+    A partial rollout on shared devices, without `--async_train`: open answers wait while the devices train.
     """
     line = draft.line
     tasks = draft.number_from(TASKS_VARIABLE)
@@ -216,7 +218,10 @@ def _overlap(draft: ConfigDraft) -> None:
     if not line["--async_train"]:
         because = f"{draft.named('--async_train')} is not given"
         draft.ignore("--async_queue_size", because)
-        draft.ignore("--partial_rollout", because)
+        if line["--partial_rollout"] and _shares_with_rollout(line):
+            draft.fields |= {"overlap.staleness": 1, "overlap.order": "arrival", "overlap.in_flight": "recompute"}
+        else:
+            draft.ignore("--partial_rollout", because)
         if draft.env.get(QUEUE_VARIABLE):
             draft.ignored.setdefault(QUEUE_VARIABLE, because)
         return

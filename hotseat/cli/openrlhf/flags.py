@@ -320,7 +320,10 @@ _RL: tuple[Flag, ...] = (
     _switch("--async_train", "--train.async_enable", ("overlap.queue", "overlap.staleness"), by="overlap"),
     _int("--async_queue_size", "--train.async_queue_size", 1, ("overlap.queue", "overlap.staleness"), by="overlap"),
     _switch(
-        "--partial_rollout", "--train.partial_rollout_enable", ("overlap.order", "overlap.in_flight"), by="overlap"
+        "--partial_rollout",
+        "--train.partial_rollout_enable",
+        ("overlap.staleness", "overlap.order", "overlap.in_flight"),
+        by="overlap",
     ),
     _text("--agent_func_path", "--train.agent_func_path", None, "agent.path"),
     _int("--max_steps", None, None, "agent.max_steps"),

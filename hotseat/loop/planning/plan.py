@@ -261,7 +261,7 @@ def num_data_parallel(config: Config, made: Plan) -> int:
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
-    overlap = Overlap(overlap_queue(config), config.overlap.staleness)
+    overlap = Overlap(overlap_queue(config), config.overlap.staleness, config.overlap.in_flight == "recompute")
     if config.flow is not None:
         return parse_flow([phase.model_dump(exclude_defaults=True) for phase in config.flow], roles, overlap)
     task = "embodied" if config.task == "rl" and "env" in roles else config.task

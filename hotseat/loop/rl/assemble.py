@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.spool import Spool
 from hotseat.observe import Journal
-from hotseat.placement import Plan
+from hotseat.placement import Plan, shares_devices
 
 COLUMNS = {
     "reward": "reward {:.3f}",
@@ -114,7 +114,8 @@ def _connect(
     )
     routes = _routes(place, groups)
     sync = SyncPhase(groups, routes, state, guard, meter, scheduler, recovery, journal.say)
-    answering = Answering(groups, phase_settings, meter, guard, sync)
+    is_shared = config.overlap.staleness > 0 and shares_devices(plan)
+    answering = Answering(groups, phase_settings, meter, guard, sync, carries_over=is_shared)
     ledger = Ledger(run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
     rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)
@@ -124,7 +125,8 @@ def _connect(
         callbacks = Callbacks(
             rollout.evaluate, answering.score, reconnect, samples.record_unfinished, spans.pause, spans.resume
         )
-        stream = _overlapped_stream(place, inputs, groups, Spool(run_dir / SPOOL), state, recovery, callbacks)
+        sampling = answering.sampling if is_shared else None
+        stream = _overlapped_stream(place, inputs, groups, Spool(run_dir / SPOOL), state, recovery, callbacks, sampling)
     return RlRun(
         num_steps=algebra.num_steps,
         eval_every=config.eval.every,
@@ -148,12 +150,15 @@ def _overlapped_stream(
     state: RlState,
     recovery: Recovery,
     callbacks: Callbacks,
+    sampling: Callable[[], AbstractContextManager[None]] | None,
 ) -> OverlappedStream:
     config, num_steps = place.config, inputs.algebra.num_steps
     assert num_steps is not None
     asking = Asking(inputs.prompts, config.rollout.samples_per_prompt, settings.sampling(config), group_filter(config))
     pace = pace_of(config, num_steps)
-    return OverlappedStream(pace, asking, config.overlap.in_flight, groups.hosts, spool, state, recovery, callbacks)
+    return OverlappedStream(
+        pace, asking, config.overlap.in_flight, groups.hosts, spool, state, recovery, callbacks, sampling
+    )
 
 
 def pace_of(config: Config, num_steps: int) -> Pace:

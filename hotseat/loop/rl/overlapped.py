@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -63,8 +63,8 @@ class OverlappedStream:
 
     in_flight: what a push does with open requests. `wait` lets them finish first; `keep` and `recompute` let them go on
     with the new weights, with or without the keys and values of the old ones; `restart` samples their groups anew.
-    evaluate: evaluates the weights that are served. reconnect: ends every open request. record_unfinished: records what
-    was sampled for a step in which the run stops.
+    sampling: leases devices that engines share with training; between two leases open requests stand still. None: they
+    have devices of their own.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class OverlappedStream:
         state: RlState,
         recovery: Recovery,
         callbacks: Callbacks,
+        sampling: Callable[[], AbstractContextManager[None]] | None = None,
     ):
         self._pacer = Pacer(pace)
         self._asking = asking
@@ -86,10 +87,13 @@ class OverlappedStream:
         self._state = state
         self._recovery = recovery
         self._callbacks = callbacks
+        self._is_shared = sampling is not None
+        self._sampling = sampling or nullcontext
         self._keys: dict[int, GroupKey] = {}  # of tickets in flight or waiting
         self._facts: dict[int, GroupFacts] = {}  # of tickets that wait
         self._unbegun: list[int] = []  # tickets that no host works on yet
         self._num_restarts = 0  # of engines and hosts, when tickets were last begun
+        self._num_unscored = 0  # groups that hosts hold for a reward model
         self._window = _Window.empty(asking.group_filter)
         self._metrics: dict[str, float] = {}
         self._num_begun_again = 0
@@ -101,7 +105,7 @@ class OverlappedStream:
         faults.reach("generation.before")
         started_s = time.monotonic()
         try:
-            numbers = self._wait_for_batch()
+            numbers = self._recovery.during(self._sample_batch)
         except RunError:
             self._callbacks.record_unfinished(step, self._collected(sorted(self._facts)))
             raise
@@ -111,7 +115,7 @@ class OverlappedStream:
         for number in numbers:
             del self._facts[number], self._keys[number]
         self._window = _Window.empty(self._asking.group_filter)
-        self._call_hosts(wait_s=None)
+        self._begin_ahead()
         return batch
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
@@ -129,7 +133,7 @@ class OverlappedStream:
         """Bring open requests over a push, as the config says; afterwards count the batch in training as trained."""
         started_s = time.monotonic()
         if self._in_flight == "wait":
-            self._drain()
+            self._recovery.during(self._drain)
         elif self._in_flight == "restart":
             self._callbacks.reconnect()
         self._metrics["time/drain"] = time.monotonic() - started_s
@@ -140,7 +144,7 @@ class OverlappedStream:
         assert self._pacer.version == self._state.version, "the pacer counts other versions than the engines serve"
         if self._in_flight == "restart":
             self._begin_again()
-        self._call_hosts(wait_s=None)
+        self._begin_ahead()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the weights that engines serve."""
@@ -177,29 +181,38 @@ class OverlappedStream:
 
     # --- tickets ------------------------------------------------------------------------------------------------------
 
-    def _wait_for_batch(self) -> tuple[int, ...]:
+    def _sample_batch(self) -> tuple[int, ...]:
+        """Have groups sampled until there is a batch."""
         while True:
-            self._call_hosts(wait_s=None)
-            chosen = self._pacer.batch()
-            if not isinstance(chosen, Awaited):
-                return chosen
-            self._call_hosts(wait_s=FETCH_WAIT_S)
+            with self._sampling():
+                self._exchange(wait_s=None)
+                while not self._is_scoring_due:
+                    chosen = self._pacer.batch()
+                    if not isinstance(chosen, Awaited):
+                        return chosen
+                    self._exchange(FETCH_WAIT_S)
+            self._score()
 
     def _drain(self) -> None:
         """Wait until nothing is in flight, and nothing more may begin: dropped groups are replaced first."""
-        self._call_hosts(wait_s=None)
+        self._exchange(wait_s=None)
         while self._pacer.num_in_flight:
-            self._call_hosts(wait_s=FETCH_WAIT_S)
-            self._call_hosts(wait_s=None)
+            if self._is_scoring_due:
+                self._score()
+            else:
+                self._exchange(FETCH_WAIT_S)
+            self._exchange(wait_s=None)
 
-    def _call_hosts(self, wait_s: float | None) -> None:
+    def _begin_ahead(self) -> None:
+        """Begin what may begin while the loop does something else. On shared devices that waits for their lease."""
+        if not self._is_shared:
+            self._recovery.during(lambda: self._exchange(wait_s=None))
+
+    def _exchange(self, wait_s: float | None) -> None:
         """Begin every ticket that may begin; with `wait_s`, wait that long for a group to finish."""
         new = self._pacer.admit()
         self._keys |= dict(zip(new, self._state.order.next(len(new)), strict=True))
         self._unbegun += new
-        self._recovery.during(lambda: self._exchange(wait_s))
-
-    def _exchange(self, wait_s: float | None) -> None:
         num_restarts = self._recovery.num_restarts + self._recovery.num_host_restarts
         if num_restarts != self._num_restarts:  # whatever was open then is lost
             self._begin_again()
@@ -211,12 +224,22 @@ class OverlappedStream:
             self._unbegun = []
         if wait_s is None:
             return
-        [(facts, num_unscored)] = self._hosts.call(RolloutHost.fetch, wait_s)
+        [(facts, self._num_unscored)] = self._hosts.call(RolloutHost.fetch, wait_s)
         for group in facts:
             self._arrive(group)
-        if num_unscored:
-            for group in self._callbacks.score():
-                self._arrive(group)
+
+    @property
+    def _is_scoring_due(self) -> bool:
+        """Tell whether a reward model has to score: what waits for it makes up a batch, or is all that is in flight."""
+        if self._num_unscored == 0:
+            return False
+        is_batch = self._pacer.num_waiting + self._num_unscored >= self._pacer.pace.groups_per_step
+        return is_batch or self._num_unscored >= self._pacer.num_in_flight
+
+    def _score(self) -> None:
+        self._num_unscored = 0
+        for group in self._callbacks.score():
+            self._arrive(group)
 
     def _begin_again(self) -> None:
         """Have every ticket in flight begun once more, by the weights that are served then."""
@@ -267,10 +290,10 @@ class OverlappedStream:
 class Callbacks:
     """What an overlapped stream calls besides hosts."""
 
-    evaluate: Callable[[], dict[str, float]]
+    evaluate: Callable[[], dict[str, float]]  # of the weights that are served
     score: Callable[[], list[GroupFacts]]  # by the reward model, what hosts hold for it
-    reconnect: Callable[[], object]
-    record_unfinished: Callable[[int, Collected], object]
+    reconnect: Callable[[], object]  # hosts to engines, which ends every open request
+    record_unfinished: Callable[[int, Collected], object]  # of a step in which the run stops
     pause_timeline: Callable[[], object]
     resume_timeline: Callable[[], object]
 

@@ -22,6 +22,7 @@ from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.sync import SyncPhase
 from hotseat.loop.setup import settings
 from hotseat.loop.workers.facts import GroupFacts, Job
+from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.value_models import RewardWorker
 from hotseat.types import Prompt, Sampling
@@ -30,11 +31,23 @@ T = TypeVar("T")
 
 
 class Answering:
-    """Has prompts answered by the engines and the answers scored, in leases of their own."""
+    """Has prompts answered by the engines and the answers scored, in leases of their own.
+
+    carries_over: requests stay open between two leases.
+    """
 
     def __init__(
-        self, groups: Groups, phase_settings: PhaseSettings, meter: PhaseMeter, guard: CanaryGuard, sync: SyncPhase
+        self,
+        groups: Groups,
+        phase_settings: PhaseSettings,
+        meter: PhaseMeter,
+        guard: CanaryGuard,
+        sync: SyncPhase,
+        *,
+        carries_over: bool = False,
     ):
+        self._engines = groups.engines
+        self._carries_over = carries_over
         self._hosts = groups.hosts
         self._reward = groups.reward
         self._settings = phase_settings
@@ -44,7 +57,7 @@ class Answering:
 
     def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Have prompts answered and the answers scored: by the hosts, or by a reward model in its own lease."""
-        with self._sampling():
+        with self.sampling():
             [facts] = self._hosts.call(RolloutHost.collect, jobs, sampling)
         if self._reward is None or facts:  # `eval.reward` has scored them
             return facts
@@ -68,12 +81,19 @@ class Answering:
         return facts
 
     @contextmanager
-    def _sampling(self) -> Iterator[None]:
-        """Lease the devices to the engines. A save or an export since the last push may have dropped their weights."""
+    def sampling(self) -> Iterator[None]:
+        """Lease the devices to the engines. A save or an export since the last push may have dropped their weights.
+
+        Where requests stay open between two leases, engines go on with them at the beginning and pause at the end.
+        """
         self._sync.restore_dropped_weights()
         self._guard.ask()
         with self._meter.lease("rollout", "rollout"):
+            if self._carries_over:
+                self._engines.call(EngineWorker.resume)
             yield
+            if self._carries_over:
+                self._engines.call(EngineWorker.pause)
 
 
 class RolloutPhase:

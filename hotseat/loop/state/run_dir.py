@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,9 +106,11 @@ def _numbered(config: Config) -> Path:
 
 
 def forget_records(path: Path) -> None:
-    """Remove the records of an earlier run that ended before its first checkpoint."""
+    """Remove the records of an earlier run that ended before its first checkpoint, and the groups that it sampled."""
     for name in (*RECORDS, LEDGER, HANGS, CHANGES):
         (path / name).unlink(missing_ok=True)
+    if (path / SPOOL).exists():
+        shutil.rmtree(path / SPOOL)
 
 
 def record_changes(path: Path, last_step: int, changes: Sequence[Change]) -> None:

@@ -428,9 +428,15 @@ class EngineWorker:
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | BaseException]] = {}
+        self._is_paused = False
+        self._held: list[tuple[str, Sequence[Request]]] = []  # came while paused, by client
 
     def submit(self, client: str, requests: Sequence[Request]) -> None:
-        """Take requests of a client."""
+        """Take requests of a client. While paused they wait, because an engine may be off its device."""
+        with self._changed:
+            if self._is_paused:
+                self._held.append((client, requests))
+                return
         for future in self._engine.submit_many(requests):
             future.add_done_callback(lambda done: self._finish(client, done))
 
@@ -449,6 +455,21 @@ class EngineWorker:
         self._engine.abort()
         with self._changed:
             self._finished.clear()
+            self._held.clear()
+
+    def pause(self) -> None:
+        """Stop sampling. Open requests keep their place, and the engine may leave its device with them."""
+        with self._changed:
+            self._is_paused = True
+        self._engine.pause()
+
+    def resume(self) -> None:
+        """Go on with open requests, and begin those that came meanwhile."""
+        self._engine.resume()
+        with self._changed:
+            held, self._held, self._is_paused = self._held, [], False
+        for client, requests in held:
+            self.submit(client, requests)
 
     def _finish(self, client: str, done: Any) -> None:
         error = done.exception()

@@ -150,7 +150,7 @@ class RolloutHost:
     def fetch(self, wait_s: float) -> tuple[list[GroupFacts], int]:
         """Return the facts of groups that have finished, waiting for the first at most `wait_s`.
 
-        The second value counts groups that a reward model has to score now, through `to_score` and `take_rewards`.
+        The second value counts groups that wait for a reward model, which takes them by `to_score`.
         Raises what ended the work on the others, once nothing that has finished is left to fetch.
         """
         with self._changed:
@@ -159,8 +159,8 @@ class RolloutHost:
                 lambda: self._finished or self._to_be_scored or serving.error is not None, timeout=wait_s
             )
             facts, self._finished = self._finished, []
-            if not self._unscored:
-                self._unscored, self._to_be_scored = self._to_be_scored, []
+            self._unscored += self._to_be_scored
+            self._to_be_scored = []
             if not facts and not self._unscored and serving.error is not None:
                 raise serving.error
             return facts, len(self._unscored)
