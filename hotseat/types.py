@@ -203,7 +203,7 @@ class MicroBatch:
         token_ids, masks and each of the fields: one tensor [length, ...] for each segment. masks None: no token is
         sampled.
         """
-        offsets = segment_offsets(torch.tensor([len(tokens) for tokens in token_ids], dtype=torch.int64))
+        offsets = segment_offsets(torch.tensor([tokens.shape[0] for tokens in token_ids], dtype=torch.int64))
         num_tokens = int(offsets[-1])
 
         def flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
