@@ -79,7 +79,7 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> Iterator[LedgerEntry]:
-    """Yield every complete line."""
+    """Yield the entries of a run's ledger; a last line that a crash cut short is left out."""
     with (run_dir / LEDGER).open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

@@ -97,7 +97,7 @@ class Answering:
 
 
 class RolloutPhase:
-    """Samples the groups of a step or an evaluation, and samples groups again that were lost with an agent host."""
+    """Samples the groups of a step or an evaluation, and samples groups again that were lost with their host."""
 
     def __init__(
         self,
