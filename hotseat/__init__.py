@@ -5,11 +5,88 @@
     run = hotseat.run("rl.yaml", "train.num_episodes=2")
     run.path, run.evaluation, run.metrics()
 
-`import hotseat` loads nothing heavy: torch, transformers and Ray are imported by the first run.
+The names in `__all__` are public, and docs/python.md describes them. Every other module and name is private and may
+change without notice. Each name is imported at its first use, so `import hotseat` loads nothing heavy.
 """
 
-from hotseat.api import Run, run
+from __future__ import annotations
 
-__all__ = ["Run", "__version__", "run"]
+from importlib import import_module
+
+TYPE_CHECKING = False  # type checkers take it for True; importing `typing` for it would take longer than the rest
+if TYPE_CHECKING:
+    from hotseat import demo
+    from hotseat.agents import Agent, AgentError, Environment, SampleFunction, SingleTurn, Step, Transcript
+    from hotseat.algorithms import Advantages, PolicyLoss
+    from hotseat.api import Run, run
+    from hotseat.config import Config
+    from hotseat.errors import ConfigError, HotseatError, RunError, UserError
+    from hotseat.types import (
+        Completion,
+        Episode,
+        Prompt,
+        SampleKey,
+        Sampling,
+        ScoredEpisode,
+        Segment,
+        TokenLayout,
+    )
+
+__all__ = [
+    "Advantages",
+    "Agent",
+    "AgentError",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "Environment",
+    "Episode",
+    "HotseatError",
+    "PolicyLoss",
+    "Prompt",
+    "Run",
+    "RunError",
+    "SampleFunction",
+    "SampleKey",
+    "Sampling",
+    "ScoredEpisode",
+    "Segment",
+    "SingleTurn",
+    "Step",
+    "TokenLayout",
+    "Transcript",
+    "UserError",
+    "__version__",
+    "demo",
+    "run",
+]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "hotseat.agents": ("Agent", "AgentError", "Environment", "SampleFunction", "SingleTurn", "Step", "Transcript"),
+    "hotseat.algorithms": ("Advantages", "PolicyLoss"),
+    "hotseat.api": ("Run", "run"),
+    "hotseat.config": ("Config",),
+    "hotseat.errors": ("ConfigError", "HotseatError", "RunError", "UserError"),
+    "hotseat.types": (
+        *("Completion", "Episode", "Prompt", "SampleKey", "Sampling", "ScoredEpisode", "Segment", "TokenLayout"),
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # or else a type checker takes every misspelt name for a public one
+
+    def __getattr__(name: str) -> object:
+        """Import a public name at its first use."""
+        if name == "demo":
+            return import_module("hotseat.demo")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'hotseat' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
+_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
 
 def quantity(number: int, thing: str, things: str | None = None) -> str:
     """Return a number with its noun: `1 engine`, `2,048 engines`. things: the plural, where it takes more than an s."""
     return f"{number:,} {thing if number == 1 else things or f'{thing}s'}"
+
+
+def cause_of(reason: str) -> str:
+    """Return a reason with `#` for its numbers, so that reasons that differ only in samples or numbers are the same.
+
+    `0/17/3: the reward is 1.5` and `0/18/0: the reward is -2` both are `#/#/#: the reward is #`.
+    """
+    return _NUMBER.sub("#", reason)

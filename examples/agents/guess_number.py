@@ -14,7 +14,7 @@ costs a tenth, so that a policy learns to answer in the form asked for before it
 
 import re
 
-from hotseat.agents import Environment, Step
+from hotseat import Environment, Step
 
 
 class GuessNumber(Environment):

@@ -16,7 +16,7 @@ import random
 import sys
 from pathlib import Path
 
-from hotseat.loop.setup.demo import make_files
+from hotseat.demo import make_files
 
 
 def careless_answers(a: int, b: int) -> list[str]:

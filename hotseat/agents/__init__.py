@@ -9,7 +9,7 @@ Tokens in, tokens out: an episode has the token ids and log-probs exactly as the
 environment adds is tokenised separately and appended; no text is tokenised twice.
 """
 
-from hotseat.agents.agent import Agent, AgentError, Sample, SingleTurn
+from hotseat.agents.agent import Agent, AgentError, SampleFunction, SingleTurn
 from hotseat.agents.host import AgentHost
 from hotseat.agents.loading import load_agent
 from hotseat.agents.multi_turn import Environment, MultiTurn, Step
@@ -21,7 +21,7 @@ __all__ = [
     "AgentHost",
     "Environment",
     "MultiTurn",
-    "Sample",
+    "SampleFunction",
     "SingleTurn",
     "Step",
     "Transcript",

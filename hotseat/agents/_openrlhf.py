@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hotseat.agents._threads import OwnThread
-from hotseat.agents.agent import Agent, AgentError, Sample
+from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import NotBuiltError, UserError
@@ -358,7 +358,9 @@ class ExecutorAgent(Agent):
         }
         self._executor = executor_cls(**accepted(executor_cls.__init__, offered, "AgentExecutor.__init__", True))
 
-    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample) -> Episode | ScoredEpisode:
+    async def run(
+        self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
+    ) -> Episode | ScoredEpisode:
         recording = _Recording(self._tokenizer, prompt, key, sampling, sample, self._limits)
         _RECORDING.set(recording)
         offered = {
@@ -433,7 +435,7 @@ class _Recording:
     prompt: Prompt
     key: SampleKey
     sampling: Sampling
-    sample: Sample
+    sample: SampleFunction
     limits: dict[str, Any]
     put: Any = None
     calls: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)

@@ -12,7 +12,7 @@ class AgentError(Exception):
     """An episode cannot continue; the message becomes the reason why its sample failed."""
 
 
-class Sample(Protocol):
+class SampleFunction(Protocol):
     """The function by which an agent samples from the engine."""
 
     async def __call__(self, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
@@ -26,7 +26,9 @@ class Sample(Protocol):
 class Agent(Protocol):
     """Makes one episode from one prompt. One object serves many episodes at once, so it must not store their state."""
 
-    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample) -> Episode | ScoredEpisode:
+    async def run(
+        self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
+    ) -> Episode | ScoredEpisode:
         """Return an episode, which the run's reward function scores, or an episode with the agent's own reward.
 
         An exception makes this one sample fail, with its message as the reason. The segments must contain the sampled
@@ -40,7 +42,7 @@ class SingleTurn(Agent):
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
 
-    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample) -> Episode:
+    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction) -> Episode:
         transcript = Transcript(self._tokenizer, prompt)
         completion = await sample(transcript.context, sampling, 0)
         transcript.add_sampled(completion)

@@ -19,7 +19,7 @@ from hotseat.errors import NotBuiltError, UserError
 _MODULE = "hotseat_agent"
 
 _FORMS = (
-    "a subclass of hotseat.agents.Environment or of hotseat.agents.Agent; for OpenRLHF, class AgentExecutor, class"
+    "a subclass of hotseat.Environment or of hotseat.Agent; for OpenRLHF, class AgentExecutor, class"
     " AgentInstance, or step(state, action, label, **kwargs)"
 )
 

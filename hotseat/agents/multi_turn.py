@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hotseat.agents._threads import OwnThread
-from hotseat.agents.agent import Agent, AgentError, Sample
+from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
 
@@ -71,7 +71,9 @@ class MultiTurn(Agent):
         agent._make_turns = make_turns
         return agent
 
-    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample) -> Episode | ScoredEpisode:
+    async def run(
+        self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
+    ) -> Episode | ScoredEpisode:
         turns = self._make_turns()
         try:
             return await self._play(turns, prompt, key, sampling, sample)
@@ -79,7 +81,7 @@ class MultiTurn(Agent):
             await turns.end()
 
     async def _play(
-        self, turns: Turns, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: Sample
+        self, turns: Turns, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
         transcript = self._begin(prompt, await turns.begin(prompt))
         results: list[TurnResult] = []

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hotseat.errors import UserError
-from hotseat.loop.rl.ledger import count_states, read_ledger
+from hotseat.loop.rl.ledger import count_causes, read_ledger
 from hotseat.loop.state.run_dir import LEDGER
 from hotseat.types import SampleKey
 
@@ -24,8 +25,9 @@ def show_ledger(run_dir: Path, sample: str | None, console: Console | None = Non
         return
     if sample is None:
         table = Table("state", "samples", "reason")
-        for (state, reason), count in count_states(entries).most_common():
-            table.add_row(state, f"{count:,}", reason)
+        for each in count_causes(entries):
+            reason = each.reason if each.num_reasons == 1 else f"such as {each.reason}"
+            table.add_row(each.state, f"{each.num_samples:,}", Text(reason))
         console.print(table)
         return
     match = re.fullmatch(r"(\d+)/(\d+)/(\d+)", sample)

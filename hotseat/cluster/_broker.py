@@ -398,7 +398,7 @@ class Server:
         self._selector.modify(connection.socket, events, connection)
 
     def forget(self, connection: _Connection) -> bool:
-        """Forget a queue; return False if it was forgotten before."""
+        """Close a connection; return False if it was closed before."""
         if connection.socket.fileno() < 0:
             return False
         self._selector.unregister(connection.socket)

@@ -155,8 +155,8 @@ class Cluster:
         """Make an object of the plain class `cls` in each process, and return when all are made.
 
         per_rank: further constructor arguments, one mapping for each rank.
-        processes: where each rank runs, or what has these as `processes`, or a number of processes without devices on
-            the first node.
+        processes: the place of each rank; or an object with such places as its `processes`, such as a role of a plan;
+            or a number of processes without devices on the first node.
         num_threads: of torch and the libraries under it, in each process; set, never inherited.
         max_concurrency: calls that may run at once in a process; by default `cls.max_concurrency`, else 1. A class with
             coroutine methods runs them all on one event loop.
@@ -246,7 +246,7 @@ class Cluster:
         return self._started_runtime.device_memory(device)
 
     def is_gone(self, holder: Holder) -> bool:
-        """Tell whether a process no longer exists, for leases. In the local runtime they all live as long as this."""
+        """Tell whether a process no longer exists, for leases. In the local runtime it is never gone."""
         return self._started_runtime.is_gone(holder)
 
     # --- ending ---------------------------------------------------------------------------------------------------

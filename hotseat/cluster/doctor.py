@@ -164,7 +164,7 @@ def _stack(pid: int) -> str:
     for _ in range(20):
         time.sleep(0.05)
         last, written = written, path.read_text()[before:]
-        if written and written == last:  # a thread at a time is written
+        if written and written == last:  # threads are written one by one: wait until nothing is added
             break
     return written or "(no stack: the process does not react to signals, and py-spy is not installed)"
 
@@ -175,8 +175,8 @@ def _stack(pid: int) -> str:
 class Watch:
     """A thread that looks at processes every second, and ends those that have been silent for `limit_s`.
 
-    Silent is one that is stopped, or one of `pinged` that does not answer `health`. `on_silence` is called with group,
-    rank and reason before the process is ended. `close` wakes the thread.
+    A process is silent if it is stopped, or if its group is in `pinged` and it does not answer `health`. `on_silence`
+    is called with group, rank and reason before the process is ended. `close` wakes the thread.
     """
 
     def __init__(

@@ -158,11 +158,11 @@ class WorkerGroup(Calling[W_co]):
         return ["running" if is_alive else "gone" for is_alive in self.alive()]
 
     def ping(self, rank: int) -> Future[Any]:
-        """Ask for `health`, without waiting for anything and without being observed."""
+        """Call `health` without waiting for its result, and without calling `on_call`."""
         raise NotImplementedError(f"{self.name}: has no processes of its own to ping")
 
     def end(self, rank: int, reason: str, *, pid: int | None = None) -> None:
-        """End a rank's process, if it is `pid`, and what it started: whoever waits for it hears why."""
+        """End a rank's process, if it is `pid`, and what it started; calls that wait for it fail with the reason."""
         raise NotImplementedError(f"{self.name}: has no processes of its own to end")
 
     @abstractmethod
@@ -207,7 +207,7 @@ class WorkerGroup(Calling[W_co]):
 
     @abstractmethod
     def open(self, rank: int, method: str, future: Future[Any]) -> Any:
-        """Return the result in a future that is done; raise WorkerError if it is not one."""
+        """Return the result in a future that is done; raise `WorkerError` if the call failed."""
 
     @abstractmethod
     def describe(self, rank: int) -> str:

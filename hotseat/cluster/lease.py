@@ -2,9 +2,9 @@
 
 A phase requests all its devices at once, on behalf of its holders (processes). It gets them when no earlier phase that
 shares a device with it holds or waits for one: first come, first served, and no two phases can each hold half of what
-the other needs. Each holder reports, device by device, how many bytes it freed. A device is
-passed on only when its last holder has reported and its memory has been measured. A holder that died keeps the device
-until its process is seen gone and the memory is seen free.
+the other needs. Each holder reports, device by device, how many bytes it freed. A device is passed on only when its
+last holder has reported and its memory has been measured. A holder that died keeps the device until its process is seen
+gone and the memory is seen free.
 
     leases = Leases(is_gone=..., measure=...)
     lease = leases.acquire("rollout", {engine: [0, 1]}, timeout_s=60)

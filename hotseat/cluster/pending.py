@@ -31,7 +31,7 @@ class Callee(Protocol):
         """Return the seconds to wait; None stands for the group's default."""
 
     def open(self, rank: int, method: str, future: Future[Any]) -> Any:
-        """Return the result in a future that is done; raise WorkerError if it is not one."""
+        """Return the result in a future that is done; raise `WorkerError` if the call failed."""
 
     def describe(self, rank: int) -> str:
         """Describe what the process of a silent rank is doing, as far as can be seen from outside."""

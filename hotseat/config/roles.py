@@ -24,6 +24,11 @@ def has_reward_model(config: Config) -> bool:
     return "reward" in placed_roles(config) and not has_other_source
 
 
+def has_accuracy(config: Config) -> bool:
+    """Return whether evaluations measure accuracy: not if a reward model judges them, whose numbers have no maximum."""
+    return not has_reward_model(config) or config.eval.reward is not None
+
+
 def has_inference(config: Config) -> bool:
     """Return whether a copy of the policy computes old log-probs on its own devices: if the placement names it."""
     return config.task == "rl" and "inference" in placed_roles(config)

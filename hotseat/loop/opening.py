@@ -43,7 +43,7 @@ RESUME = "hotseat resume {run_dir}"  # the command that continues a run
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Run whose directory belongs to this process."""
+    """A run whose directory belongs to this process."""
 
     config: Config  # with the token budgets that the run kept, which may be smaller than the checkpoint's
     run_dir: Path

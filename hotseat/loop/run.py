@@ -42,13 +42,13 @@ def start(
 def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str, float]:
     inputs = rl_inputs(config)
     inputs.notes.extend(notes)
-    from hotseat.loop.rl.assemble import COLUMNS, assemble
+    from hotseat.loop.rl.assemble import assemble, columns
     from hotseat.loop.rl.launch import launch_groups
     from hotseat.loop.rl.loop import train_rl
     from hotseat.loop.setup.inputs import eos_token_ids
     from hotseat.loop.state.watchdog import doing_in
 
-    with open_run(config, inputs, COLUMNS, view) as run:
+    with open_run(config, inputs, columns(config), view) as run:
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver

@@ -1,6 +1,6 @@
 """Output of a run: files on disk, a live view, TensorBoard, Weights & Biases."""
 
-from hotseat.observe.journal import METRICS, RECORDS, Journal, Silence
+from hotseat.observe.journal import METRICS, RECORDS, SAMPLES, Journal, Silence
 from hotseat.observe.live import LiveView
 from hotseat.observe.metrics import JsonLines, TensorBoard, read_lines
 from hotseat.observe.timeline import Timeline, read_timeline
@@ -8,6 +8,7 @@ from hotseat.observe.timeline import Timeline, read_timeline
 __all__ = [
     "METRICS",
     "RECORDS",
+    "SAMPLES",
     "Journal",
     "JsonLines",
     "LiveView",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from hotseat.errors import RewardError
 from hotseat.failed import Failed
+from hotseat.words import cause_of
 
 _SHOWN = 3
 
@@ -35,7 +35,7 @@ class RewardTally:
         for sample in samples:
             self.num_samples += 1
             if isinstance(sample, Failed):
-                cause = _cause(sample.reason)
+                cause = cause_of(sample.reason)
                 self._causes[cause] += 1
                 self._examples.setdefault(cause, sample.reason)
 
@@ -58,8 +58,3 @@ class RewardTally:
         self.num_samples = 0
         self._causes.clear()
         self._examples.clear()
-
-
-def _cause(reason: str) -> str:
-    """Return a reason without what differs between samples: names such as 0/17/3, and numbers."""
-    return re.sub(r"\d+", "#", reason)

@@ -63,7 +63,7 @@ def check_config(model_config: Any, max_length: int) -> None:
 class AnySlots:
     """Any causal model with keys and values per token, through its own forward with masks and positions of ours."""
 
-    max_forward_tokens = 1024  # Scoring holds their logits.
+    max_forward_tokens = 1024  # few, because scoring holds the logits of all of them
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
         self._model = model
@@ -78,7 +78,7 @@ class AnySlots:
             )
         check_config(model.config, max_length)
         if getattr(config, "attn_logit_softcapping", None) is not None:
-            model.set_attn_implementation("eager")  # with others transformers leaves the cap of the scores out
+            model.set_attn_implementation("eager")  # transformers' other kernels leave out the cap of the scores
         self._window = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -132,7 +132,7 @@ class AnySlots:
             )
 
     def _eager_logits(self, tokens: Tensor) -> Tensor:
-        """Compute logits by attention that has everything: transformers leaves caps and sinks out of faster ones."""
+        """Compute logits by eager attention: in its faster kernels transformers leaves out score caps and sinks."""
         used = self._model.config.get_text_config()._attn_implementation
         self._model.set_attn_implementation("eager")
         try:

@@ -107,15 +107,15 @@ class EngineThread:
         """Take commands and steps in turn until `close`.
 
         Waits without limit only when there is nothing to do; woken by requests, by commands and by `close`. Whatever
-        ends it, every future that is still pending gets to know.
+        ends it, every future that is still pending fails with the reason.
         """
         work, self._work = self._work, None
         assert work is not None
         error: HotseatError = RunError("the engine was closed")
         try:
             if self._num_threads is not None:
-                # A thread takes the process's default at its first question or parallel operation, even after it was
-                # set a number of its own: ask first.
+                # At a thread's first query or parallel operation torch gives it the process's default, even if another
+                # number was set before: query first.
                 torch.get_num_threads()
                 torch.set_num_threads(self._num_threads)
             if self._device.type == "cuda":
@@ -128,7 +128,7 @@ class EngineThread:
         try:
             work.end()
         except Exception as cause:
-            if error.__cause__ is None:  # else what went wrong first is what matters
+            if error.__cause__ is None:  # otherwise keep the first error
                 error = WorkerError(f"the engine's thread failed at its end: {type(cause).__name__}: {cause}")
                 error.__cause__ = cause
         with self._wake:

@@ -26,7 +26,7 @@ class Piece:
     offset: tuple[int, ...]  # of its first element in the whole weight
     shape: tuple[int, ...]  # of the whole weight
     is_counted: bool  # False: another rank holds the same, and counts it
-    is_taken_here: bool = False  # vLLM's own loading is not asked: it has another name for it, or other parts
+    is_taken_here: bool = False  # `take` loads it, since vLLM's loader has another name for it, or other pieces
 
     def take(self, whole: Tensor) -> None:
         """Copy this piece out of a new weight."""
@@ -43,7 +43,7 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
 
 
 def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
-    """Yield the pieces of every known parameter, under every name it may have. `rank`: among those that share it."""
+    """Yield the pieces of every known parameter, under every name it may have. `rank`: the tensor-parallel one."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
@@ -119,7 +119,7 @@ def _of_parameter(
     elif isinstance(module, VocabParallelEmbedding):
         at = module.shard_indices
         is_cut = module.tp_size > 1
-        rows = live[: at.num_org_elements]  # what follows is filling
+        rows = live[: at.num_org_elements]  # the rows after these are padding
         yield piece(full, rows, at.org_vocab_start_index, module.org_vocab_size)
     else:
         is_cut = False

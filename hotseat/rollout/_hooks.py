@@ -33,7 +33,7 @@ class EngineHooks(ABC):
 
     @abstractmethod
     def _drop(self, sequences: list[EngineSequence]) -> None:
-        """Forget these requests, some of which run."""
+        """Forget these requests, which may be waiting or running."""
 
     @abstractmethod
     def _offload_parts(self, parts: frozenset[Part], keep_weights: bool) -> tuple[int, int]:

@@ -235,7 +235,7 @@ class LlamaSlots:
             query, key, value = self._heads(layer, x, cos, sin)
             self.cache.append(index, at, key, value)
             keys, values = self.cache.layers[index]
-            # The query heads of a group share keys: they are so many queries of one head.
+            # The query heads of a group share their keys, so they can be computed as several queries of one head.
             attended = F.scaled_dot_product_attention(
                 query.reshape(rows, self._num_kv_heads, self._groups, self._head_dim),
                 keys[:rows, :, :num_keys],

@@ -32,7 +32,7 @@ class EngineSequence:
 
     @property
     def num_keys(self) -> int:
-        """Count the keys in its slot after the next step: those of the newest token are not there yet."""
+        """Count the keys in its slot after the next step, which adds those of the newest token."""
         return len(self.prompt) + len(self.token_ids)
 
     def append(self, token_id: int, log_prob: float, version: int) -> Literal["stop", "length"] | None:

@@ -40,7 +40,7 @@ class Prefix:
 
 
 class SlotCache:
-    """Keys and values of every slot. Zeros where nothing was written, since a masked NaN would still be one."""
+    """Keys and values of every slot. Zeros where nothing was written, since a NaN that is masked stays NaN."""
 
     def __init__(
         self,

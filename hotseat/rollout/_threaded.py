@@ -89,7 +89,7 @@ class ThreadedEngine(EngineHooks):
         except BaseException as error:
             unfinished = [r.id for r, f in zip(requests, submitted, strict=True) if not f.done()]
             if unfinished:
-                with contextlib.suppress(HotseatError):  # What went wrong first is what matters.
+                with contextlib.suppress(HotseatError):  # the first error is raised
                     self.abort(unfinished)
             if isinstance(error, FutureTimeoutError):
                 if not unfinished:  # the last one came just then

@@ -25,7 +25,7 @@ _TAG_OF_PART = {"weights": "weights", "kv_cache": "kv_cache"}
 def leave_weights_in_place() -> None:
     """Keep vLLM on a CPU from repacking weights, and compute layers and experts from weights as they were loaded.
 
-    It repacks those of linear layers and of experts: weights that are pushed would have nowhere to go.
+    vLLM repacks the weights of linear layers and of experts, and pushed weights cannot be put in the place of those.
     """
     from vllm.platforms import current_platform
 
@@ -49,9 +49,9 @@ def leave_weights_in_place() -> None:
 def leave_classes_alone() -> None:
     """Keep vLLM from changing the classes of transformers.
 
-    Of a model that it runs by transformers' own code (SmolLM3, OLMo 2) vLLM changes the class of the body, to compile
-    it: no other model of the class then works in the process, such as the one under training. On a CPU nothing is
-    compiled, and the class can stay as it is.
+    If vLLM runs a model by transformers' own code (SmolLM3, OLMo 2), it changes the class of the model's body in order
+    to compile it. Other models of that class in the process, such as the one under training, then fail. On a CPU
+    nothing is compiled, so the class can stay as it is.
     """
     from vllm.platforms import current_platform
 
@@ -81,7 +81,7 @@ def _apply_experts(
         token, place = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
         out = linear(_ACTIVATIONS[activation.value](gate) * up, w2[expert])
-        if not apply_router_weight_on_input:  # otherwise it was, before
+        if not apply_router_weight_on_input:  # otherwise the weight was applied to the input
             out = out * topk_weights[token, place, None].to(out.dtype)
         output.index_add_(0, token, out)
 

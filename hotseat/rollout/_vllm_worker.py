@@ -24,7 +24,7 @@ inside.leave_classes_alone()
 
 
 class WorkerExtension:
-    """Methods added to vLLM's workers. Their names begin with `hotseat_`, so that none is vLLM's."""
+    """Methods added to vLLM's workers. Their names begin with `hotseat_`, so that none replaces one of vLLM's."""
 
     model_runner: Any  # vLLM's
     rank: int  # vLLM's

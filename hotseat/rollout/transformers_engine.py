@@ -150,7 +150,7 @@ class TransformersEngine(ThreadedEngine):
         kept = options.prefix_cache_tokens
         self._prefixes = _PrefixCache(8 * max_length if kept is None else kept)
 
-        # Per slot, on the device. Slots without a sequence decode token 0 at position 0 and nobody looks.
+        # Per slot, on the device. Slots without a sequence decode token 0 at position 0, and the result is ignored.
         rows = padded(num_slots)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # to be appended next
         self._positions = torch.zeros_like(self._tokens)  # of that token
@@ -201,7 +201,7 @@ class TransformersEngine(ThreadedEngine):
             log_prob = sampled_log_probs[slot]
             if not math.isfinite(log_prob):
                 done.append((sequence, sequence.not_finite(self._serving.version)))
-                self._slots.cache.erase(slot)  # A masked NaN is still one for the next sequence here.
+                self._slots.cache.erase(slot)  # a NaN that is masked would stay NaN for the next sequence here
                 running[slot] = None
                 continue
             finish = sequence.append(int(sampled_tokens[slot]), log_prob, self._serving.version)

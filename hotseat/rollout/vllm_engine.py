@@ -31,7 +31,7 @@ from hotseat.types import Completion
 
 __all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "start_error", "weight_names"]
 
-_MAX_REASON = 400  # characters of vLLM's own words
+_MAX_REASON = 400  # characters of vLLM's error message
 
 
 class VllmEngine(ThreadedEngine):
@@ -87,7 +87,7 @@ class VllmEngine(ThreadedEngine):
 
     def _step(self) -> None:
         for sequence in self._requests.take_waiting(self._num_slots - len(self._running)):
-            # A name of our own: vLLM tells a step that is still in flight from a new request by its name alone.
+            # A name that is used once: a step of an aborted request may still be in flight when its id is reused.
             self._num_named += 1
             name = f"{self._num_named}/{sequence.request.id}"
             self._running[name] = sequence
@@ -144,7 +144,7 @@ class VllmEngine(ThreadedEngine):
             )
         self._pause()
         if self._running:
-            self._core.forget_cache()  # What is in flight makes room, and computes its keys again afterwards.
+            self._core.forget_cache()  # requests in flight give up their keys, and compute them again afterwards
         self._core.call("hotseat_score_at", temperature, timeout_s=self._call_timeout_s)
         scores: list[list[float]] = [[0.0] for _ in sequences]
         chosen = [index for index, tokens in enumerate(sequences) if len(tokens) > 1]
@@ -245,7 +245,7 @@ def cache_bytes(
 ) -> int:
     """Return the bytes of each rank's cache on a CPU, where vLLM would take most of the host's memory.
 
-    sequences: their tokens, and how many there are. At most 4 GiB, but enough for one sequence in any case.
+    sequences: tokens of the longest, and how many run at once. At most 4 GiB, but room for two in any case.
     """
     from transformers import AutoConfig
 

@@ -104,8 +104,8 @@ class Sampled(NamedTuple):
 class Core:
     """vLLM's engine core, stepped by its owner.
 
-    when_lost: called, by a thread of its own, when one of the processes of several ranks is gone. vLLM ends the others
-    then, which takes it some ten seconds, and can do nothing more.
+    when_lost: called, in a thread of its own, when the process of a tensor-parallel rank has ended. vLLM then ends the
+    other ranks, which takes some ten seconds, and cannot be used any more.
     """
 
     def __init__(self, options: CoreOptions, when_lost: Callable[[], object] | None = None):
@@ -173,7 +173,7 @@ class Core:
                 seed=request.seed,
                 max_tokens=max_new_tokens,
                 stop_token_ids=list(stop_token_ids),
-                ignore_eos=True,  # the stop tokens say it all
+                ignore_eos=True,  # `stop_token_ids` has the end tokens, too
                 logprobs=0,
                 detokenize=False,
             ),

@@ -243,7 +243,7 @@ class Trainer(TrainerHooks):
     def _within_memory(self, do: Callable[[], Result], forget: Callable[[], object] = lambda: None) -> Result:
         """Return what `do` returns. If the device runs out of memory, undo `do` where that is possible, and raise.
 
-        `forget`: lets go of what `do` has kept elsewhere.
+        `forget`: drops results of `do` that are referenced from outside of it.
         """
         random = random_states(self._device) if self._forward_pass.dropouts else {}
         try:
@@ -264,7 +264,7 @@ class Trainer(TrainerHooks):
     def _undo(self) -> None:
         """Forget an update that failed halfway, on a single rank."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # nothing is let go that a kernel still reads
+            torch.cuda.synchronize(self._device)  # kernels may still read what is released next
         self._abandon()
         self._forget_gradients()
         self._progress.is_halfway = False
@@ -275,7 +275,7 @@ class Trainer(TrainerHooks):
         random = random_states(self._device)
 
         def has_room(count: int, times: float) -> bool:
-            """Tell whether a micro-batch with `times` as many tokens as this one fits on every rank."""
+            """Run a micro-batch of `count` tokens; tell whether one of `times` as many tokens fits on every rank."""
             batch = trial_batch(
                 count, max_length, self._model.config.get_text_config().vocab_size, is_padded=self.is_padded
             )
@@ -290,7 +290,7 @@ class Trainer(TrainerHooks):
                 is_enough = False
             return not self._ranks.max(int(not is_enough), "agree on the size of micro-batches")
 
-        # A rank that runs out of memory alone leaves the others waiting: they find out with less what it would take.
+        # A rank that runs out of memory alone leaves the others waiting, so ranks first try half and extrapolate.
         is_small = self._ranks.size > 1 and num_tokens >= 2 * max_length
         fit = (not is_small or has_room(num_tokens // 2, num_tokens / (num_tokens // 2))) and has_room(num_tokens, 1.0)
         set_random_states(random, self._device)
@@ -308,7 +308,7 @@ class Trainer(TrainerHooks):
             self._after_scoring()
             return
         self._progress.is_halfway = True
-        # Among several ranks gradients stay whole on each of them until the last micro-batch.
+        # With several ranks, each holds whole gradients until the last micro-batch: try one before it, too.
         for is_last in (False, True) if self._ranks.size > 1 else (True,):
             self._before_forward(is_last)
             faults.reach("trial.forward")

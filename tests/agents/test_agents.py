@@ -306,7 +306,7 @@ def test_one_of_several_classes_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\n", r"no agent in it; what would fit: a subclass of hotseat.agents.Environment"),
+        ("x = 1\n", r"no agent in it; what would fit: a subclass of hotseat.Environment"),
         ("x = \n", "not Python: invalid syntax at line 1"),
         ("\0", "not Python"),
         ("x = 1\nraise KeyError('x')\n", "agent_file.py: KeyError: 'x' at line 2"),

@@ -1,6 +1,7 @@
 """What became of every sample."""
 
 import io
+import json
 
 import pytest
 from loop_cases import make_task, rl_yaml
@@ -10,7 +11,7 @@ from hotseat.cli.ledger_view import show_ledger
 from hotseat.config import loads
 from hotseat.errors import RewardError, UserError
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.ledger import Ledger, LedgerEntry, count_states, read_ledger
+from hotseat.loop.rl.ledger import CauseCount, Ledger, LedgerEntry, count_causes, read_ledger
 from hotseat.loop.run import start
 from hotseat.loop.workers.facts import GroupFacts
 from hotseat.observe import read_lines
@@ -58,7 +59,7 @@ def test_every_sample_has_one_fate(run_dir):
     assert failed
     trained = [entry for entry in entries if entry.state == "trained"]
     assert all(entry.version == entry.step - 1 for entry in trained)
-    assert sum(count_states(entries).values()) == len(keys)
+    assert sum(each.num_samples for each in count_causes(entries)) == len(keys)
 
 
 def test_the_command_counts_and_tells_a_history(run_dir):
@@ -82,6 +83,35 @@ def test_a_ledger_without_samples_says_why(tmp_path, capsys):
     (tmp_path / "ledger.jsonl").touch()
     show_ledger(tmp_path, None)
     assert "no samples: they are recorded at the end of their step" in capsys.readouterr().out
+
+
+def test_the_command_shows_a_row_per_cause_with_an_example(tmp_path):
+    entries = [
+        LedgerEntry(0, 1, (0, 1), "trained", 1, 0),
+        LedgerEntry(0, 2, (0,), "failed", 1, 0, "0/2/0: the reward is [1.5] at line 7"),
+        LedgerEntry(0, 3, (2,), "failed", 1, 0, "0/3/2: the reward is [-2e-05] at line 7"),
+        LedgerEntry(1, 3, (2,), "failed", 2, 1, "1/3/2: the reward is [3] at line 7"),
+        LedgerEntry(0, 4, (0, 1, 2, 3, 4), "dropped", 1, 0, "score too high"),
+        LedgerEntry(0, 5, (0,), "dropped", 1, 0, "score too low"),
+    ]
+    written = "".join(json.dumps(vars(entry)) + "\n" for entry in entries)
+    (tmp_path / "ledger.jsonl").write_text(written)
+    assert count_causes(read_ledger(tmp_path)) == [
+        CauseCount("dropped", 5, "score too high", 1),
+        CauseCount("failed", 3, "0/2/0: the reward is [1.5] at line 7", 3),
+        CauseCount("trained", 2, "", 1),
+        CauseCount("dropped", 1, "score too low", 1),
+    ]
+    out = io.StringIO()
+    show_ledger(tmp_path, None, Console(file=out, width=200))
+    rows = [line for line in out.getvalue().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row.strip("│").split("│")] for row in rows] == [
+        ["dropped", "5", "score too high"],
+        ["failed", "3", "such as 0/2/0: the reward is [1.5] at line 7"],
+        ["trained", "2", ""],
+        ["dropped", "1", "score too low"],
+    ]
+    assert (tmp_path / "ledger.jsonl").read_text() == written  # the file keeps every reason
 
 
 def test_an_entry_names_its_samples():

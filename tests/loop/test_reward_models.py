@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
+from hotseat.loop.rl.assemble import columns
 from hotseat.loop.run import start
 from hotseat.loop.workers.models import BatchSettings
 from hotseat.loop.workers.value_models import RewardSettings, RewardWorker
@@ -71,8 +72,8 @@ def test_a_segment_is_worth_what_transformers_says_of_its_last_token(task, cut):
     worker.close()
 
 
-def test_a_run_learns_from_a_models_rewards(task):
-    """Training, filtering and evaluation all see them."""
+def test_a_run_learns_from_a_models_rewards(task, capsys):
+    """Training, filtering, evaluation and the lines on the screen all see them."""
     records = run(
         task,
         "run",
@@ -91,6 +92,14 @@ def test_a_run_learns_from_a_models_rewards(task):
     assert [reward for reward, _ in found] == pytest.approx(expected, abs=1e-4)
     assert records[0]["eval/reward"] != 0.0
     assert "eval/accuracy" not in records[0]  # its numbers have no upper end
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rl ")]
+    evaluated = [record for record in records if "eval/reward" in record]
+    assert len(evaluated) > 1
+    assert [line for line in lines if "held-out" in line] == [
+        line for line, record in zip(lines, records, strict=True) if "eval/reward" in record
+    ]
+    for record in evaluated:
+        assert f"held-out reward {record['eval/reward']:.3f}" in lines[records.index(record)]
     assert "loss" in records[1]
 
 
@@ -112,6 +121,22 @@ def test_a_model_that_is_no_number_leaves_no_reward(task, monkeypatch):
 
 
 JUDGE = "def reward_func(queries, prompts, labels):\n    return [float(label == '3') for label in labels]\n"
+
+
+def test_a_line_shows_accuracy_unless_a_reward_model_judges_evaluations(task):
+    model, file, judged = (
+        columns(loads(rl_yaml(task, reward=reward, eval=evaluation)))
+        for reward, evaluation in (
+            ("{model: reward_model}", "{path: prompts.jsonl}"),
+            ("{function: reward.py}", "{path: prompts.jsonl}"),
+            ("{model: reward_model}", "{path: prompts.jsonl, reward: judge.py}"),
+        )
+    )
+    assert model["eval/reward"].format(1.25) == "held-out reward 1.250"
+    assert "eval/accuracy" not in model
+    for shown in (file, judged):
+        assert shown["eval/accuracy"].format(0.5) == "accuracy 0.500"
+        assert "eval/reward" not in shown
 
 
 def test_a_file_judges_evaluations_while_a_model_gives_the_rewards(task):

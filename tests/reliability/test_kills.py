@@ -16,7 +16,7 @@ from hotseat.observe import read_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-# Reached by the driver or by the agent host, before or beside anything that an engine does.
+# Reached by the driver or by the rollout host, before or beside anything that an engine does.
 EVERY_STEP = [point for point in POINTS if point not in ("start-up", "evaluation.during")]
 
 
@@ -38,7 +38,7 @@ def _times_a_step(point: str) -> int:
 
 
 def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
-    """Scenarios 1, 2 and 4: the engine, the agent host and the reward worker die in the middle of what they do."""
+    """Scenarios 1, 2 and 4: the engine, the rollout host and the reward worker die in the middle of what they do."""
     undisturbed = run_undisturbed(task, num_passes=5)
     with Faulty(task, num_passes=5) as run:
         run.arm(
@@ -52,7 +52,7 @@ def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
         assert code == 0, errors[-3000:]
         assert run.all_happened()
         assert out.count("engine 0 died and is replaced") == 3
-        assert out.count("agent host 0 died and is replaced") == 1
+        assert out.count("rollout host 0 died and is replaced") == 1
         assert differences(undisturbed, run.run_dir) == []
         assert run.is_gone(within_s=60)
     last = read_lines(run.run_dir / "metrics.jsonl")[-1]
@@ -219,7 +219,7 @@ def test_an_engine_that_is_stopped_is_ended_and_replaced(task):
         assert differences(undisturbed, run.run_dir) == []
         hang = (run.run_dir / "hangs.txt").read_text()
         assert "culprit: rollout rank 0" in hang
-        assert "waits for rollout rank 0 to answer 'fetch'" in hang  # what the agent host does meanwhile
+        assert "waits for rollout rank 0 to answer 'fetch'" in hang  # what the rollout host does meanwhile
         assert [event for event in read_lines(run.run_dir / "events.jsonl") if event["kind"] == "fault"]
 
 

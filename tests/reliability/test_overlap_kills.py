@@ -31,7 +31,7 @@ def test_engines_and_hosts_that_die_are_replaced_and_finished_groups_are_not_sam
         assert code == 0, errors[-3000:]
         assert run.all_happened()
         assert "engine 0 died and is replaced" in out
-        assert "agent host 0 died and is replaced" in out
+        assert "rollout host 0 died and is replaced" in out
         assert differences(undisturbed, run.run_dir) == []
         assert run.is_gone(within_s=60)
 

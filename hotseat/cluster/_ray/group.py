@@ -99,7 +99,7 @@ class RayGroup(WorkerGroup[W_co]):
         self._starting: tuple[Pending[ProcessIdentity], float] | None = (
             None  # constructors under way, and how long they may take
         )
-        self._start_error: RunError | None = None  # why some constructors did not come to their end
+        self._start_error: RunError | None = None  # why some constructors failed
         self._start_lock = threading.RLock()
         self.is_closed = False
         self._pending: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
@@ -127,7 +127,7 @@ class RayGroup(WorkerGroup[W_co]):
         return tuple(
             Holder(self.name, each.place.rank, each.identity.pid, each.identity.started, each.place.node)
             for each in self.processes
-            if each.identity is not None  # as of all, by now
+            if each.identity is not None  # every process has one after `ready`
         )
 
     def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
@@ -173,7 +173,7 @@ class RayGroup(WorkerGroup[W_co]):
     def ready(self) -> None:
         self._settle()
         if self._start_error is not None:
-            raise self._start_error  # to whoever asks, until what failed is started again
+            raise self._start_error  # at every call, until the ranks that failed are restarted
 
     def when_started(self, tell: Callable[[int], object]) -> None:
         starting = self._starting
@@ -219,7 +219,7 @@ class RayGroup(WorkerGroup[W_co]):
     def ask_to_close(self, grace_s: float) -> None:
         """Call `close` of the objects, where they have one, and wait for it at most `grace_s`."""
         if self._has_close and self._starting is None and not self.is_closed and grace_s > 0:
-            with contextlib.suppress(RunError):  # it ends anyway; the grace is for those who can use it
+            with contextlib.suppress(RunError):  # the process ends in any case
                 pending = self._start("close", dict.fromkeys(self.ranks, ((), {})), grace_s)
                 concurrent.futures.wait(pending.futures.values(), timeout=grace_s)
 
@@ -227,7 +227,7 @@ class RayGroup(WorkerGroup[W_co]):
         """Fail calls that are still waited for in a group that was closed."""
         until = time.monotonic() + 2.0
         for future in list(self._pending):
-            # Ray wakes them when it sees the actor gone. Whom it forgets, we wake.
+            # Ray fails these calls when it sees the actor gone; those that it misses are failed here.
             with contextlib.suppress(Exception):
                 future.exception(max(0.0, until - time.monotonic()))
             if not future.done():

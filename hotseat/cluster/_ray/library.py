@@ -10,7 +10,7 @@ _NOISE = "A worker died or was killed while executing a task by an unexpected sy
 
 
 def import_ray() -> Any:
-    """Import Ray, set first not to repeat what we report ourselves."""
+    """Import Ray, after setting it not to print what we report ourselves."""
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _NOISE)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray

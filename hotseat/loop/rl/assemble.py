@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.maths import overlap_queue
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import OnCluster
@@ -42,14 +42,20 @@ from hotseat.loop.workers.spool import Spool
 from hotseat.observe import Journal
 from hotseat.placement import Plan, shares_devices
 
-COLUMNS = {
-    "reward": "reward {:.3f}",
-    "length": "length {:.1f}",
-    "kl": "kl {:.4f}",
-    "eval/accuracy": "accuracy {:.3f}",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "step_s": "{:.2f} s",
-}
+
+def columns(config: Config) -> dict[str, str]:
+    """Return the metrics of a step's line on the screen, and their formats."""
+    evaluation = {"eval/accuracy": "accuracy {:.3f}"}
+    if not has_accuracy(config):
+        evaluation = {"eval/reward": "held-out reward {:.3f}"}
+    return {
+        "reward": "reward {:.3f}",
+        "length": "length {:.1f}",
+        "kl": "kl {:.4f}",
+        **evaluation,
+        "tokens_per_s": "{:,.0f} tokens/s",
+        "step_s": "{:.2f} s",
+    }
 
 
 @contextmanager

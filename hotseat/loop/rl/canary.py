@@ -42,7 +42,7 @@ from hotseat.types import Prompt, Request, Sampling
 
 ANSWER_TOKENS = 128  # length of an answer, where data.max_length leaves room for it
 NUM_SEARCHED = 256  # prompts to choose the shortest from; prompts cost time, since they are scored too
-RESUMED_FACTOR = 2.0  # gaps that grew more than this since the checkpoint come from running on another machine
+RESUMED_FACTOR = 2.0  # growth of gaps since the checkpoint above which a resumed run starts a new baseline
 NO_ROUNDING = GapStatistics(0.0, 0.0, 0.0)
 
 # Gaps smaller than the factor times these are never errors. GPU kernels may multiply float32 numbers in TF32, which

@@ -119,7 +119,7 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Return mean reward, accuracy (share of samples with the full reward of 1) and pass@k, overall and per source.
 
-    has_full_reward: 1 is the most that an answer can get. A reward model's numbers have no such limit.
+    has_full_reward: a reward of 1 or more stands for a right answer. A reward model's numbers mean no such thing.
     """
     metrics: dict[str, float] = {}
     sources = sorted({facts.source for facts in groups})

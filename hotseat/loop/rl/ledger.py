@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.state.run_dir import LEDGER
 from hotseat.types import SampleKey
+from hotseat.words import cause_of
 
 RUN_STOPPED = "the run stopped in this step"
 
@@ -78,7 +79,7 @@ class Ledger:
 
 
 def read_ledger(run_dir: Path) -> Iterator[LedgerEntry]:
-    """Yield every complete line."""
+    """Yield the entries of a run's ledger; a last line that a crash cut short is left out."""
     with (run_dir / LEDGER).open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
@@ -86,9 +87,25 @@ def read_ledger(run_dir: Path) -> Iterator[LedgerEntry]:
                 yield LedgerEntry(**values | {"samples": tuple(values["samples"])})
 
 
-def count_states(entries: Sequence[LedgerEntry]) -> Counter[tuple[str, str]]:
-    """Count samples by (state, reason)."""
+@dataclass(frozen=True)
+class CauseCount:
+    """Number of samples that are in one state for one cause, whose reasons differ at most in samples and numbers."""
+
+    state: str
+    num_samples: int
+    reason: str  # the first of them
+    num_reasons: int  # how many different ones there are
+
+
+def count_causes(entries: Iterable[LedgerEntry]) -> list[CauseCount]:
+    """Count samples by state and cause, the most frequent first."""
     counts: Counter[tuple[str, str]] = Counter()
+    reasons: dict[tuple[str, str], dict[str, None]] = {}  # in the order of the ledger
     for entry in entries:
-        counts[entry.state, entry.reason] += len(entry.samples)
-    return counts
+        cause = entry.state, cause_of(entry.reason)
+        counts[cause] += len(entry.samples)
+        reasons.setdefault(cause, {})[entry.reason] = None
+    return [
+        CauseCount(cause[0], count, next(iter(reasons[cause])), len(reasons[cause]))
+        for cause, count in counts.most_common()
+    ]

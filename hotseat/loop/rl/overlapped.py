@@ -1,8 +1,8 @@
 """Rollout beside training: groups are sampled ahead while the actor learns, within a bound on their age.
 
 The pacer says which groups may begin and which make up the next batch. Hosts sample and score on their own; this stream
-hands out jobs and takes facts at the moments when the loop comes by: places become free only when a batch is taken,
-when weights were pushed, or when a group is dropped.
+hands out jobs and takes facts only while the loop calls it: places become free only when a batch is taken, when weights
+were pushed, or when a group is dropped.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from hotseat.types import Failed, Prompt, Sampling
 
 InFlight = Literal["wait", "keep", "recompute", "restart"]
 
-FETCH_WAIT_S = 5.0  # a wait for groups looks after its hosts this often
+FETCH_WAIT_S = 5.0  # longest wait for groups before the hosts are checked again
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Asking:
-    """What is asked of hosts: prompts, how often and how each is answered, and which groups are kept."""
+    """The work of the hosts: prompts, how often and how each is answered, and which groups are kept."""
 
     prompts: Sequence[Prompt]
     num_samples: int
@@ -47,7 +47,7 @@ class Asking:
 
 @dataclass
 class _Window:
-    """What has come since the last batch was taken."""
+    """Groups that have come since the last batch was taken: how many, which were dropped, and failed rewards."""
 
     tally: RewardTally
     num_groups: int
@@ -151,7 +151,7 @@ class OverlappedStream:
         return self._callbacks.evaluate()
 
     def metrics(self) -> dict[str, float]:
-        """Return how old the batch in training is, and what waits for what."""
+        """Return the age of the batch in training, how many groups wait or are in flight, and seconds of waiting."""
         return dict(self._metrics)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class OverlappedStream:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What an overlapped stream calls besides hosts."""
+    """Functions that an overlapped stream calls, besides the methods of hosts."""
 
     evaluate: Callable[[], dict[str, float]]  # of the weights that are served
     score: Callable[[], list[GroupFacts]]  # by the reward model, what hosts hold for it

@@ -42,7 +42,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Ticket:
-    """A group that was let in. `began`: the version that was served then; `place`: its rank among the arrivals."""
+    """A group that was let in. `began`: the version that was served then; `place`: its position among the arrivals."""
 
     number: int
     began: int
@@ -139,7 +139,7 @@ class Pacer:
         return tuple(ticket.number for ticket in first)
 
     def _batch_by_arrival(self) -> tuple[int, ...] | Awaited:
-        """Take what has to go now, oldest first, then the first arrivals."""
+        """Choose the tickets that a later batch would train too late, oldest first, then the first arrivals."""
         pace = self.pace
         waiting = sorted((t for t in self.tickets.values() if t.place is not None), key=lambda t: t.place or 0)
         chosen: list[Ticket] = []

@@ -1,7 +1,8 @@
-"""Replaces engines and agent hosts that die, and repeats what they were doing.
+"""Replaces engines and rollout hosts that die, and repeats what they were doing.
 
-Neither holds state of its own: an engine's weights are the trainer's, and a sample that is requested again comes out
-the same. So a run continues, bit for bit as if nothing had happened, unless processes die faster than rollouts finish.
+Neither holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the
+same weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
+die faster than rollouts finish. Where rollout runs ahead, open groups begin again with the weights of that moment.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Recovery:
             self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
                 raise WorkerError(
-                    f"engines or agent hosts died {self._num_deaths} times without a finished rollout in between;"
+                    f"engines or rollout hosts died {self._num_deaths} times without a finished rollout in between;"
                     f" the last: {error}"
                 ) from error
             has_new_engines = has_new_engines or bool(dead_engines)
@@ -96,7 +97,7 @@ class Recovery:
                     self._engines.restart(rank)
                     self._scheduler.replaced("rollout", rank)
                 for rank in dead_hosts:
-                    self._say(f"agent host {rank} died and is replaced ({_first_line(error)})")
+                    self._say(f"rollout host {rank} died and is replaced ({_first_line(error)})")
                     self.num_host_restarts += 1
                     self._hosts.restart(rank)
                 self._reconnect()

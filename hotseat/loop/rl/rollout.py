@@ -9,7 +9,7 @@ from typing import TypeVar
 from hotseat import faults
 from hotseat.cluster import as_arguments
 from hotseat.config import Config
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, Collector, GroupFilter, evaluation_metrics
@@ -97,7 +97,7 @@ class Answering:
 
 
 class RolloutPhase:
-    """Samples the groups of a step or an evaluation, and samples groups again that were lost with an agent host."""
+    """Samples the groups of a step or an evaluation, and samples groups again that were lost with their host."""
 
     def __init__(
         self,
@@ -116,7 +116,6 @@ class RolloutPhase:
         self._recovery = recovery
         self._collector = Collector(answering.answer, groups.hosts, prompts)
         self._evaluator = Collector(answering.answer, groups.hosts, eval_prompts) if eval_prompts else None
-        self._has_reward_model = groups.reward is not None
         # Of the batch that was sampled last: order of prompts before it, restarts of hosts by its end, and its step.
         self._order_before = state.order.state()
         self._num_host_restarts = 0
@@ -155,8 +154,7 @@ class RolloutPhase:
         def sample() -> list[GroupFacts]:
             return evaluator.evaluate(num_samples, settings.eval_sampling(config), config.reward.max_failed_fraction)
 
-        has_full_reward = not self._has_reward_model or config.eval.reward is not None
-        return evaluation_metrics(self._recovery.during(sample), num_samples, has_full_reward=has_full_reward)
+        return evaluation_metrics(self._recovery.during(sample), num_samples, has_full_reward=has_accuracy(config))
 
     def _sample_until_done(self) -> Collected:
         try:

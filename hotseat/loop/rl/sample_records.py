@@ -16,7 +16,7 @@ from hotseat.loop.workers.records import NO_GRADIENT, SampleRecord, SegmentRecor
 
 @dataclass(frozen=True)
 class ChosenSample:
-    """Sample to be recorded, and its fate."""
+    """A sample to be recorded, and its fate."""
 
     key: SampleKey
     state: str  # trained or dropped

@@ -76,7 +76,7 @@ class SynchronousStream:
         return self._rollout.evaluate()
 
     def metrics(self) -> dict[str, float]:
-        """Return nothing: what there is to measure of a rollout, the phases do."""
+        """Return nothing: the rollout phase and the meter measure a synchronous rollout."""
         return {}
 
     def state(self) -> None:

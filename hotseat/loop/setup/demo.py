@@ -70,10 +70,12 @@ def make_files(directory: Path, seed: int, *, num_layers: int = 2, width: int = 
 
 
 def question(a: int, b: int) -> str:
+    """Return a sum as a prompt: `07+35=`."""
     return f"{a:02d}+{b:02d}="
 
 
 def answer(a: int, b: int) -> str:
+    """Return the right answer, in three digits."""
     return f"{a + b:03d}"
 
 
@@ -95,6 +97,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(path: Path, seed: int, *, num_layers: int = 2, width: int = 192) -> None:
+    """Write an untrained Llama and its tokenizer into a folder. The same seed writes the same weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
 _AGENT_FORMS = (
-    "a subclass of hotseat.agents.Environment or of hotseat.agents.Agent; for OpenRLHF, class AgentExecutor, class"
+    "a subclass of hotseat.Environment or of hotseat.Agent; for OpenRLHF, class AgentExecutor, class"
     " AgentInstance, or step(state, action, label, **kwargs)"
 )
 

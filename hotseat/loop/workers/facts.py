@@ -12,7 +12,7 @@ EVALUATION = -1  # the pass over the data that evaluation samples belong to
 
 @dataclass(frozen=True)
 class Job:
-    """Prompt to be answered `num_samples` times."""
+    """A prompt to be answered `num_samples` times."""
 
     prompt: Prompt
     epoch: int

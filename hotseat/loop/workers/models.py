@@ -80,7 +80,7 @@ class PolicySettings:
 
 
 class BackendWorker:
-    """Rank of a model behind a training backend, which can be saved."""
+    """One rank of a model behind a training backend, which can be saved."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
         with activity.doing("loads the model"):
@@ -128,7 +128,7 @@ class BackendWorker:
 
 
 class ModelWorker(BackendWorker):
-    """Rank of a model that computes log-probs and can be offloaded."""
+    """One rank of a model that computes log-probs and can be offloaded."""
 
     def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
         """Return log-probs of each segment of each sample, by sample id. Collective."""
@@ -160,7 +160,7 @@ class ModelWorker(BackendWorker):
         return [sum(parts, start=StepTotals(0, 0)) for parts in zip(*everyone, strict=True)]
 
     def score_canary(self, canary: Canary) -> list[float]:
-        """Return log-probs of the canary's sampled tokens. Collective; every rank scores all, so that none waits."""
+        """Return log-probs of the canary's sampled tokens. Collective; every rank scores all of them."""
         starts = zip(canary.sequences, canary.num_prompt, strict=True)
         # One tensor, cut: making a thousand small ones takes noticeable time in every push.
         token_ids = torch.tensor([token for sequence in canary.sequences for token in sequence])
@@ -199,7 +199,7 @@ class ModelWorker(BackendWorker):
 
 
 class InferenceWorker(ModelWorker):
-    """Rank of a copy of the policy that computes old log-probs on its own devices. It gets weights as engines do."""
+    """One rank of a copy of the policy: computes old log-probs on its own devices, and gets weights as engines do."""
 
     def __init__(self, model: str, options: TrainOptions, engine_dtype: str, trust_remote_code: bool = False):
         super().__init__(model, options, trust_remote_code)
@@ -239,7 +239,7 @@ class _ReceivingBackend:
 
 
 class ActorWorker(ModelWorker):
-    """Rank of the policy: it prepares experience, learns from it, and sends its weights.
+    """One rank of the policy: it prepares experience, learns from it, and sends its weights.
 
     engine_dtype: the dtype in which engines hold weights, in which they are sent and their digests computed.
     """
@@ -419,7 +419,7 @@ def in_order(batch: MicroBatch, values: Iterable[BySample]) -> Tensor:
 
 
 class EngineWorker:
-    """Rollout engine in its process. Hosts submit requests, and fetch completions."""
+    """A rollout engine in its process. Hosts submit requests and fetch completions."""
 
     max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
 

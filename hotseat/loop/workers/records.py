@@ -22,7 +22,7 @@ NO_GRADIENT, SKIPPED = "no gradient", "skipped"
 
 @dataclass(frozen=True)
 class SegmentRecord:
-    """Token sequence as the engine sampled it, an entry per token."""
+    """A token sequence as the engine sampled it, an entry per token."""
 
     text: list[str]
     sampled: list[bool]
@@ -32,7 +32,7 @@ class SegmentRecord:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """Sample as a rollout host holds it."""
+    """A sample as a rollout host holds it."""
 
     key: SampleKey
     source: str
@@ -47,7 +47,7 @@ class SampleRecord:
 
 @dataclass
 class TokenRecord:
-    """Token sequence as the trainer learned from it, an entry per token. `fates` is empty until then."""
+    """A token sequence as the trainer learned from it, an entry per token. `fates` is empty until then."""
 
     trainer_log_probs: list[float]
     advantages: list[float]

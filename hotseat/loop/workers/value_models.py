@@ -28,7 +28,7 @@ class CriticSettings:
 
 
 class CriticWorker(ModelWorker):
-    """Rank of the critic: it computes values of a rollout, and learns from the returns that the actor computed."""
+    """One rank of the critic: it computes values of a rollout, and learns from the returns that the actor computed."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
         super().__init__(model, options, trust_remote_code)
@@ -67,7 +67,7 @@ class RewardSettings:
 
 
 class RewardWorker(ModelWorker):
-    """Rank of a reward model."""
+    """One rank of a reward model."""
 
     def rewards(self, batches: Sequence[MicroBatch], settings: RewardSettings) -> dict[str, float]:
         """Return the reward at the last token of each segment, by sample id; one segment per sample. Collective."""
