@@ -1,5 +1,6 @@
 """Rollout beside training: nothing is lost, doubled or too old, and in prompt order no bit depends on timing."""
 
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hotseat.config import loads
 from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
+from hotseat.loop.workers.models import EngineWorker
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
@@ -32,6 +34,14 @@ def run(task: Path, name: str, overlap: str, *overrides: str, **sections: str) -
     sections = {"cluster": BESIDE} | sections
     start(loads(rl_yaml(task, name=name, overlap=overlap, **sections), [*PASSES, *overrides]))
     return [row for row in read_lines(task / "runs" / name / "metrics.jsonl") if row["step"] > 0]
+
+
+def long_answers(task: Path) -> dict[str, str]:
+    """With two slots for sixteen long answers some are always open at a push."""
+    return {
+        "data": f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 30}}",
+        "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 24, num_slots: 2}",
+    }
 
 
 def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int) -> None:
@@ -106,12 +116,8 @@ def test_by_arrival_a_resumed_run_trains_every_sample_once(task, monkeypatch, in
 
 
 def test_requests_go_on_over_a_push_and_their_tokens_say_so(task):
-    """With two slots for sixteen answers some are always open at a push."""
-    long = {
-        "data": f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 30}}",
-        "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 24, num_slots: 2}",
-    }
-    run(task, "run", "{staleness: 2, order: arrival, in_flight: keep}", "log.samples_every=1", **long)
+    overlap = "{staleness: 2, order: arrival, in_flight: keep}"
+    run(task, "run", overlap, "log.samples_every=1", **long_answers(task))
     versions = [
         {version for segment in sample["segments"] for version in segment["versions"] if version is not None}
         for sample in read_lines(task / "runs" / "run" / "samples.jsonl")
@@ -157,3 +163,20 @@ def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
     rows = run(task, "run", "{staleness: 1}")
     assert sum(row["samples_failed"] for row in rows) == 0
     assert list((task / "runs" / "run" / "spool").iterdir()) == []
+
+
+def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
+    """An engine takes a while to drop its requests, and those who wait for them hear of it before it is done."""
+
+    def drop_requests(self):
+        self._engine.abort()
+        until = time.monotonic() + 1.0
+        while self._finished and time.monotonic() < until:
+            time.sleep(0.01)
+        with self._changed:
+            self._finished.clear()
+
+    monkeypatch.setattr(EngineWorker, "drop_requests", drop_requests)
+    rows = run(task, "run", "{staleness: 2, order: arrival, in_flight: restart}", **long_answers(task))
+    assert rows[-1]["groups_begun_again"] > 0
+    assert sum(row["samples_failed"] for row in rows) == 0
