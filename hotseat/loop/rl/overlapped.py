@@ -131,7 +131,7 @@ class OverlappedStream:
         if self._in_flight == "wait":
             self._drain()
         elif self._in_flight == "restart":
-            self._callbacks.reconnect()
+            self._recovery.during(self._callbacks.reconnect)
         self._metrics["time/drain"] = time.monotonic() - started_s
         self._callbacks.pause_timeline()
         yield
