@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 BESIDE = "{runtime: local, inventory: 1x3, component_placement: {actor: 0, rollout: 1}}"
 ON_RAY = "{component_placement: {actor: 0, rollout: 1}}"
+FILTERED = "algorithm.filtering.enabled=true", "algorithm.filtering.low=0.0", "algorithm.filtering.high=1.0"
 PASSES = ("train.num_episodes=4",)  # eight steps of four groups
 # Each call takes another time, so that groups are finished in another order each time.
 SLEEPS = """
@@ -44,12 +45,14 @@ def long_answers(task: Path) -> dict[str, str]:
     }
 
 
-def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int) -> None:
+def run_until_saved(
+    task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int, *overrides: str
+) -> None:
     """Run with a checkpoint after each step, and die after so many."""
     with monkeypatch.context() as patch:
         stop_after(patch, num_checkpoints)
         with pytest.raises(Stop):
-            run(task, name, overlap, "checkpoint.every=1")
+            run(task, name, overlap, "checkpoint.every=1", *overrides)
 
 
 def trained(task: Path, name: str) -> Counter:
@@ -127,10 +130,9 @@ def test_requests_go_on_over_a_push_and_their_tokens_say_so(task):
 
 
 def test_filtered_groups_are_replaced_and_weights_do_not_depend_on_timing(task):
-    filtering = "algorithm.filtering.enabled=true", "algorithm.filtering.low=0.0", "algorithm.filtering.high=1.0"
-    run(task, "even", "{staleness: 1}", *filtering)
+    run(task, "even", "{staleness: 1}", *FILTERED)
     (task / "reward.py").write_text(SLEEPS)
-    rows = run(task, "uneven", "{staleness: 1}", *filtering)
+    rows = run(task, "uneven", "{staleness: 1}", *FILTERED)
     assert sum(row["groups_dropped"] for row in rows) > 0
     assert all(row["samples"] == 16 for row in rows)
     assert same(weights(task, "even"), weights(task, "uneven"))
@@ -180,3 +182,12 @@ def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
     rows = run(task, "run", "{staleness: 2, order: arrival, in_flight: restart}", **long_answers(task))
     assert rows[-1]["groups_begun_again"] > 0
     assert sum(row["samples_failed"] for row in rows) == 0
+
+
+def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(task, monkeypatch):
+    run(task, "whole", "{staleness: 1}", *FILTERED)
+    run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 3, *FILTERED)
+    run(task, "run", "{staleness: 1}", "checkpoint.every=1", "checkpoint.resume=true", *FILTERED)
+    whole, resumed = (set(read_ledger(task / "runs" / name)) for name in ("whole", "run"))
+    assert any(entry.state == "dropped" and entry.step == 4 for entry in whole)
+    assert resumed == whole

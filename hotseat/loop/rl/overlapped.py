@@ -50,12 +50,23 @@ class _Window:
     """What has come since the last batch was taken."""
 
     tally: RewardTally
-    num_groups: int
+    arrived: list[tuple[GroupKey, str | None]]  # groups, and why they were dropped, if they were
     dropped: list[tuple[GroupFacts, str]]
 
     @classmethod
     def empty(cls, group_filter: GroupFilter) -> _Window:
-        return cls(RewardTally(group_filter.max_failed_fraction), 0, [])
+        return cls(RewardTally(group_filter.max_failed_fraction), [], [])
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.arrived)
+
+    def add(self, facts: GroupFacts, reason: str | None) -> None:
+        """Count a group. `reason`: why it was dropped; None: it was kept."""
+        self.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
+        self.arrived.append((facts.key, reason))
+        if reason is not None:
+            self.dropped.append((facts, reason))
 
 
 class OverlappedStream:
@@ -153,12 +164,17 @@ class OverlappedStream:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the pacer and the prompts of its tickets as JSON."""
-        return {"pacer": self._pacer.state(), "keys": [[number, *key] for number, key in self._keys.items()]}
+        """Return the pacer, the prompts of its tickets, and what has come since the last batch, as JSON."""
+        return {
+            "pacer": self._pacer.state(),
+            "keys": [[number, *key] for number, key in self._keys.items()],
+            "window": [[*key, reason] for key, reason in self._window.arrived],
+        }
 
     def save(self, folder: Path) -> None:
-        """Put the groups that wait for training into a checkpoint."""
-        self._spool.link_into(folder / SPOOL, [self._keys[number] for number in self._facts])
+        """Put the groups that wait for training, and those whose drop is not recorded yet, into a checkpoint."""
+        dropped = [facts.key for facts, _ in self._window.dropped]
+        self._spool.link_into(folder / SPOOL, [*(self._keys[number] for number in self._facts), *dropped])
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Continue from a checkpoint: groups that waited wait again, those that were in flight begin again."""
@@ -168,12 +184,16 @@ class OverlappedStream:
             return
         self._pacer = Pacer.restored(self._pacer.pace, state["pacer"])
         self._keys = {number: (epoch, prompt) for number, epoch, prompt in state["keys"]}
-        self._facts = {}
-        for number in self._keys.keys() - set(self._pacer.in_flight):
-            finished = self._spool.get(self._keys[number])
-            assert finished is not None, f"the checkpoint lacks group {self._keys[number]}"
-            self._facts[number] = facts_of(finished)
+        waiting = self._keys.keys() - set(self._pacer.in_flight)
+        self._facts = {number: self._spooled(self._keys[number]) for number in waiting}
+        for epoch, prompt, reason in state["window"]:
+            self._window.add(self._spooled((epoch, prompt)), reason)
         self._begin_again()
+
+    def _spooled(self, key: GroupKey) -> GroupFacts:
+        finished = self._spool.get(key)
+        assert finished is not None, f"the checkpoint lacks group {key}"
+        return facts_of(finished)
 
     # --- tickets ------------------------------------------------------------------------------------------------------
 
@@ -230,16 +250,14 @@ class OverlappedStream:
     def _arrive(self, facts: GroupFacts) -> None:
         number = next(number for number, key in self._keys.items() if key == facts.key)
         window = self._window
-        window.num_groups += 1
-        window.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
         reason = self._asking.group_filter.reason_to_drop(facts)
+        window.add(facts, reason)
         if reason is None:
             self._pacer.arrive(number)
             self._facts[number] = facts
         else:
             self._pacer.drop(number)
             del self._keys[number]
-            window.dropped.append((facts, reason))
         per_step = self._pacer.pace.groups_per_step
         if window.num_groups >= per_step:
             window.tally.check()
