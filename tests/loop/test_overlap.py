@@ -191,3 +191,22 @@ def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(task, monk
     whole, resumed = (set(read_ledger(task / "runs" / name)) for name in ("whole", "run"))
     assert any(entry.state == "dropped" and entry.step == 4 for entry in whole)
     assert resumed == whole
+
+
+@pytest.mark.parametrize("order", ["prompt", "arrival"])
+def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, monkeypatch, order):
+    run_until_saved(task, "run", f"{{staleness: 3, order: {order}}}", monkeypatch, 4)
+    lowered = "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]"
+    with pytest.raises(RunError, match="more or older ones than overlap.staleness 1 and rollout.batch_size 4 allow"):
+        run(task, "run", f"{{staleness: 1, order: {order}}}", *lowered)
+    rows = run(task, "run", f"{{staleness: 4, order: {order}}}", *lowered)
+    assert max(row["staleness_max"] for row in rows) <= 4
+
+
+def test_a_run_may_be_resumed_with_larger_batches(task, monkeypatch):
+    run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 2)
+    sizes = "rollout.batch_size=8", "train.batch_size=32"
+    allowed = "checkpoint.allow_changes=[rollout.batch_size,train.batch_size]"
+    rows = run(task, "run", "{staleness: 1}", *sizes, "checkpoint.resume=true", allowed)
+    assert [row["samples"] for row in rows] == [16, 16, 32, 32]
+    assert set(trained(task, "run").values()) == {1}

@@ -182,7 +182,14 @@ class OverlappedStream:
         if state is None:  # of a run that did not overlap until then
             self._pacer = replace(self._pacer, version=step, num_trained=step * self._pacer.pace.groups_per_step)
             return
-        self._pacer = Pacer.restored(self._pacer.pace, state["pacer"])
+        pace = self._pacer.pace
+        self._pacer = replace(Pacer.restored(pace, state["pacer"]), num_trained=step * pace.groups_per_step)
+        if not self._pacer.can_keep_bound():
+            raise RunError(
+                f"{folder} holds {len(state['keys'])} groups that were sampled ahead of training, more or older ones"
+                f" than overlap.staleness {pace.staleness} and rollout.batch_size {pace.groups_per_step} allow: resume"
+                " with those that it was saved with"
+            )
         self._keys = {number: (epoch, prompt) for number, epoch, prompt in state["keys"]}
         waiting = self._keys.keys() - set(self._pacer.in_flight)
         self._facts = {number: self._spooled(self._keys[number]) for number in waiting}
