@@ -29,6 +29,16 @@ def reward_func(queries, prompts, labels):
     time.sleep(random.random() * 0.05)
     return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
 """
+# The data have eight prompts.
+FAILS_FROM_THE_SECOND_PASS = """
+seen = set()
+
+def reward_func(queries, prompts, labels):
+    if prompts[0] in seen:
+        raise ValueError("the second pass")
+    seen.add(prompts[0])
+    return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
+"""
 
 
 def run(task: Path, name: str, overlap: str, *overrides: str, **sections: str) -> list[dict]:
@@ -210,3 +220,13 @@ def test_a_run_may_be_resumed_with_larger_batches(task, monkeypatch):
     rows = run(task, "run", "{staleness: 1}", *sizes, "checkpoint.resume=true", allowed)
     assert [row["samples"] for row in rows] == [16, 16, 32, 32]
     assert set(trained(task, "run").values()) == {1}
+
+
+def test_rewards_that_fail_while_a_push_waits_stop_the_run_and_are_in_the_ledger(task):
+    """The first two batches have rewards. The third is sampled during the update with the second."""
+    (task / "reward.py").write_text(FAILS_FROM_THE_SECOND_PASS)
+    with pytest.raises(RewardError, match="the second pass"):
+        run(task, "run", "{staleness: 1}", "reward.retries=0")
+    fates = Counter((entry.step, entry.state) for entry in read_ledger(task / "runs" / "run"))
+    assert fates[1, "trained"] == 4
+    assert fates[3, "failed"] > 0

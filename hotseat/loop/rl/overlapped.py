@@ -104,6 +104,7 @@ class OverlappedStream:
         self._window = _Window.empty(asking.group_filter)
         self._metrics: dict[str, float] = {}
         self._num_begun_again = 0
+        self._step = 1  # for which the next batch is
 
     # --- the loop's side ----------------------------------------------------------------------------------------------
 
@@ -111,17 +112,16 @@ class OverlappedStream:
         """Wait until the groups of the next step are there; begin the ones after them before returning."""
         faults.reach("generation.before")
         started_s = time.monotonic()
-        try:
+        self._step = step
+        with self._unfinished_recorded():
             numbers = self._wait_for_batch()
-        except RunError:
-            self._callbacks.record_unfinished(step, self._collected(sorted(self._facts)))
-            raise
         self._pacer.take(numbers)
         batch = self._collected(numbers)
         self._measure(batch, time.monotonic() - started_s)
         for number in numbers:
             del self._facts[number], self._keys[number]
         self._window = _Window.empty(self._asking.group_filter)
+        self._step = step + 1
         self._call_hosts(wait_s=None)
         return batch
 
@@ -140,7 +140,8 @@ class OverlappedStream:
         """Bring open requests over a push, as the config says; afterwards count the batch in training as trained."""
         started_s = time.monotonic()
         if self._in_flight == "wait":
-            self._drain()
+            with self._unfinished_recorded():
+                self._drain()
         elif self._in_flight == "restart":
             self._recovery.during(self._callbacks.reconnect)
         self._metrics["time/drain"] = time.monotonic() - started_s
@@ -211,6 +212,15 @@ class OverlappedStream:
             if not isinstance(chosen, Awaited):
                 return chosen
             self._call_hosts(wait_s=FETCH_WAIT_S)
+
+    @contextmanager
+    def _unfinished_recorded(self) -> Iterator[None]:
+        """If the run stops meanwhile, record what became of the samples that no step has learned from."""
+        try:
+            yield
+        except RunError:
+            self._callbacks.record_unfinished(self._step, self._collected(sorted(self._facts)))
+            raise
 
     def _drain(self) -> None:
         """Wait until nothing is in flight, and nothing more may begin: dropped groups are replaced first."""
