@@ -333,8 +333,7 @@ def _check_overlap(flow: Flow, located: Mapping[str, Located]) -> None:
                 plural = "device" if len(shared) == 1 else "devices"
                 raise PlacementError(
                     f"{overlap} needs rollout and training on separate devices, and {first} and {second} share {plural}"
-                    f" {format_ranks(shared)}: set overlap.queue and overlap.staleness to 0, or give {first} devices of"
-                    f" its own"
+                    f" {format_ranks(shared)}: leave overlap out, or give {first} devices of its own"
                 )
 
 

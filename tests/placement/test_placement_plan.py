@@ -373,7 +373,7 @@ def test_overlap_of_phases_that_share_a_device_is_refused():
     with refused(
         "overlap (queue 1, staleness 0)",
         "rollout and actor share devices 0-7",
-        "set overlap.queue and overlap.staleness to 0",
+        "leave overlap out, or give",
         "give rollout devices of its own",
     ):
         make_plan("1x8", bare(actor="all", rollout="@actor"), overlap=Overlap(queue=1))
