@@ -333,7 +333,7 @@ def _check_overlap(flow: Flow, located: Mapping[str, Located]) -> None:
         raise PlacementError(
             f"{overlap} needs rollout and training on separate devices, and {first} and {second} share {plural}"
             f" {format_ranks(shared)}: set overlap.in_flight to recompute, with which open requests wait for their"
-            f" turn on shared devices, or overlap.staleness to 0, or give {first} devices of its own"
+            f" turn on shared devices, or leave overlap out, or give {first} devices of its own"
         )
 
 

@@ -1,5 +1,6 @@
 """Rollout beside training: nothing is lost, doubled or too old, and in prompt order no bit depends on timing."""
 
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from hotseat.config import loads
 from hotseat.errors import RewardError, RunError
 from hotseat.loop.rl.ledger import read_ledger
 from hotseat.loop.run import start
+from hotseat.loop.workers.models import EngineWorker
 from hotseat.observe import read_lines
 
 pytestmark = pytest.mark.slow
 
 BESIDE = "{runtime: local, inventory: 1x3, component_placement: {actor: 0, rollout: 1}}"
 ON_RAY = "{component_placement: {actor: 0, rollout: 1}}"
+FILTERED = "algorithm.filtering.enabled=true", "algorithm.filtering.low=0.0", "algorithm.filtering.high=1.0"
 PASSES = ("train.num_episodes=4",)  # eight steps of four groups
 # Each call takes another time, so that groups are finished in another order each time.
 SLEEPS = """
@@ -24,6 +27,16 @@ import random, time
 
 def reward_func(queries, prompts, labels):
     time.sleep(random.random() * 0.05)
+    return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
+"""
+# The data have eight prompts.
+FAILS_FROM_THE_SECOND_PASS = """
+seen = set()
+
+def reward_func(queries, prompts, labels):
+    if prompts[0] in seen:
+        raise ValueError("the second pass")
+    seen.add(prompts[0])
     return [float(query[len(prompt):].count("7")) for query, prompt in zip(queries, prompts)]
 """
 
@@ -43,12 +56,20 @@ def versions_of_samples(task: Path, name: str) -> list[set[int]]:
     ]
 
 
-def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int) -> None:
+def long_answers(task: Path) -> dict[str, str]:
+    """With two slots for sixteen long answers some are always open at a push."""
+    return {
+        "data": f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 30}}",
+        "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 24, num_slots: 2}",
+    }
+
+
+def run_until_saved(task: Path, name: str, overlap: str, monkeypatch, num_checkpoints: int, *overrides: str) -> None:
     """Run with a checkpoint after each step, and die after so many."""
     with monkeypatch.context() as patch:
         stop_after(patch, num_checkpoints)
         with pytest.raises(Stop):
-            run(task, name, overlap, "checkpoint.every=1")
+            run(task, name, overlap, "checkpoint.every=1", *overrides)
 
 
 def trained(task: Path, name: str) -> Counter:
@@ -115,12 +136,8 @@ def test_by_arrival_a_resumed_run_trains_every_sample_once(task, monkeypatch, in
 
 
 def test_requests_go_on_over_a_push_and_their_tokens_say_so(task):
-    """With two slots for sixteen answers some are always open at a push."""
-    long = {
-        "data": f"{{path: {task}/prompts.jsonl, label_key: label, max_length: 30}}",
-        "rollout": "{batch_size: 4, samples_per_prompt: 4, max_new_tokens: 24, num_slots: 2}",
-    }
-    run(task, "run", "{staleness: 2, order: arrival, in_flight: keep}", "log.samples_every=1", **long)
+    overlap = "{staleness: 2, order: arrival, in_flight: keep}"
+    run(task, "run", overlap, "log.samples_every=1", **long_answers(task))
     assert any(len(versions) > 1 for versions in versions_of_samples(task, "run"))
 
 
@@ -182,10 +199,9 @@ def test_on_ray_a_rollout_is_carried_over_and_resumed(task, monkeypatch):
 
 
 def test_filtered_groups_are_replaced_and_weights_do_not_depend_on_timing(task):
-    filtering = "algorithm.filtering.enabled=true", "algorithm.filtering.low=0.0", "algorithm.filtering.high=1.0"
-    run(task, "even", "{staleness: 1}", *filtering)
+    run(task, "even", "{staleness: 1}", *FILTERED)
     (task / "reward.py").write_text(SLEEPS)
-    rows = run(task, "uneven", "{staleness: 1}", *filtering)
+    rows = run(task, "uneven", "{staleness: 1}", *FILTERED)
     assert sum(row["groups_dropped"] for row in rows) > 0
     assert all(row["samples"] == 16 for row in rows)
     assert same(weights(task, "even"), weights(task, "uneven"))
@@ -218,3 +234,58 @@ def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
     rows = run(task, "run", "{staleness: 1}")
     assert sum(row["samples_failed"] for row in rows) == 0
     assert list((task / "runs" / "run" / "spool").iterdir()) == []
+
+
+def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
+    """An engine takes a while to drop its requests, and those who wait for them hear of it before it is done."""
+
+    def drop_requests(self):
+        self._engine.abort()
+        until = time.monotonic() + 1.0
+        while self._finished and time.monotonic() < until:
+            time.sleep(0.01)
+        with self._changed:
+            self._finished.clear()
+
+    monkeypatch.setattr(EngineWorker, "drop_requests", drop_requests)
+    rows = run(task, "run", "{staleness: 2, order: arrival, in_flight: restart}", **long_answers(task))
+    assert rows[-1]["groups_begun_again"] > 0
+    assert sum(row["samples_failed"] for row in rows) == 0
+
+
+def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(task, monkeypatch):
+    run(task, "whole", "{staleness: 1}", *FILTERED)
+    run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 3, *FILTERED)
+    run(task, "run", "{staleness: 1}", "checkpoint.every=1", "checkpoint.resume=true", *FILTERED)
+    whole, resumed = (set(read_ledger(task / "runs" / name)) for name in ("whole", "run"))
+    assert any(entry.state == "dropped" and entry.step == 4 for entry in whole)
+    assert resumed == whole
+
+
+@pytest.mark.parametrize("order", ["prompt", "arrival"])
+def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, monkeypatch, order):
+    run_until_saved(task, "run", f"{{staleness: 3, order: {order}}}", monkeypatch, 4)
+    lowered = "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]"
+    with pytest.raises(RunError, match="more or older ones than overlap.staleness 1 and rollout.batch_size 4 allow"):
+        run(task, "run", f"{{staleness: 1, order: {order}}}", *lowered)
+    rows = run(task, "run", f"{{staleness: 4, order: {order}}}", *lowered)
+    assert max(row["staleness_max"] for row in rows) <= 4
+
+
+def test_a_run_may_be_resumed_with_larger_batches(task, monkeypatch):
+    run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 2)
+    sizes = "rollout.batch_size=8", "train.batch_size=32"
+    allowed = "checkpoint.allow_changes=[rollout.batch_size,train.batch_size]"
+    rows = run(task, "run", "{staleness: 1}", *sizes, "checkpoint.resume=true", allowed)
+    assert [row["samples"] for row in rows] == [16, 16, 32, 32]
+    assert set(trained(task, "run").values()) == {1}
+
+
+def test_rewards_that_fail_while_a_push_waits_stop_the_run_and_are_in_the_ledger(task):
+    """The first two batches have rewards. The third is sampled during the update with the second."""
+    (task / "reward.py").write_text(FAILS_FROM_THE_SECOND_PASS)
+    with pytest.raises(RewardError, match="the second pass"):
+        run(task, "run", "{staleness: 1}", "reward.retries=0")
+    fates = Counter((entry.step, entry.state) for entry in read_ledger(task / "runs" / "run"))
+    assert fates[1, "trained"] == 4
+    assert fates[3, "failed"] > 0

@@ -1,11 +1,13 @@
 """kill -9 while rollout runs beside training: nothing is lost or trained twice, and no bit changes."""
 
 import random
+from collections import Counter
 
 import pytest
 from fault_cases import BESIDE, Faulty, differences, make_faulty_task, run_undisturbed
 
 from hotseat.faults import Fault
+from hotseat.loop.rl.ledger import read_ledger
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -33,6 +35,24 @@ def test_engines_and_hosts_that_die_are_replaced_and_finished_groups_are_not_sam
         assert "engine 0 died and is replaced" in out
         assert "rollout host 0 died and is replaced" in out
         assert differences(undisturbed, run.run_dir) == []
+        assert run.is_gone(within_s=60)
+
+
+def test_an_engine_and_a_host_that_die_before_their_requests_are_restarted_are_replaced(task):
+    overlap = "{staleness: 2, order: arrival, in_flight: restart}"
+    with Faulty(task, num_passes=4, placement=BESIDE, overlap=overlap) as run:
+        run.arm(
+            Fault("update.before", "kill", to="rollout:0", skip=1),
+            Fault("update.before", "kill", to="agents:0", skip=4),
+        )
+        code, out, errors = run.go()
+        assert code == 0, errors[-3000:]
+        assert run.all_happened()
+        assert "engine 0 died and is replaced" in out
+        assert "agent host 0 died and is replaced" in out
+        trained = Counter(key for entry in read_ledger(run.run_dir) for key in entry.keys if entry.state == "trained")
+        assert len(trained) == 8 * 4 * 4
+        assert set(trained.values()) == {1}
         assert run.is_gone(within_s=60)
 
 

@@ -106,8 +106,9 @@ def _connect(
 
     def reconnect() -> None:
         """Connect hosts to the current engines, and drop requests of earlier connections."""
-        groups.engines.call(EngineWorker.drop_requests)
+        # Hosts first: an episode that is still waited for would fail when its request is dropped.
         groups.hosts.call(RolloutHost.connect, groups.engines)
+        groups.engines.call(EngineWorker.drop_requests)
 
     recovery = Recovery(
         groups.engines,

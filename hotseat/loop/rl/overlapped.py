@@ -50,12 +50,23 @@ class _Window:
     """Groups that have come since the last batch was taken: how many, which were dropped, and failed rewards."""
 
     tally: RewardTally
-    num_groups: int
+    arrived: list[tuple[GroupKey, str | None]]  # groups, and why they were dropped, if they were
     dropped: list[tuple[GroupFacts, str]]
 
     @classmethod
     def empty(cls, group_filter: GroupFilter) -> _Window:
-        return cls(RewardTally(group_filter.max_failed_fraction), 0, [])
+        return cls(RewardTally(group_filter.max_failed_fraction), [], [])
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.arrived)
+
+    def add(self, facts: GroupFacts, reason: str | None) -> None:
+        """Count a group. `reason`: why it was dropped; None: it was kept."""
+        self.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
+        self.arrived.append((facts.key, reason))
+        if reason is not None:
+            self.dropped.append((facts, reason))
 
 
 class OverlappedStream:
@@ -97,6 +108,7 @@ class OverlappedStream:
         self._window = _Window.empty(asking.group_filter)
         self._metrics: dict[str, float] = {}
         self._num_begun_again = 0
+        self._step = 1  # for which the next batch is
 
     # --- the loop's side ----------------------------------------------------------------------------------------------
 
@@ -104,17 +116,16 @@ class OverlappedStream:
         """Wait until the groups of the next step are there; begin the ones after them before returning."""
         faults.reach("generation.before")
         started_s = time.monotonic()
-        try:
+        self._step = step
+        with self._unfinished_recorded():
             numbers = self._recovery.during(self._sample_batch)
-        except RunError:
-            self._callbacks.record_unfinished(step, self._collected(sorted(self._facts)))
-            raise
         self._pacer.take(numbers)
         batch = self._collected(numbers)
         self._measure(batch, time.monotonic() - started_s)
         for number in numbers:
             del self._facts[number], self._keys[number]
         self._window = _Window.empty(self._asking.group_filter)
+        self._step = step + 1
         self._begin_ahead()
         return batch
 
@@ -133,9 +144,10 @@ class OverlappedStream:
         """Bring open requests over a push, as the config says; afterwards count the batch in training as trained."""
         started_s = time.monotonic()
         if self._in_flight == "wait":
-            self._recovery.during(self._drain)
+            with self._unfinished_recorded():
+                self._recovery.during(self._drain)
         elif self._in_flight == "restart":
-            self._callbacks.reconnect()
+            self._recovery.during(self._callbacks.reconnect)
         self._metrics["time/drain"] = time.monotonic() - started_s
         self._callbacks.pause_timeline()
         yield
@@ -157,12 +169,17 @@ class OverlappedStream:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the pacer and the prompts of its tickets as JSON."""
-        return {"pacer": self._pacer.state(), "keys": [[number, *key] for number, key in self._keys.items()]}
+        """Return the pacer, the prompts of its tickets, and what has come since the last batch, as JSON."""
+        return {
+            "pacer": self._pacer.state(),
+            "keys": [[number, *key] for number, key in self._keys.items()],
+            "window": [[*key, reason] for key, reason in self._window.arrived],
+        }
 
     def save(self, folder: Path) -> None:
-        """Put the groups that wait for training into a checkpoint."""
-        self._spool.link_into(folder / SPOOL, [self._keys[number] for number in self._facts])
+        """Put the groups that wait for training, and those whose drop is not recorded yet, into a checkpoint."""
+        dropped = [facts.key for facts, _ in self._window.dropped]
+        self._spool.link_into(folder / SPOOL, [*(self._keys[number] for number in self._facts), *dropped])
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Continue from a checkpoint: groups that waited wait again, those that were in flight begin again."""
@@ -170,14 +187,25 @@ class OverlappedStream:
         if state is None:  # of a run that did not overlap until then
             self._pacer = replace(self._pacer, version=step, num_trained=step * self._pacer.pace.groups_per_step)
             return
-        self._pacer = Pacer.restored(self._pacer.pace, state["pacer"])
+        pace = self._pacer.pace
+        self._pacer = replace(Pacer.restored(pace, state["pacer"]), num_trained=step * pace.groups_per_step)
+        if not self._pacer.can_keep_bound():
+            raise RunError(
+                f"{folder} holds {len(state['keys'])} groups that were sampled ahead of training, more or older ones"
+                f" than overlap.staleness {pace.staleness} and rollout.batch_size {pace.groups_per_step} allow: resume"
+                " with those that it was saved with"
+            )
         self._keys = {number: (epoch, prompt) for number, epoch, prompt in state["keys"]}
-        self._facts = {}
-        for number in self._keys.keys() - set(self._pacer.in_flight):
-            finished = self._spool.get(self._keys[number])
-            assert finished is not None, f"the checkpoint lacks group {self._keys[number]}"
-            self._facts[number] = facts_of(finished)
+        waiting = self._keys.keys() - set(self._pacer.in_flight)
+        self._facts = {number: self._spooled(self._keys[number]) for number in waiting}
+        for epoch, prompt, reason in state["window"]:
+            self._window.add(self._spooled((epoch, prompt)), reason)
         self._begin_again()
+
+    def _spooled(self, key: GroupKey) -> GroupFacts:
+        finished = self._spool.get(key)
+        assert finished is not None, f"the checkpoint lacks group {key}"
+        return facts_of(finished)
 
     # --- tickets ------------------------------------------------------------------------------------------------------
 
@@ -192,6 +220,15 @@ class OverlappedStream:
                         return chosen
                     self._exchange(FETCH_WAIT_S)
             self._score()
+
+    @contextmanager
+    def _unfinished_recorded(self) -> Iterator[None]:
+        """If the run stops meanwhile, record what became of the samples that no step has learned from."""
+        try:
+            yield
+        except RunError:
+            self._callbacks.record_unfinished(self._step, self._collected(sorted(self._facts)))
+            raise
 
     def _drain(self) -> None:
         """Wait until nothing is in flight, and nothing more may begin: dropped groups are replaced first."""
@@ -253,16 +290,14 @@ class OverlappedStream:
     def _arrive(self, facts: GroupFacts) -> None:
         number = next(number for number, key in self._keys.items() if key == facts.key)
         window = self._window
-        window.num_groups += 1
-        window.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
         reason = self._asking.group_filter.reason_to_drop(facts)
+        window.add(facts, reason)
         if reason is None:
             self._pacer.arrive(number)
             self._facts[number] = facts
         else:
             self._pacer.drop(number)
             del self._keys[number]
-            window.dropped.append((facts, reason))
         per_step = self._pacer.pace.groups_per_step
         if window.num_groups >= per_step:
             window.tally.check()

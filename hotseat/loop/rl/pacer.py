@@ -131,6 +131,15 @@ class Pacer:
         self.training = ()
         self.version += 1
 
+    def can_keep_bound(self) -> bool:
+        """Tell whether every ticket can be trained in time, if those in flight begin again now."""
+        began = [self.version if ticket.place is None else ticket.began for ticket in self.tickets.values()]
+        num_batches = {version: version + self.pace.staleness - self.version + 1 for version in began}
+        return all(
+            sum(other <= version for other in began) <= self.pace.groups_per_step * num_batches[version]
+            for version in began
+        )
+
     def _batch_in_order(self) -> tuple[int, ...] | Awaited:
         first = [self.tickets[number] for number in sorted(self.tickets)[: self.pace.groups_per_step]]
         missing = [ticket.number for ticket in first if ticket.place is None]
