@@ -38,6 +38,7 @@ def test_engines_and_hosts_that_die_are_replaced_and_finished_groups_are_not_sam
         assert run.is_gone(within_s=60)
 
 
+@pytest.mark.long
 def test_an_engine_and_a_host_that_die_before_their_requests_are_restarted_are_replaced(task):
     overlap = "{staleness: 2, order: arrival, in_flight: restart}"
     with Faulty(task, num_passes=4, placement=BESIDE, overlap=overlap) as run:
