@@ -1,5 +1,6 @@
 """Rollout beside training: nothing is lost, doubled or too old, and in prompt order no bit depends on timing."""
 
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -289,3 +290,12 @@ def test_rewards_that_fail_while_a_push_waits_stop_the_run_and_are_in_the_ledger
     fates = Counter((entry.step, entry.state) for entry in read_ledger(task / "runs" / "run"))
     assert fates[1, "trained"] == 4
     assert fates[3, "failed"] > 0
+
+
+def test_a_host_that_is_reconnected_leaves_no_thread_behind(task):
+    before = set(threading.enumerate())
+    run(task, "run", "{staleness: 2, order: arrival, in_flight: restart}")
+    left = [thread for thread in threading.enumerate() if thread not in before and thread.name == "collecting"]
+    for thread in left:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in left)

@@ -86,6 +86,8 @@ class RolloutHost:
         """Connect to the engines: at the start of a run, and again when an engine was replaced."""
         settings = self._settings
         with self._changed:
+            if self._current is not None:
+                self._current.collecting.close()
             self._current = None  # what was in progress ends with the agents
         if self._agents is not None:
             self._agents.close()
