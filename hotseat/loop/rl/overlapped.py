@@ -218,6 +218,7 @@ class OverlappedStream:
                     chosen = self._pacer.batch()
                     if not isinstance(chosen, Awaited):
                         return chosen
+                    assert chosen.numbers, "no batch, and nothing in flight that could make up one"
                     self._exchange(FETCH_WAIT_S)
             self._score()
 
@@ -298,11 +299,12 @@ class OverlappedStream:
         else:
             self._pacer.drop(number)
             del self._keys[number]
-        per_step = self._pacer.pace.groups_per_step
-        if window.num_groups >= per_step:
+        pace = self._pacer.pace
+        if window.num_groups >= pace.groups_per_step:
             window.tally.check()
-        if len(window.dropped) >= MAX_REFILLS * per_step:
-            raise too_few_kept(window.num_groups, len(self._facts), per_step, [why for _, why in window.dropped])
+        most = pace.groups_per_step * (1 + pace.staleness)
+        if len(window.dropped) >= MAX_REFILLS * most:
+            raise too_few_kept(window.num_groups, len(self._facts), most, [why for _, why in window.dropped])
 
     def _collected(self, numbers: Sequence[int]) -> Collected:
         window = self._window

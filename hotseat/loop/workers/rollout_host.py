@@ -120,7 +120,9 @@ class RolloutHost:
                     faults.reach("evaluation.during" if group.job.epoch == EVALUATION else "group.first")
         if scoring.waits_for_model:
             with self._changed:
-                self._to_be_scored = self._unscored + self._to_be_scored  # they come after this evaluation
+                # They come after this evaluation; those of an evaluation that is repeated are of no use.
+                ahead = [group for group in self._unscored if group.job.epoch != EVALUATION]
+                self._to_be_scored = ahead + self._to_be_scored
                 self._unscored = [groups[job.key] for job in jobs]
             return []
         return [facts[job.key] for job in jobs]
