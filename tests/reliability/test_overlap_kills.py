@@ -50,7 +50,7 @@ def test_an_engine_and_a_host_that_die_before_their_requests_are_restarted_are_r
         assert code == 0, errors[-3000:]
         assert run.all_happened()
         assert "engine 0 died and is replaced" in out
-        assert "agent host 0 died and is replaced" in out
+        assert "rollout host 0 died and is replaced" in out
         trained = Counter(key for entry in read_ledger(run.run_dir) for key in entry.keys if entry.state == "trained")
         assert len(trained) == 8 * 4 * 4
         assert set(trained.values()) == {1}
