@@ -99,7 +99,7 @@ def test_a_run_notes_maths_that_is_not_what_its_name_stands_for(task, capsys):
     records = run(task, "train.batch_size=8", algorithm=loss.replace("KL", kl))
     assert "corrected" not in records[1]  # by the ratio itself, not by weights
     said = capsys.readouterr().out
-    assert said.count("algorithm.aggregation is token_mean; gspo has sequence_mean of its own") == 1
+    assert said.count("algorithm.aggregation is token_mean; gspo's own is sequence_mean") == 1
     assert said.count("warning: algorithm.kl.estimator is k1 as a loss") == 1
 
 

@@ -139,7 +139,7 @@ def test_an_update_out_of_the_ordinary_is_flagged_with_its_samples(task):
     [warning] = warnings_of(task)
     assert "step 11: the gradient's norm is" in warning["text"]
     [entry, *_] = [entry for entry in read_ledger(task / "runs" / "run") if entry.step == 11]
-    assert f"are of samples {entry.epoch}/{entry.prompt}/2," in warning["text"]
+    assert f"differ most from their siblings': {entry.epoch}/{entry.prompt}/2," in warning["text"]
 
 
 def test_an_update_out_of_the_ordinary_ends_the_run_if_that_is_wanted(task):

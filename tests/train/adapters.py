@@ -189,7 +189,7 @@ def a_checkpoint_of_adapters_is_small_and_bound_to_its_base(make: Make, director
     with torch.no_grad():
         model.model.norm.weight[3] += 1e-3
     other = make(model, LORA)
-    with pytest.raises(RunError, match=r"another than this one is now: model.norm.weight differs, 1 weights in all"):
+    with pytest.raises(RunError, match=r"not those of the current model: model.norm.weight differs, 1 weights in all"):
         other.load(directory / "adapters")
     for each in (backend, full, other):
         each.close()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ONE_RANK = """
 import json, torch
 import torch.distributed as dist
-from hotseat.train.zero_stages import Piece
+from hotseat.train.zero_stages import WeightStretch
 from hotseat.train.zero_weights import ShardedWeights
 
 dist.init_process_group("gloo")
@@ -25,7 +25,9 @@ rank = dist.get_rank()
 w = torch.tensor([1.0, -2.0, -0.0, 1e-40, float("inf"), 0.1])
 v = torch.tensor([3.0, float("nan")])
 owner = torch.cat([w[:4], torch.full((3,), 9.0)]) if rank == 0 else torch.cat([torch.full((2,), 9.0), w[4:], v])
-pieces = {"w": Piece(0, 4, owner)} if rank == 0 else {"w": Piece(4, 2, owner, 2), "v": Piece(0, 2, owner, 4)}
+pieces = {"w": WeightStretch(0, 4, owner)}
+if rank == 1:
+    pieces = {"w": WeightStretch(4, 2, owner, 2), "v": WeightStretch(0, 2, owner, 4)}
 shapes = {"w": torch.Size([2, 3]), "v": torch.Size([2])}
 parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
 
@@ -33,7 +35,7 @@ def gathered(pieces, are_masters_sharded):
     weights = ShardedWeights(parameters, shapes, pieces, {}, None, torch.device("cpu"), are_masters_sharded)
     return {name: weight.view(torch.int32).tolist() for name, weight in weights.gather(["w", "v"], is_exact=True)}
 
-whole = {"w": Piece(0, 6, w), "v": Piece(0, 2, v)}
+whole = {"w": WeightStretch(0, 6, w), "v": WeightStretch(0, 2, v)}
 print(json.dumps([gathered(pieces, True), gathered(whole, False)]))
 dist.barrier()
 """
