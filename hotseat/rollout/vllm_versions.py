@@ -158,7 +158,10 @@ class Core:
         if not self._is_closing:
             when_lost()
 
-    def add(self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
+    def add(
+        self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int], salt: str | None = None
+    ) -> None:
+        """Add a request. salt: it shares cached prefixes with requests of the same salt alone."""
         from vllm import SamplingParams
 
         sampling = request.sampling
@@ -177,6 +180,7 @@ class Core:
                 logprobs=0,
                 detokenize=False,
             ),
+            salt,
         )
 
     def add_to_score(self, name: str, token_ids: Sequence[int]) -> None:
@@ -184,7 +188,7 @@ class Core:
 
         self._add(name, token_ids, SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False))
 
-    def _add(self, name: str, token_ids: Sequence[int], params: Any) -> None:
+    def _add(self, name: str, token_ids: Sequence[int], params: Any, salt: str | None = None) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
         self._client.add_request(
@@ -196,7 +200,7 @@ class Core:
                 pooling_params=None,
                 arrival_time=0.0,
                 lora_request=None,
-                cache_salt=None,
+                cache_salt=salt,
                 data_parallel_rank=None,
             )
         )

@@ -108,6 +108,7 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
             num_slots=settings.num_slots,
             eos_token_ids=settings.eos_token_ids,
             num_threads=settings.num_threads if on_cpu else None,
+            keeps_cache=settings.keeps_cache,
         )
     except BaseException:
         core.close()
