@@ -60,6 +60,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "num_slots",
                 "prefix_caching",
                 "enforce_eager",
+                "engine_args",
                 "fp32_head",
                 "weight_transport",
                 "canary",

@@ -218,7 +218,13 @@ RULES: tuple[Rule, ...] = (
         _says("train.dtype is fp32, and so are all logits"),
     ),
     Rule(
-        ("rollout.memory_share", "rollout.prefix_caching", "rollout.enforce_eager", "rollout.tensor_parallel_size"),
+        (
+            "rollout.memory_share",
+            "rollout.prefix_caching",
+            "rollout.enforce_eager",
+            "rollout.engine_args",
+            "rollout.tensor_parallel_size",
+        ),
         _rl_but(lambda c: c.rollout.engine == "vllm"),
         _says("rollout.engine is transformers; this is for vllm"),
     ),

@@ -274,6 +274,8 @@ class RolloutConfig(Section):
     """Reuse the cache of common prompt prefixes (vLLM)."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, by its own names, such as `max_num_batched_tokens`."""
     fp32_head: bool = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"

@@ -13,9 +13,9 @@ import importlib.util
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +89,7 @@ class CoreOptions:
     enforce_eager: bool = False
     trust_remote_code: bool = False
     fp32_head: bool = True  # logits of a 16-bit model are float32
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
 
 
 class Sampled(NamedTuple):
@@ -142,6 +143,7 @@ class Core:
                 disable_log_stats=True,
                 seed=0,
                 **({} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}),
+                **options.engine_args,
             )
             config = arguments.create_engine_config()
             self.vocab_size = int(config.model_config.get_vocab_size())

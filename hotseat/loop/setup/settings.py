@@ -143,6 +143,7 @@ def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) 
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager,
         logs=str(logs),
+        engine_args=rollout.engine_args,
     )
     return EngineSettings(
         model=config.actor.model,

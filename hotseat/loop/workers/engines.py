@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +46,7 @@ class VllmSettings:
     prefix_caching: bool
     enforce_eager: bool
     logs: str  # the folder for its log
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
 
 
 def make_engine(settings: EngineSettings, rank: int) -> Engine:
@@ -94,6 +97,7 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         enforce_eager=vllm.enforce_eager,
         trust_remote_code=settings.trust_remote_code,
         fp32_head=settings.fp32_head,
+        engine_args=vllm.engine_args,
     )
     names = vllm_engine.weight_names(settings.model, settings.trust_remote_code)
     try:
