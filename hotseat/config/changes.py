@@ -61,6 +61,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "prefix_caching",
                 "enforce_eager",
                 "engine_args",
+                "lora_sync",
                 "fp32_head",
                 "weight_transport",
                 "canary",

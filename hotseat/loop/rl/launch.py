@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ class Groups:
     by_role: dict[str, WorkerGroup[Movable]]
     have_gpus: bool  # the actor trains on GPUs
     measures_its_device: bool  # a starting engine takes a share of the free memory that it measures on its device
+    adapters_alone: bool = False  # engines get adapters apart from the weights below them
 
     @property
     def models(self) -> dict[str, WorkerGroup[ModelWorker]]:
@@ -64,10 +65,16 @@ def launch_groups(
 ) -> Groups:
     """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
     assert algebra.schedule_length is not None
-    engine = settings.engine_settings(place.config, eos_token_ids, run_dir / LOGS)
+    config = place.config
+    merged_because = settings.why_merged(config, on_gpu=not are_devices_logical(place.cluster))
+    is_lora = config.train.lora.rank > 0 and config.rollout.engine == "vllm"
+    if is_lora and config.rollout.lora_sync is None and merged_because is not None:
+        journal.say(f"engines get adapters merged into all weights, not alone: {merged_because}")
+    engine = settings.engine_settings(config, eos_token_ids, run_dir / LOGS, adapters_alone=merged_because is None)
     host = _host_settings(place.config, run_dir / SPOOL)
     with closing(Readiness(journal.progress)) as readiness:
-        return _launch(place, algebra.schedule_length, engine, host, journal, readiness)
+        groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
+    return replace(groups, adapters_alone=merged_because is None)
 
 
 def _launch(

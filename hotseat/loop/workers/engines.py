@@ -14,6 +14,8 @@ import torch
 from hotseat.cluster import in_worker_process
 from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
+from hotseat.train.backend import LoraOptions
+from hotseat.train.lora import target_layers
 
 
 def device_of_process() -> torch.device:
@@ -47,6 +49,7 @@ class VllmSettings:
     enforce_eager: bool
     logs: str  # the folder for its log
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
+    lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
 
 
 def make_engine(settings: EngineSettings, rank: int) -> Engine:
@@ -77,6 +80,10 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
     os.environ.update(vllm_engine.log_to(log))
     on_cpu = device_of_process().type == "cpu"
     share = None if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
+    adapters = None
+    if vllm.lora is not None:
+        layers = target_layers(settings.model, vllm.lora.target_modules, settings.trust_remote_code)
+        adapters = vllm_engine.AdapterOptions(vllm.lora.rank, tuple(layers))
     options = vllm_engine.CoreOptions(
         model=settings.model,
         dtype=settings.dtype,
@@ -98,8 +105,9 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         trust_remote_code=settings.trust_remote_code,
         fp32_head=settings.fp32_head,
         engine_args=vllm.engine_args,
+        adapters=adapters,
     )
-    names = vllm_engine.weight_names(settings.model, settings.trust_remote_code)
+    names = vllm_engine.weight_names(settings.model, settings.trust_remote_code, adapters)
     try:
         core = vllm_engine.Core(options, when_lost=_end_process if in_worker_process() else None)
     except Exception as error:
