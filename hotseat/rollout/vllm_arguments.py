@@ -41,10 +41,12 @@ _SET_BY: Mapping[str, str] = {
 
 _TOKENS = "the engine takes and returns token ids, and loads no tokenizer"
 _PLACES = "weights are pushed to the places where vLLM's layers keep them on the device"
+_ONCE = "vLLM quantises weights when it loads them, and pushed ones would be put, unquantised, in their places"
 _POLICY = "tokens must be sampled from the distribution that the trainer computes"
+_DRAFTS = "the log-probs of drafted tokens have not been compared with the trainer's"
 _RANKS = "an engine is one process per device of rollout.tensor_parallel_size, on one node"
 _DRIVEN = "the engine drives vLLM's scheduler and workers itself"
-_LORA = "the adapters of train.lora decide it"
+_LORA = "train.lora and rollout.lora_sync decide it"
 
 # Why an argument cannot be set, where no key sets it.
 _RELIED_ON: Mapping[str, str] = {
@@ -66,10 +68,10 @@ _RELIED_ON: Mapping[str, str] = {
     "generation_config": _POLICY,
     "override_generation_config": _POLICY,
     "disable_sliding_window": _POLICY,
-    "speculative_config": "the log-probs of drafted tokens have not been compared with the trainer's",
-    "spec_method": "the log-probs of drafted tokens have not been compared with the trainer's",
-    "spec_model": "the log-probs of drafted tokens have not been compared with the trainer's",
-    "spec_tokens": "the log-probs of drafted tokens have not been compared with the trainer's",
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
     "diffusion_config": _POLICY,
     "distributed_executor_backend": _RANKS,
     "pipeline_parallel_size": _RANKS,
@@ -93,8 +95,8 @@ _RELIED_ON: Mapping[str, str] = {
     "offload_num_in_group": _PLACES,
     "offload_prefetch_step": _PLACES,
     "offload_params": _PLACES,
-    "quantization": "pushed weights cannot be put into the places of quantised ones",
-    "quantization_config": "pushed weights cannot be put into the places of quantised ones",
+    "quantization": _ONCE,
+    "quantization_config": _ONCE,
     "enable_lora": _LORA,
     "max_loras": _LORA,
     "max_lora_rank": _LORA,

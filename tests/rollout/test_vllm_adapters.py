@@ -1,7 +1,7 @@
 """vLLM with adapters that are pushed apart from the weights below them, on its CPU build.
 
-Model n is model 0 with an adapter of random factors number n merged in. Its `state_dict` holds these factors alone: that
-is what the checks of `conformance` push, and its forward is what they compare with.
+Model n is model 0 with an adapter of random factors number n merged in. Its `state_dict` holds these factors alone:
+they are what the checks of `conformance` push, and its forward is what they compare with.
 """
 
 from __future__ import annotations
