@@ -1,7 +1,7 @@
-"""A push of trained adapters to vLLM: merged into all weights, or alone (`rollout.lora_sync`), in GRPO runs of one shape.
+"""A push of trained adapters to vLLM: merged into all weights, or alone (`rollout.lora_sync`), in two GRPO runs.
 
-Random weights, adapters of rank 16 beside every linear layer; actor and engine take turns on one device, in processes of
-their own. The median of the steps after the first counts. `transfer` is from the first gathering of weights until the
+Random weights, adapters of rank 16 beside every linear layer; actor and engine take turns on one device, in processes
+of their own. The median of the steps after the first counts. `transfer` is from the first gathering of weights until the
 engine has loaded all, `proof` the digests of both sides and their scores of the canary, `rollout` the phase that
 samples: vLLM computes adapters that are not merged beside every layer, which costs time there.
 

@@ -65,15 +65,24 @@ CHECKS = [
 class Adapted:
     """A core that outlives the engines around it, with room for an adapter beside layers."""
 
-    def __init__(self, directory: Path, config: Any, targets: str | tuple[str, ...] = "all-linear", num_ranks: int = 1):
-        self.base = random_model(config, 0)
+    def __init__(
+        self,
+        directory: Path,
+        config: Any,
+        targets: str | tuple[str, ...] = "all-linear",
+        num_ranks: int = 1,
+        dtype: torch.dtype = torch.float32,
+        tolerance: float = 2e-4,
+    ):
+        self.base = random_model(config, 0).to(dtype)
+        self.dtype, self.tolerance = dtype, tolerance
         self.directory = str(directory)
         self.base.save_pretrained(directory)
         self.adapters = AdapterOptions(RANK, tuple(target_layers(self.directory, targets, False)))
         self.core = Core(
             CoreOptions(
                 model=self.directory,
-                dtype="float32",
+                dtype=str(dtype).removeprefix("torch."),
                 max_length=640,
                 num_slots=256,
                 tensor_parallel_size=num_ranks,
@@ -113,19 +122,20 @@ class Adapted:
     @functools.cache  # noqa: B019
     def factors(self, number: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
-        return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in self.names().factors.items()}
+        shapes = self.names().factors.items()
+        return {name: (0.2 * torch.randn(shape, generator=generator)).to(self.dtype) for name, shape in shapes}
 
     def model(self, number: int) -> PreTrainedModel:
         model, factors = random_model(self.base.config, 0), self.factors(number)
         with torch.no_grad():
             for layer in self.adapters.layers:
                 a, b = factor_names(f"{layer}.weight")
-                model.get_submodule(layer).weight += factors[b] @ factors[a]
+                model.get_submodule(layer).weight += factors[b].float() @ factors[a].float()
         model.state_dict = lambda: dict(factors)  # type: ignore[method-assign]
         return model
 
     def subject(self) -> Subject:
-        return Subject(self.engine, self.model, is_bit_exact=False, tolerance=2e-4)
+        return Subject(self.engine, self.model, is_bit_exact=False, tolerance=self.tolerance)
 
 
 @pytest.fixture(scope="module")
