@@ -132,8 +132,10 @@ class ForwardMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory settings of a rollout engine. Its cache fills the memory share, as far as it is of use to its slots;
-    without a share, it is what slots need."""
+    """Memory settings of a rollout engine.
+
+    Its cache fills the memory share, up to twice what slots need; without a share, it is what slots need.
+    """
 
     max_tokens: int
     slots: int  # sequences at once
@@ -530,6 +532,11 @@ def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:
     return 2 * model.num_layers * heads * model.head_dim * kv_bytes
 
 
+def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> float:
+    """Return the GiB of keys and values beyond which an engine's cache is of no use."""
+    return USEFUL_CACHE * memory.slots * memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes, tp) / GIB
+
+
 def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
     tp = layout.tensor_parallel
     n = model.num_parameters
@@ -568,7 +575,7 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     min_share = None
     if layout.share is not None and layout.device_gib is not None:
         left = layout.share * layout.device_gib - rest
-        useful = USEFUL_CACHE * memory.slots * one
+        useful = useful_cache_gib(memory, model, tp)
         held = int(max(left, 0.0) * GIB / per_token)
         formula = (
             f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, buffers, workspace)"

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,19 @@ from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout._requests import EngineSequence
 from hotseat.rollout._threaded import ThreadedEngine
 from hotseat.rollout.engine import PARTS
-from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, Core, CoreOptions, Sampled
+from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, CoreOptions, Sampled
 from hotseat.types import Completion
 
-__all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "start_error", "weight_names"]
+__all__ = [
+    "AdapterOptions",
+    "Core",
+    "CoreOptions",
+    "VllmEngine",
+    "cache_bytes",
+    "log_to",
+    "start_error",
+    "weight_names",
+]
 
 _MAX_REASON = 400  # characters of vLLM's error message
 
@@ -221,10 +230,11 @@ class VllmEngine(ThreadedEngine):
         missing: list[str] = self._core.call("hotseat_missing", timeout_s=self._call_timeout_s)[0]
         return missing
 
-    def _digest(self) -> dict[str, int]:
+    def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         counted: dict[str, list[int]] = {}
         copies: dict[tuple[str, tuple[int, ...]], int] = {}
-        for rank, pieces in enumerate(self._core.call("hotseat_digest", timeout_s=self._call_timeout_s)):
+        chosen = None if names is None else frozenset(names)
+        for rank, pieces in enumerate(self._core.call("hotseat_digest", chosen, timeout_s=self._call_timeout_s)):
             for name, offset, digest, is_counted in pieces:
                 if copies.setdefault((name, offset), digest) != digest:
                     raise WeightError(f"tensor-parallel rank {rank} holds another {name} than a rank before it")
@@ -233,15 +243,16 @@ class VllmEngine(ThreadedEngine):
         return {name: combine_digests(parts) for name, parts in counted.items()}
 
 
-def weight_names(model: str, trust_remote_code: bool) -> WeightNames:
-    """List the weights of a Hugging Face model, from its config alone."""
+def weight_names(model: str, trust_remote_code: bool, adapters: AdapterOptions | None = None) -> WeightNames:
+    """List the weights of a Hugging Face model, from its config alone, and the factors of adapters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     empty.tie_weights()
-    return WeightNames.of(empty)
+    names = WeightNames.of(empty)
+    return names if adapters is None else names.with_adapters(adapters.layers, adapters.rank)
 
 
 def cache_bytes(
