@@ -97,7 +97,7 @@ def _connect(
     state = RlState.initial(config, prompts)
     phase_settings = PhaseSettings(config, algebra, state, warn)
     guard = CanaryGuard(
-        CanarySettings.of(config, groups.have_gpus),
+        CanarySettings.of(config, groups.have_gpus, is_merged=not groups.adapters_alone),
         prompts,
         groups.actor,
         groups.engines,
