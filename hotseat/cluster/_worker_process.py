@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from hotseat import faults
+from hotseat.caches import keep_compiled
 from hotseat.cluster import _guard, activity
 from hotseat.cluster.refs import resolve
 
@@ -114,6 +115,7 @@ class ObjectHost:
     """Carries one object in a worker process."""
 
     def __init__(self) -> None:
+        keep_compiled()
         mark = os.environ.get(_guard.WORKER, "")
         _guard.mark_this_process(mark.partition(":")[0], mark)
         if mark:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from hotseat.cluster._local import LocalRuntime
+from hotseat.cluster._ray.template import Template
 from hotseat.cluster.channel import Channel
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
@@ -41,6 +42,7 @@ class Cluster:
     address: of the Ray cluster to attach to; by default `RAY_ADDRESS`; if that is not set, a cluster is started here.
     num_devices: logical devices of a cluster started here; by default its GPUs (one in the local runtime).
     timeout_s: the deadline of calls that state none.
+    template: a process with libraries loaded, from which processes of a cluster started here are forked.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Cluster:
         object_store_bytes: int = 2 << 30,
         timeout_s: float = 600.0,
         log_to_driver: bool = False,
+        template: Template | None = None,
     ):
         if runtime not in ("ray", "local"):
             raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
@@ -77,6 +80,7 @@ class Cluster:
                     num_cpus=num_cpus,
                     object_store_bytes=object_store_bytes,
                     log_to_driver=log_to_driver,
+                    template=template,
                 )
         except BaseException:
             self.close(grace_s=0)

@@ -18,7 +18,7 @@ from hotseat.cluster.pending import Pending
 from hotseat.cluster.process import ProcessLike
 from hotseat.cluster.runtime import Launch
 from hotseat.errors import PlacementError
-from hotseat.openmp import wait_policy
+from hotseat.openmp import thread_env
 
 
 class ActorStarter:
@@ -60,7 +60,7 @@ class ActorStarter:
         process.identity = None
         env = {
             **_rank_env(launch.processes, rank, *self._master),
-            **_thread_env(launch.num_threads),
+            **thread_env(launch.num_threads),
             **launch.env_on(process.place.node),
             **self._device_env(process.place),
             _guard.WORKER: process.mark,
@@ -114,11 +114,6 @@ def _rank_env(processes: Sequence[ProcessLike], rank: int, address: str, port: i
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables |= dict.fromkeys(names, interface)
     return variables
-
-
-def _thread_env(num_threads: int) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return {**dict.fromkeys(names, str(num_threads)), **wait_policy()}
 
 
 def _is_loopback(address: str) -> bool:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 # Ray prints this about every worker that we end, or report ourselves.
 _NOISE = "A worker died or was killed while executing a task by an unexpected system error"
+
+
+# Variables of a cluster of our own. The first name is Ray's, for the platforms where it is the default: everything on
+# loopback.
+RAY_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def import_ray() -> Any:
@@ -16,3 +22,12 @@ def import_ray() -> Any:
     import ray
 
     return ray
+
+
+def refresh_settings() -> None:
+    """Have Ray read its variables and its token anew: it remembers those of the time when it was loaded."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
