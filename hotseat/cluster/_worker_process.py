@@ -127,6 +127,9 @@ class ObjectHost:
                 activity.show_stacks_on_signal(directory)
         self._object: Any = None
 
+    def prepare(self, cls: type) -> None:
+        """Do nothing more: the module of the class is loaded, because the class has arrived here."""
+
     def construct(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
     ) -> ProcessIdentity | Failure:

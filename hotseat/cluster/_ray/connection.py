@@ -247,7 +247,7 @@ def _lean_daemons(template: Template | None, log_to_driver: bool) -> Iterator[No
     """
     from ray._private import node, services
 
-    class Daemon(services.ConsolePopen):  # type: ignore[misc, name-defined]
+    class Daemon(services.ConsolePopen):
         def __init__(self, command: Any, *args: Any, **options: Any):
             super().__init__(_lean_command(command, template), *args, process_group=0, **options)
 

@@ -43,11 +43,25 @@ class ActorStarter:
         self._master = master
         self._number = number
 
+    def prepare(self, processes: Sequence[RankProcess]) -> None:
+        """Start all processes, and load the module of the class in each, for constructors to come."""
+        for rank, process in enumerate(processes):
+            self._start_actor(process, rank)
+            process.is_prepared = True
+            process.actor.prepare.remote(self._launch.cls)
+
+    def use(self, launch: Launch[Any]) -> None:
+        """Take the arguments of constructors, and everything else, from this launch."""
+        self._launch = launch
+
     def start(self, group: RayGroup[Any], ranks: Sequence[int], within_s: float) -> Pending[ProcessIdentity]:
         """Start the processes of these ranks, and in each the constructor of its object."""
         launch, futures = self._launch, {}
         for rank in ranks:
-            self._start_actor(group.processes[rank], rank)
+            if group.processes[rank].is_prepared:
+                group.processes[rank].is_prepared = False
+            else:
+                self._start_actor(group.processes[rank], rank)
         for rank in ranks:
             process, kwargs = group.processes[rank], {**launch.kwargs, **launch.per_rank[rank]}
             futures[rank] = process.actor.construct.remote(launch.cls, launch.args, kwargs, within_s).future()

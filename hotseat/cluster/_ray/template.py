@@ -4,8 +4,8 @@
         cluster = Cluster(template=template)
 
 It is for a Ray cluster that is started here, on Linux, on machines without NVIDIA devices: CUDA does not survive a
-fork, and some libraries look for devices while they are loaded. Elsewhere there is none, and every process loads what it
-needs. See `template_process.py`.
+fork, and some libraries look for devices while they are loaded. Elsewhere there is none, and every process loads what
+it needs. See `template_process.py`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """The template: a process that has loaded the libraries of workers, and forks a worker when Ray asks for one.
 
-Loading torch and transformers takes seconds of a core. Here they are loaded once, while the driver reads its inputs, and
-all processes of a run share them. Run as a program:
+Loading torch and transformers takes seconds of a core. Here they are loaded once, while the driver reads its inputs,
+and all processes of a run share them. Run as a program:
 
     python -P template_process.py SOCKET MODULE ... -- MODULE ...
 
 The first modules are loaded at once. The others are Ray's, which reads the pid of its raylet and the job when it is
 loaded: they are loaded for the first worker, in its environment, and serve workers of the same raylet and job.
 
-A request (`forked.py`) for a worker waits until all modules are loaded. A forked process has the environment, folder and
+A request (`forked.py`) waits until the first modules are loaded. A forked process has the environment, folder and
 streams of the process that asked. It is refused, and then starts as an ordinary process, if its environment differs in
-a variable that a library may have read while it was loaded, or if this process cannot be forked safely: it has threads,
-or has opened a GPU. The template ends when its standard input is closed, so at the latest with its driver. Module
-`template` starts it.
+a variable that a library may have read while it was loaded, or if this process cannot be forked safely: it has
+threads, or has opened a GPU. The template ends when its standard input is closed, so at the latest with its driver.
+Module `template` starts it.
 """
 
 from __future__ import annotations
@@ -106,19 +106,20 @@ class Template:
         """Answer requests until standard input is closed. Returns in each forked process, with its request."""
         while True:
             askers = [request.connection.fileno() for _, request in self._forks.values()]
-            ready, _, _ = select.select([0, self._listener, *self._forks, *askers], [], [])
+            listener = self._listener.fileno()
+            ready, _, _ = select.select([0, listener, *self._forks, *askers], [], [])
             if 0 in ready and not os.read(0, 1):
                 sys.exit()
             for handle in list(self._forks):
                 self._watch(handle, ready)
-            if self._listener in ready:
+            if listener in ready:
                 request = Request(self._listener.accept()[0])
                 if not request.is_known:
                     request.refuse()
                 elif self._fork(request):
                     return request
 
-    def _watch(self, handle: int, ready: Sequence[Any]) -> None:
+    def _watch(self, handle: int, ready: Sequence[int]) -> None:
         """Report the end of a fork, or end it if the process that asked for it was killed."""
         pid, request = self._forks[handle]
         if handle in ready:
