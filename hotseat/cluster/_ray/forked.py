@@ -43,7 +43,8 @@ def main(address: str, command: list[str]) -> None:
 
 def _ask(connection: socket.socket, address: str, command: list[str]) -> int | None:
     """Return a handle of the process that runs the command; None if the template did not start one."""
-    request = json.dumps({"command": command, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
+    nice = os.getpriority(os.PRIO_PROCESS, 0)  # Ray's daemons come before its workers
+    request = json.dumps({"command": command, "env": dict(os.environ), "cwd": os.getcwd(), "nice": nice}).encode()
     try:
         connection.connect(address)
         socket.send_fds(connection, [LENGTH.pack(len(request))], [0, 1, 2])

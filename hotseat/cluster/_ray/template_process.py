@@ -68,6 +68,7 @@ class Request:
         self.command: list[str] = command[1:] if command[:1] == ["-u"] else command
         self.env: dict[str, str] = values.get("env", {})
         self.cwd: str = values.get("cwd", "/")
+        self.nice: int = values.get("nice", 0)
 
     @property
     def is_known(self) -> bool:
@@ -217,6 +218,8 @@ def _is_plain(context: Mapping[str, Any]) -> bool:
 def _become(request: Request, path: Sequence[str], threads: str | None) -> NoReturn:
     """Make this process the one that was asked for."""
     os.setpgid(0, 0)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, request.nice)
     for number, fd in enumerate(request.fds):
         os.dup2(fd, number)
     request.close()
