@@ -60,7 +60,7 @@ ROWS_OF = {
         ("group", "reservation", "node_agent"),
         ("connection", "daemons"),
         ("template",),
-        ("forked", "template_process"),
+        ("forked", "template_process", "lean_agent"),
         ("library",),
     ),
 }

@@ -24,14 +24,15 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
     """Run a config to its end, as `hotseat.loop.run.start` does."""
     refuse_at_once(config)
     keep_compiled()
-    has_workers = not launched and config.cluster.runtime == "ray"
-    env = thread_env(config.cluster.threads_per_process)
-    with make_view(config, launched) as view, started_template(worker_modules(config), env, has_workers) as template:
+    with make_view(config, launched) as view:
         notes = try_rewards(config, view.stage)
         view.stage("loading torch and transformers")
-        from hotseat.loop import run
+        has_workers = not launched and config.cluster.runtime == "ray"
+        env = thread_env(config.cluster.threads_per_process)
+        with started_template(worker_modules(config), env, has_workers) as template:
+            from hotseat.loop import run
 
-        return run.start(config, launched, view, notes, template)
+            return run.start(config, launched, view, notes, template)
 
 
 def worker_modules(config: Config) -> list[str]:

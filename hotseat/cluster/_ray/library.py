@@ -14,6 +14,9 @@ _NOISE = "A worker died or was killed while executing a task by an unexpected sy
 # loopback.
 RAY_ENV = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
+# What the raylet sets for its agents: they end when a pipe to it is closed. They read it while they are loaded.
+AGENT_ENV = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
+
 
 def import_ray() -> Any:
     """Import Ray, after setting it not to print what we report ourselves."""

@@ -20,14 +20,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hotseat.cluster._ray import forked, template_process
-from hotseat.cluster._ray.library import RAY_ENV
+from hotseat.cluster._ray.library import AGENT_ENV, RAY_ENV
 from hotseat.cluster.session import python_path
 
 SWITCH = "HOTSEAT_TEMPLATE"  # 0 in the environment: no template
 
 
 _FOR_WORKERS = ("ray", "ray._private.workers.default_worker")
-_FOR_AGENTS = ("ray", "aiohttp.web")
+_FOR_AGENTS = (
+    "ray",
+    "hotseat.cluster._ray.lean_agent",
+    "ray._private.process_watcher",
+    "ray._private.runtime_env.agent.runtime_env_agent",
+)
 
 
 class Template:
@@ -40,7 +45,7 @@ class Template:
         self._directory = tempfile.mkdtemp(prefix="hotseat-")
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            self.for_agents = self._start("agents", _FOR_AGENTS, (), {})
+            self.for_agents = self._start("agents", _FOR_AGENTS, (), AGENT_ENV)
             self.for_workers = self._start("workers", modules, _FOR_WORKERS, env)
         except BaseException:
             self.close()

@@ -46,6 +46,7 @@ _OWN_NAMES = {
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"),
 }
 _READ_ONCE = ("RAY_RAYLET_PID", "RAY_JOB_ID")  # by Ray, when it is loaded
+_READ_BY_AGENTS = ("RAY_enable_pipe_based_agent_to_parent_health_check",)  # while they are loaded
 _WORKER_SCRIPT = "setup_worker.py"  # of Ray: sets the environment of a worker, then becomes the worker
 _SCRIPTS = (_WORKER_SCRIPT, "agent.py", "main.py")
 
@@ -170,7 +171,7 @@ class Template:
         if differing(self._env, env):
             return False
         if not request.is_worker:
-            return True
+            return all(env.get(name) == self._env.get(name) for name in _READ_BY_AGENTS)
         if self._first_env is None:
             self._first_env = env
             os.environ.update({name: value for name, value in env.items() if name.startswith("RAY_")})
