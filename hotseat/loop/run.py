@@ -13,7 +13,7 @@ from hotseat.config.maths import maths_notes
 from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, record_plan
 from hotseat.loop.planning.budgets import smaller_budget_kept
 from hotseat.loop.preflight import refuse_what_cannot_start, rl_inputs, supervised_inputs
-from hotseat.loop.start import make_view
+from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.saving import BACKEND, critic_folder
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
@@ -45,13 +45,14 @@ def start(
 
 
 def _start_rl(config: Config, view: LiveView, notes: Sequence[str], template: Template | None) -> dict[str, float]:
-    inputs = rl_inputs(config)
-    inputs.notes.extend(notes)
-    from hotseat.loop.rl.assemble import assemble, columns
-    from hotseat.loop.rl.launch import launch_groups
-    from hotseat.loop.rl.loop import train_rl
-    from hotseat.loop.setup.inputs import eos_token_ids
-    from hotseat.loop.state.watchdog import doing_in
+    with without_collector():
+        inputs = rl_inputs(config)
+        inputs.notes.extend(notes)
+        from hotseat.loop.rl.assemble import assemble, columns
+        from hotseat.loop.rl.launch import launch_groups
+        from hotseat.loop.rl.loop import train_rl
+        from hotseat.loop.setup.inputs import eos_token_ids
+        from hotseat.loop.state.watchdog import doing_in
 
     with open_run(config, inputs, columns(config), view) as run:
         if run.evaluation is not None:
