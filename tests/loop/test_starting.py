@@ -1,5 +1,6 @@
 """What a run shows on its way to the first step."""
 
+import gc
 import json
 import os
 import re
@@ -11,7 +12,8 @@ from loop_cases import REWARD, make_task, rl_yaml
 
 from hotseat.cli.main import main
 from hotseat.cluster import activity
-from hotseat.loop.start import make_view
+from hotseat.config import loads
+from hotseat.loop.start import make_view, without_collector, worker_modules
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.watchdog import doing_in
 from hotseat.observe import read_lines
@@ -76,6 +78,25 @@ def test_only_the_first_launched_rank_prints(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     make_view(config, launched=True).stage("loading")
     assert capsys.readouterr().out.count("  loading\n") == 2
+
+
+def test_a_template_loads_what_the_workers_of_a_run_import(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    config = loads(f"task: rl\nactor: {{model: {tmp_path}}}\ntrain: {{backend: fsdp}}\n")
+    modules = worker_modules(config)
+    assert "transformers.models.qwen3.modeling_qwen3" in modules
+    assert "hotseat.loop.workers.rollout_host" in modules
+    assert "deepspeed" not in modules
+    assert not any(name.split(".")[0] == "ray" for name in modules)  # it is loaded for the first worker
+
+
+def test_the_collector_pauses_only_where_it_runs():
+    with without_collector():
+        assert not gc.isenabled()
+        with without_collector():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.slow
