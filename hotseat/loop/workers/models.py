@@ -84,7 +84,7 @@ class BackendWorker:
     """One rank of a model behind a training backend, which can be saved."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
-        with activity.doing("loads the model"):
+        with activity.doing("loading weights"):
             self._backend = make_backend(
                 model, options, device=device_of_process(), trust_remote_code=trust_remote_code
             )
@@ -434,9 +434,8 @@ class EngineWorker:
     max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
 
     def __init__(self, settings: EngineSettings):
-        what = "loads the model" if settings.vllm is None else "vLLM loads the model and compiles"
-        with activity.doing(what):
-            self._engine = make_engine(settings, int(os.environ.get("RANK", "0")))
+        with activity.doing("loading weights" if settings.vllm is None else "loading vLLM"):
+            self._engine = make_engine(settings, int(os.environ.get("RANK", "0")), activity.becomes)
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | BaseException]] = {}
