@@ -140,10 +140,16 @@ def _launch(
         dtype = settings.engine_dtype(config)
         inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
     faults.reach("start-up")
+    warming = []
+    if engine.vllm is not None and not measures_its_device and not are_devices_logical(cluster):
+        # vLLM starts longest. Memory is no concern: everything fits beside everything.
+        warming = [group.start(ModelWorker.warm_up, config.data.max_length) for group in (actor, reference) if group]
     start_up(engines, say_fault)
     start_up(hosts, say_fault)
     for group in by_role.values():
         group.ready()
+    for warm_up in warming:
+        warm_up.result()
     hosts.call(RolloutHost.connect, engines)
     have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
     return Groups(engines, actor, hosts, critic, reference, reward, inference, by_role, have_gpus, measures_its_device)

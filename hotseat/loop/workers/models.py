@@ -104,6 +104,11 @@ class BackendWorker:
             what = "out of device memory in a trial"
             raise too_large(use, what, num_tokens, self._sequence_parallel_size, error) from error
 
+    def warm_up(self, max_length: int) -> None:
+        """Compile on a GPU what the first step needs, while other processes start. Collective."""
+        if device_of_process().type == "cuda":
+            self._backend.warm_up(max_length)
+
     def lowered(self) -> dict[Use, int]:
         """Return the token budgets per device that this rank lowered because memory ran out."""
         return self._cutter.lowered(self._sequence_parallel_size)
