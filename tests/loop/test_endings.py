@@ -1,5 +1,7 @@
 """A run that is ended from outside leaves nothing behind; one whose engine is killed goes on."""
 
+import itertools
+import json
 import os
 import re
 import signal
@@ -13,7 +15,7 @@ from loop_cases import make_task, rl_yaml
 from paused_runs import wait_for
 from safetensors.torch import load_file
 
-from hotseat.cluster._guard import end_marked, marked
+from hotseat.cluster._guard import WORKER, end_marked, marked, process_state
 from hotseat.config import loads
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
@@ -73,16 +75,13 @@ def reward_func(queries, prompts, labels):
 
 
 def pids_of(role: str, mark: str) -> list[int]:
-    """Worker processes of a role, of the run with this mark."""
-    found = []
-    for pid in marked(MARK, [mark]):
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if any(e.startswith(b"HOTSEAT_WORKER=") and f":{role}:".encode() in e for e in environment):
-            found.append(pid)
-    return found
+    """Worker processes of a role, of the run with this mark, and what they started."""
+    pids = marked(MARK, [mark])
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids if process_state(pid) != "gone"]
+    guards = [command for command in commands if any(word.endswith(b"/_guard.py") for word in command)]
+    session = json.loads(guards[0][-2])["session"]
+    numbers = itertools.product(range(4), range(1, 12), range(8))  # rank, launch, incarnation
+    return marked(WORKER, [f"{session}:{role}:{rank}:{launch}.{again}" for rank, launch, again in numbers], pids)
 
 
 @pytest.mark.long

@@ -1,15 +1,16 @@
 """Ray itself dies under a run: the run ends within seconds, says so, leaves nothing behind, and can be resumed."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from fault_cases import MARK, Faulty, differences, make_faulty_task, pid_of, run_undisturbed
+from fault_cases import MARK, Faulty, differences, make_faulty_task, run_undisturbed
 from paused_runs import wait_for
 
 from hotseat.cli.main import main
-from hotseat.cluster._guard import SHM_PREFIX, marked
+from hotseat.cluster._guard import marked
 from hotseat.faults import Fault
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -29,11 +30,15 @@ def daemon_of(run: Faulty, name: str) -> int:
     return pid
 
 
-def shm_prefix_of(pid: int) -> str:
-    """How the shared memory of the run begins to which a worker process belongs."""
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    [value] = [entry.partition(b"=")[2] for entry in environment if entry.startswith(f"{SHM_PREFIX}=".encode())]
-    return value.decode()
+def shm_prefix_of(run: Faulty) -> str:
+    """How the shared memory of the run begins: its guard, which removes it, was told."""
+    found = set()
+    for pid in marked(MARK, [run.mark]):
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if any(argument.endswith(b"/_guard.py") for argument in arguments):
+            found.add(json.loads(arguments[-2])["shm_prefix"])
+    [prefix] = found
+    return prefix
 
 
 @pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.long)])
@@ -45,7 +50,7 @@ def test_ray_is_killed_and_the_run_ends_with_what_was_saved(name, tmp_path):
         run.arm(Fault("update.micro-batch", "300", by="actor:0", skip=7))  # in the second step
         run.start()
         assert wait_for(lambda: list(run.faults.glob("*.happened")), 300)
-        prefix = shm_prefix_of(pid_of(run, "actor:0"))
+        prefix = shm_prefix_of(run)
         os.kill(daemon_of(run, name), signal.SIGKILL)
         code, _, errors = run.finish(timeout_s=860)  # Ray by itself gives up after 20 s, with other words
         assert code == 1

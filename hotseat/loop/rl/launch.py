@@ -106,16 +106,20 @@ def _launch(
         readiness.watch(group, started_s)
         return group
 
+    def launch_hosts() -> WorkerGroup[RolloutHost]:
+        started_s = time.monotonic()
+        group = cluster.launch("agents", RolloutHost, args=(host,), timeout_s=config.cluster.call_timeout_s, wait=False)
+        readiness.watch(group, started_s)
+        return group
+
     trust = config.trust_remote_code
     engines = launch("rollout", EngineWorker, engine)
-    started_s = time.monotonic()
-    hosts = cluster.launch("agents", RolloutHost, args=(host,), timeout_s=config.cluster.call_timeout_s, wait=False)
-    readiness.watch(hosts, started_s)
     # Where vLLM fills its memory share, it measures free memory: no other process may use the device meanwhile.
     # Trainers' processes start and load their libraries, but not their models.
     fills_share = engine.vllm is not None and engine.vllm.cache_gib is None
     needs_room = engine.vllm is not None and is_anything_offloaded(plan)
     measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
+    early_hosts = launch_hosts() if measures_its_device else None
     if measures_its_device:
         for role, cls in _trainers(config).items():
             cluster.prepare(role, cls, **options_of(role))
