@@ -143,6 +143,7 @@ def _launch(
         options = settings.train_options(config, schedule_length, is_trained=False)
         dtype = settings.engine_dtype(config)
         inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
+    hosts = launch_hosts() if early_hosts is None else early_hosts
     faults.reach("start-up")
     warming = []
     if engine.vllm is not None and not measures_its_device and not are_devices_logical(cluster):
