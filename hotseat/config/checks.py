@@ -436,13 +436,6 @@ def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
                 f" at most {overlap.staleness}, or staleness {overlap.queue}",
             )
         )
-    if overlap.in_flight == "keep" and config.rollout.engine == "vllm":
-        problems.append(
-            (
-                "overlap.in_flight",
-                "keep: the vLLM engine recomputes keys and values of open requests when weights change; set recompute",
-            )
-        )
     return problems
 
 

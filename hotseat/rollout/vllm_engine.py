@@ -49,11 +49,11 @@ class VllmEngine(ThreadedEngine):
     The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
     core: vLLM, started; the engine closes it. names: the weights of the model. max_length: at most the core's.
+    keeps_cache: requests in flight keep their keys and values when weights change; False recomputes them.
     """
 
     parts: frozenset[Part] = frozenset(PARTS)
     scores_with: frozenset[Part] = frozenset(PARTS)
-    keeps_cache = False
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class VllmEngine(ThreadedEngine):
         eos_token_ids: Iterable[int] = (),
         num_threads: int | None = None,
         version: int = 0,
+        keeps_cache: bool = False,
         call_timeout_s: float = 600.0,
     ):
         if num_slots < 1 or max_length < 2:
@@ -80,6 +81,7 @@ class VllmEngine(ThreadedEngine):
             version=version,
             call_timeout_s=call_timeout_s,
         )
+        self.keeps_cache = keeps_cache
         self._core = core
         started = core.call("hotseat_start", names, timeout_s=call_timeout_s)
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
@@ -100,7 +102,9 @@ class VllmEngine(ThreadedEngine):
             self._num_named += 1
             name = f"{self._num_named}/{sequence.request.id}"
             self._running[name] = sequence
-            self._core.add(name, sequence.request, sequence.max_new_tokens, sorted(sequence.stop_ids))
+            # Where blocks of older weights stay in the prefix cache, only requests of the same version find them.
+            salt = str(self._serving.version) if self.keeps_cache else None
+            self._core.add(name, sequence.request, sequence.max_new_tokens, sorted(sequence.stop_ids), salt)
         faults.reach("generation.during")
         self._take(self._core.step())
 
@@ -208,7 +212,7 @@ class VllmEngine(ThreadedEngine):
 
     def _prepare_load(self) -> None:
         self._pause()
-        if Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
+        if not self.keeps_cache and Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
             self._core.forget_cache()
         self._core.call("hotseat_begin_load", timeout_s=self._call_timeout_s)
 

@@ -22,6 +22,7 @@ import torch
 
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import NotBuiltError, WorkerError
+from hotseat.placement.memory import ENGINE_BATCH_TOKENS
 from hotseat.types import Request
 
 OLDEST, NEWEST = (0, 25), (0, 32)
@@ -96,7 +97,7 @@ class CoreOptions:
     max_length: int
     num_slots: int
     tensor_parallel_size: int = 1
-    memory_share: float | None = None  # of the device; None where the cache's size is given
+    memory_share: float | None = None  # of the device; None on a CPU
     kv_cache_bytes: int | None = None
     prefix_caching: bool = True
     enforce_eager: bool = False
@@ -166,7 +167,8 @@ class Core:
                 seed=0,
                 **({} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}),
                 **_adapters(options.adapters),
-                **options.engine_args,
+                # Prompts of a whole rollout come at once: the fewer steps they take, the sooner graphs decode.
+                **({} if is_cpu else {"max_num_batched_tokens": ENGINE_BATCH_TOKENS}) | dict(options.engine_args),
             )
             config = arguments.create_engine_config()
             self._adapter: Any = None  # applied to every request
@@ -188,7 +190,10 @@ class Core:
         if not self._is_closing:
             when_lost()
 
-    def add(self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
+    def add(
+        self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int], salt: str | None = None
+    ) -> None:
+        """Add a request. salt: it shares cached prefixes with requests of the same salt alone."""
         from vllm import SamplingParams
 
         sampling = request.sampling
@@ -207,6 +212,7 @@ class Core:
                 logprobs=0,
                 detokenize=False,
             ),
+            salt,
         )
 
     def add_to_score(self, name: str, token_ids: Sequence[int]) -> None:
@@ -214,7 +220,7 @@ class Core:
 
         self._add(name, token_ids, SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False))
 
-    def _add(self, name: str, token_ids: Sequence[int], params: Any) -> None:
+    def _add(self, name: str, token_ids: Sequence[int], params: Any, salt: str | None = None) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
         self._client.add_request(
@@ -226,7 +232,7 @@ class Core:
                 pooling_params=None,
                 arrival_time=0.0,
                 lora_request=self._adapter,
-                cache_salt=None,
+                cache_salt=salt,
                 data_parallel_rank=None,
             )
         )

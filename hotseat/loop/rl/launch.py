@@ -16,7 +16,7 @@ from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
-from hotseat.loop.planning.plan import are_devices_logical
+from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.value_models import critic_model
@@ -70,7 +70,10 @@ def launch_groups(
     is_lora = config.train.lora.rank > 0 and config.rollout.engine == "vllm"
     if is_lora and config.rollout.lora_sync is None and merged_because is not None:
         journal.say(f"engines get adapters merged into all weights, not alone: {merged_because}")
-    engine = settings.engine_settings(config, eos_token_ids, run_dir / LOGS, adapters_alone=merged_because is None)
+    limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
+    engine = settings.engine_settings(
+        config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=merged_because is None
+    )
     host = _host_settings(place.config, run_dir / SPOOL)
     with closing(Readiness(journal.progress)) as readiness:
         groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
@@ -106,8 +109,10 @@ def _launch(
 
     trust = config.trust_remote_code
     engines = launch("rollout", EngineWorker, engine)
-    # vLLM sizes its cache by the free memory of its device: no other process may start or end there meanwhile.
-    measures_its_device = config.rollout.engine == "vllm" and not are_devices_logical(cluster)
+    # Where vLLM fills its memory share, it measures free memory: no other process may start or end there meanwhile.
+    fills_share = engine.vllm is not None and engine.vllm.cache_gib is None
+    needs_room = engine.vllm is not None and is_anything_offloaded(plan)
+    measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
     if measures_its_device:
         start_up(engines, say_fault)
         for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):

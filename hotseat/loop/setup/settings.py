@@ -12,7 +12,7 @@ from hotseat.config.precision import dtype_of
 from hotseat.config.roles import has_inference
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import VLLM_SLOTS
+from hotseat.loop.planning.plan import VLLM_SLOTS, CacheLimit
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
@@ -161,14 +161,20 @@ def why_merged(config: Config, on_gpu: bool) -> str | None:
 
 
 def engine_settings(
-    config: Config, eos_token_ids: tuple[int, ...], logs: Path, *, adapters_alone: bool = False
+    config: Config,
+    eos_token_ids: tuple[int, ...],
+    logs: Path,
+    *,
+    limit: CacheLimit | None = None,
+    adapters_alone: bool = False,
 ) -> EngineSettings:
-    """Return the settings of the rollout engines. `logs`: the folder for their logs."""
+    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches."""
     assert config.actor.model is not None
     rollout = config.rollout
     vllm = VllmSettings(
         tensor_parallel_size=rollout.tensor_parallel_size,
-        memory_share=rollout.memory_share,
+        memory_share=rollout.memory_share if limit is None else limit.share,
+        cache_gib=None if limit is None else limit.gib,
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager,
         logs=str(logs),

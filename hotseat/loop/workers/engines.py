@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Mapping
@@ -48,6 +49,7 @@ class VllmSettings:
     prefix_caching: bool
     enforce_eager: bool
     logs: str  # the folder for its log
+    cache_gib: float | None = None  # None: as much as the memory share has room for
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
     lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
 
@@ -91,15 +93,7 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         num_slots=settings.num_slots,
         tensor_parallel_size=vllm.tensor_parallel_size,
         memory_share=share,
-        kv_cache_bytes=None
-        if share is not None
-        else vllm_engine.cache_bytes(
-            settings.model,
-            settings.dtype,
-            (settings.max_length, settings.num_slots),
-            vllm.tensor_parallel_size,
-            settings.trust_remote_code,
-        ),
+        kv_cache_bytes=_cache_bytes(settings, vllm, on_cpu),
         prefix_caching=vllm.prefix_caching,
         enforce_eager=vllm.enforce_eager,
         trust_remote_code=settings.trust_remote_code,
@@ -112,6 +106,8 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         core = vllm_engine.Core(options, when_lost=_end_process if in_worker_process() else None)
     except Exception as error:
         raise vllm_engine.start_error(error, settings.model, log) from None
+    if in_worker_process():
+        gc.freeze()  # what vLLM and torch keep for good is not searched for garbage again in the middle of a rollout
     try:
         return vllm_engine.VllmEngine(
             core,
@@ -120,10 +116,20 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
             num_slots=settings.num_slots,
             eos_token_ids=settings.eos_token_ids,
             num_threads=settings.num_threads if on_cpu else None,
+            keeps_cache=settings.keeps_cache,
         )
     except BaseException:
         core.close()
         raise
+
+
+def _cache_bytes(settings: EngineSettings, vllm: VllmSettings, on_cpu: bool) -> int | None:
+    if not on_cpu:
+        return None if vllm.cache_gib is None else int(vllm.cache_gib * 2**30)
+    sequences = (settings.max_length, settings.num_slots)
+    return vllm_engine.cache_bytes(
+        settings.model, settings.dtype, sequences, vllm.tensor_parallel_size, settings.trust_remote_code
+    )
 
 
 def _end_process() -> None:
