@@ -1,8 +1,8 @@
 """A push of trained adapters to vLLM: merged into all weights, or alone (`rollout.lora_sync`), in two GRPO runs.
 
 Random weights, adapters of rank 16 beside every linear layer; actor and engine take turns on one device, in processes
-of their own. The median of the steps after the first counts. `transfer` is from the first gathering of weights until the
-engine has loaded all, `proof` the digests of both sides and their scores of the canary, `rollout` the phase that
+of their own. The median of the steps after the first counts. `transfer` is from the first gathering of weights until
+the engine has loaded all, `proof` the digests of both sides and their scores of the canary, `rollout` the phase that
 samples: vLLM computes adapters that are not merged beside every layer, which costs time there.
 
     python bench/lora_sync.py [--shape 135m] [--steps 5] [--prompts 4] [--tokens 16]
@@ -42,7 +42,7 @@ rollout:
    canary: {{num_tokens: 512}}}}
 algorithm: {{estimator: group_norm}}
 train: {{batch_size: {samples}, lora: {{rank: 16}}}}
-checkpoint: {{every_minutes: 0, save_state: false}}
+checkpoint: {{every_minutes: 0}}
 """
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -90,7 +90,7 @@ def main() -> None:
         f" median of {arguments.steps - 1} steps"
     )
     table.add_column("lora_sync")
-    for name in ("first push MB", *COLUMNS, "engine gap"):
+    for name in (*COLUMNS, "engine gap"):
         table.add_column(name, justify="right")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -106,13 +106,13 @@ def main() -> None:
             )
             (directory / f"{side}.yaml").write_text(text)
             subprocess.run([sys.executable, "-m", "hotseat", "run", str(directory / f"{side}.yaml")], check=True)
-            first, *records = read_lines(directory / side / "metrics.jsonl")
+            records = read_lines(directory / side / "metrics.jsonl")[1:]
             medians = [
                 f"{scale * statistics.median(record[metric] for record in records[1:]):.3g}"
                 for metric, scale in COLUMNS.values()
             ]
             gap = max(record["engine_gap"] for record in records)
-            table.add_row(side, f"{1e3 * first['sync/gb']:.3g}" if "sync/gb" in first else "-", *medians, f"{gap:.1g}")
+            table.add_row(side, *medians, f"{gap:.1g}")
     Console(width=120).print(table)
 
 

@@ -279,7 +279,7 @@ class RolloutConfig(Section):
     fp32_head: bool = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
     lora_sync: Literal["adapter", "merged"] | None = None
-    """Send vLLM adapters alone, or all weights with adapters merged in; unset: alone where vLLM can apply them."""
+    """Send vLLM adapters alone, or all weights with adapters merged in; unset: alone on GPUs, if it can apply them."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None

@@ -27,7 +27,8 @@ def settings(task: Path, *overrides: str):
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_a_run_pushes_adapters_alone_after_the_first_time(tmp_path):
     task = make_task(tmp_path, initializer_range=0.3, **SHAPE)
-    config = settings(task, "actor.optimizer.learning_rate=0.03", "train.num_episodes=2")
+    overrides = ("actor.optimizer.learning_rate=0.03", "train.num_episodes=2", "rollout.lora_sync=adapter")
+    config = settings(task, *overrides)
     start(config)
     records = read_lines(task / "runs" / "run" / "metrics.jsonl")
     assert [record["version"] for record in records[1:]] == [1.0, 2.0, 3.0, 4.0]
@@ -42,8 +43,11 @@ def test_a_run_pushes_adapters_alone_after_the_first_time(tmp_path):
 
 def test_adapters_go_alone_where_vllm_applies_them(tmp_path):
     task = make_task(tmp_path, **SHAPE)
-    assert why_merged(settings(task), on_gpu=False) is None
     assert why_merged(settings(task, "train.dtype=bf16"), on_gpu=True) is None
+    assert why_merged(settings(task, "rollout.lora_sync=adapter"), on_gpu=False) is None
+    assert why_merged(settings(task), on_gpu=False) == (
+        "on a CPU vLLM takes more time to apply adapters than a merged push takes"
+    )
     assert why_merged(settings(task, "rollout.lora_sync=merged"), on_gpu=False) == "rollout.lora_sync is merged"
     assert why_merged(settings(task, "train.lora.rank=600"), on_gpu=False) == (
         "vLLM applies adapters of rank 512 or less, and train.lora.rank is 600"
@@ -59,10 +63,10 @@ def test_adapters_go_alone_where_vllm_applies_them(tmp_path):
 def test_models_with_which_it_was_not_tested_get_merged_weights_unless_asked(tmp_path):
     task = make_task(tmp_path, **SHAPE)
     GemmaConfig().save_pretrained(task / "model")
-    assert why_merged(settings(task), on_gpu=False) == (
+    assert why_merged(settings(task, "train.dtype=bf16"), on_gpu=True) == (
         "only with llama, mistral, qwen2, qwen3 models it has been tested, and this is gemma"
     )
-    assert why_merged(settings(task, "rollout.lora_sync=adapter"), on_gpu=False) is None
+    assert why_merged(settings(task, "train.dtype=bf16", "rollout.lora_sync=adapter"), on_gpu=True) is None
 
 
 def test_adapters_alone_that_vllm_cannot_apply_are_an_error(tmp_path):

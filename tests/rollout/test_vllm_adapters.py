@@ -75,7 +75,7 @@ class Adapted:
         tolerance: float = 2e-4,
     ):
         self.base = random_model(config, 0).to(dtype)
-        self.dtype, self.tolerance = dtype, tolerance
+        self.config, self.dtype, self.tolerance = config, dtype, tolerance
         self.directory = str(directory)
         self.base.save_pretrained(directory)
         self.adapters = AdapterOptions(RANK, tuple(target_layers(self.directory, targets, False)))
@@ -126,7 +126,7 @@ class Adapted:
         return {name: (0.2 * torch.randn(shape, generator=generator)).to(self.dtype) for name, shape in shapes}
 
     def model(self, number: int) -> PreTrainedModel:
-        model, factors = random_model(self.base.config, 0), self.factors(number)
+        model, factors = random_model(self.config, 0), self.factors(number)
         with torch.no_grad():
             for layer in self.adapters.layers:
                 a, b = factor_names(f"{layer}.weight")

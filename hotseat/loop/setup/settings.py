@@ -152,6 +152,8 @@ def why_merged(config: Config, on_gpu: bool) -> str | None:
         return None
     if problem is not None:
         return problem
+    if not on_gpu:
+        return "on a CPU vLLM takes more time to apply adapters than a merged push takes"
     from transformers import AutoConfig
 
     kind = str(AutoConfig.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code).model_type)
