@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from environments import RAY_PRIORITY
 from hypothesis import settings
 
 from hotseat.openmp import wait_passively
 
 wait_passively()  # before torch is loaded: the tests run two at a time, and threads that spin take each other's cores
+os.environ.update(RAY_PRIORITY)
 
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")

@@ -1,12 +1,12 @@
 """The reinforcement loop, end to end on files."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 from loop_cases import make_task, rl_yaml, same, weights
 
 from hotseat.config import loads
@@ -153,7 +153,7 @@ def test_an_agent_from_a_file_plays_several_turns(task):
 def run_command(task: Path, name: str, *overrides: str, cluster: str, **changes: str) -> None:
     """`hotseat run` in a process of its own, without what another test's Ray may have left in the environment."""
     (task / f"{name}.yaml").write_text(rl_yaml(task, cluster=cluster, name=name, **changes))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=860, env=env)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

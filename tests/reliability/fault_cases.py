@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 
@@ -109,7 +110,7 @@ class Faulty:
             arguments = ["run", str(self.task / "disturbed.yaml")]
             if self.run_dir.exists():
                 arguments.append("checkpoint.resume=true")  # it did not come to its first checkpoint
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+        env = own_environment()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hotseat.cli.main", *arguments],
             stdout=subprocess.PIPE,
