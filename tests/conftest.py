@@ -4,6 +4,7 @@ hypothesis makes may take their time, because others work on the same cores."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,8 @@ LARGE = (
     "train/test_train_equality.py",
 )
 
+MANY_FILES, NUM_SLOWEST = 30, 15  # when the slowest files are listed, and how many of them
+
 # DeepSpeed reads the first from there, so its backend sets it; by it accelerate takes itself for one of several ranks.
 LEFT_BEHIND = ("LOCAL_RANK", "DS_ACCELERATOR")
 
@@ -71,3 +74,16 @@ def _environment_as_before() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {str(Path(__file__).parent / name): place for place, name in enumerate(LARGE)}
     items.sort(key=lambda item: places.get(str(item.path), len(LARGE)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End a run of many files with those that took longest, so that the next slow one is seen."""
+    seconds: Counter[str] = Counter()
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) < MANY_FILES:
+        return
+    terminalreporter.section(f"slowest files, of {sum(seconds.values()):.0f} s")
+    for name, duration in seconds.most_common(NUM_SLOWEST):
+        terminalreporter.line(f"{duration:6.1f} s  {name}")
