@@ -20,30 +20,42 @@ os.environ.update(RAY_PRIORITY)
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
-# Files of slow tests that take longest, by CPU time: with `--dist loadfile --no-loadscope-reorder` workers begin with
+# Files of slow tests that take longest, longest first: with `--dist loadfile --no-loadscope-reorder` workers begin with
 # them, so that the last files are small and none is waited for alone.
 LARGE = (
     "reliability/test_kills.py",
-    "loop/test_vllm_runs.py",
-    "loop/test_rl.py",
-    "cluster/test_cluster_ray.py",
+    "reliability/test_overlap_kills.py",
     "train/test_train_zero.py",
-    "cluster/test_cluster_endings.py",
     "loop/test_ppo.py",
+    "loop/test_vllm_runs.py",
+    "train/test_train_tensor.py",
+    "cluster/test_cluster_ray.py",
+    "loop/test_overlap.py",
+    "loop/test_resume.py",
     "train/test_train_fsdp.py",
     "rollout/test_vllm_models.py",
-    "loop/test_resume.py",
-    "loop/test_launched.py",
     "reliability/test_ray_dies.py",
-    "cluster/test_cluster_existing.py",
-    "train/test_train_tensor.py",
+    "cluster/test_cluster_endings.py",
+    "reliability/test_rewards_and_updates.py",
     "train/test_train_compile.py",
-    "cluster/test_cluster_doctor.py",
-    "reliability/test_trackers.py",
+    "loop/test_rl.py",
+    "loop/test_launched.py",
     "loop/test_endings.py",
-    "loop/test_background.py",
+    "cluster/test_cluster_existing.py",
     "loop/test_reward_training.py",
+    "cluster/test_cluster_doctor.py",
+    "train/test_train_deepcompile.py",
+    "reliability/test_disk.py",
+    "reliability/test_whole_runs.py",
     "train/test_train_equality.py",
+    "test_example_rlhf.py",
+    "loop/test_background.py",
+    "loop/test_reward_models.py",
+    "reliability/test_trackers.py",
+    "observe/test_report_page.py",
+    "test_api.py",
+    "cli/test_new.py",
+    "loop/test_micro_batches.py",
 )
 
 MANY_FILES, NUM_SLOWEST = 30, 15  # when the slowest files are listed, and how many of them
