@@ -92,7 +92,7 @@ def test_a_shorter_queue_bounds_the_age_too(task):
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_in_prompt_order_weights_do_not_depend_on_who_is_slow(task, staleness):
     run(task, "even", f"{{staleness: {staleness}}}")
     (task / "reward.py").write_text(SLEEPS)

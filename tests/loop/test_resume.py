@@ -85,7 +85,11 @@ def uninterrupted(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "every"), [("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4), ("sft", 1), ("sft", 4), ("rm", 2), ("rm", 3)]
+    ("kind", "every"),
+    [
+        *(("rl", 1), ("rl", 2), ("rl", 4), ("sft", 1), ("sft", 4), ("rm", 2), ("rm", 3)),
+        pytest.param("rl", 3, marks=pytest.mark.long),
+    ],
 )
 def test_resumed_equals_uninterrupted(uninterrupted, monkeypatch, kind, every):
     """Scenario 22 and invariant 5: mid-pass, at the boundary of a pass (two steps), and after the last step."""
