@@ -20,24 +20,25 @@ os.environ.update(RAY_PRIORITY)
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
-# Files of slow tests that take longest, longest first: with `--dist loadfile --no-loadscope-reorder` workers begin with
-# them, so that the last files are small and none is waited for alone.
+# Files of slow tests that take longest: with `--dist loadfile --no-loadscope-reorder` workers begin with them, so that
+# the last files are small and none is waited for alone. Whole runs on Ray are between others, so that few start at once.
 LARGE = (
     "reliability/test_kills.py",
-    "reliability/test_overlap_kills.py",
     "train/test_train_zero.py",
-    "loop/test_ppo.py",
-    "loop/test_vllm_runs.py",
-    "train/test_train_tensor.py",
-    "cluster/test_cluster_ray.py",
-    "loop/test_overlap.py",
-    "loop/test_resume.py",
     "train/test_train_fsdp.py",
+    "reliability/test_overlap_kills.py",
+    "loop/test_ppo.py",
+    "train/test_train_tensor.py",
+    "loop/test_vllm_runs.py",
+    "loop/test_resume.py",
+    "cluster/test_cluster_ray.py",
     "rollout/test_vllm_models.py",
+    "rollout/test_vllm_adapters.py",
+    "loop/test_overlap.py",
     "reliability/test_ray_dies.py",
+    "train/test_train_compile.py",
     "cluster/test_cluster_endings.py",
     "reliability/test_rewards_and_updates.py",
-    "train/test_train_compile.py",
     "loop/test_rl.py",
     "loop/test_launched.py",
     "loop/test_endings.py",
