@@ -21,7 +21,7 @@ settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")
 
 # Files of slow tests that take longest: with `--dist loadfile --no-loadscope-reorder` workers begin with them, so that
-# the last files are small and none is waited for alone. Whole runs on Ray are between others, so that few start at once.
+# the last files are small and none is waited for alone. Whole runs on Ray are between others: few start at once.
 LARGE = (
     "reliability/test_kills.py",
     "train/test_train_zero.py",
