@@ -30,10 +30,10 @@ demo: setup
 # Tests may keep the bytecode of our files, of which each of their processes would compile a hundred.
 test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
 
-# Tests of Ray wait for much of their time, in which others can run.
+# Slow tests wait for processes and devices for much of their time: on two cores a third worker fills it.
 test: setup lint browser
 	$(PYTEST) -n 2 -m "not slow and not ray and not long and not gpu"
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --durations 40 -m "(slow or ray) and not long and not gpu"
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 20 -m "(slow or ray) and not long and not gpu"
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"

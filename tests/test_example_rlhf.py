@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import random
 import re
 import shlex
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 
 from hotseat.config import load
 from hotseat.loop.run import start
@@ -106,7 +106,7 @@ def commands(seed: int) -> list[list[str]]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_learned_reward_takes_the_true_one_from_half_to_four_fifths(tmp_path, seed):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     assert len(commands(seed)) == 4
     for command in commands(seed):
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, cwd=tmp_path)

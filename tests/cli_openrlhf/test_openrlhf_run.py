@@ -215,6 +215,7 @@ def python(*argv):
     return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=300, env=dict(os.environ))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_is_a_module(command):
     done = python("-m", f"hotseat.cli.{command}", "--print_config", "--pretrain", "m")

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 
 from hotseat.cluster._guard import SESSION, end_marked, marked, process_state
 from hotseat.cluster.ports import free_port
@@ -30,7 +31,7 @@ def environment():
     with tempfile.TemporaryDirectory(prefix="hs-") as directory:
         port = free_port("127.0.0.1")
         variables = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("RAY_")},
+            **own_environment(),
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),

@@ -11,6 +11,8 @@ from hotseat.config.load import valid_keys
 from hotseat.loop.planning.advice import advise
 from hotseat.loop.planning.plan import make_plan
 
+pytestmark = pytest.mark.slow
+
 LARGE = "actor: {model: meta-llama/Llama-2-70b-hf}\nrollout: {engine: vllm}\n"
 SFT = "task: sft\nactor: {model: org/Llama-3-8B}\n"
 
@@ -195,7 +197,6 @@ def test_without_devices_the_size_of_micro_batches_is_not_known(tmp_path, capsys
     assert "micro-batches:" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_where_nothing_fits_no_budget_is_called_the_largest_that_does(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(LARGE)
     assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x24G"]) == 2

@@ -1,12 +1,12 @@
 """The demo's files."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 
 from hotseat.cli.demo import GRPO, SFT, free_directory, run_demo
 from hotseat.config import loads
@@ -61,7 +61,7 @@ def test_another_demo_gets_a_directory_of_its_own(tmp_path):
 
 
 def run_demo_command(directory: Path, seed: int) -> list[dict]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main", "demo", "--dir", str(directory), "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from paused_runs import wait_for
 from safetensors.torch import load_file
@@ -36,7 +37,7 @@ def test_nothing_is_left_of_a_run_that_is(ending, tmp_path):
     placement = "{component_placement: {actor: 0, rollout: '@actor'}}"
     (task / "run.yaml").write_text(rl_yaml(task, cluster=placement, train="{dtype: fp32, batch_size: 16}"))
     mark = f"{os.getpid()}-{ending.name}"
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), "train.num_episodes=10000"]
     driver = subprocess.Popen(
         command,
@@ -96,7 +97,7 @@ def test_engines_that_are_killed_are_replaced_and_no_bit_changes(num_engines, mo
     text = rl_yaml(task, name="disturbed", cluster=f"{{component_placement: {placement}}}")
     (task / "run.yaml").write_text(text)
     mark = f"{os.getpid()}-engines-{num_engines}"
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), *common]
     driver = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**env, MARK: mark}

@@ -92,7 +92,7 @@ def test_a_shorter_queue_bounds_the_age_too(task):
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_in_prompt_order_weights_do_not_depend_on_who_is_slow(task, staleness):
     run(task, "even", f"{{staleness: {staleness}}}")
     (task / "reward.py").write_text(SLEEPS)
@@ -100,8 +100,10 @@ def test_in_prompt_order_weights_do_not_depend_on_who_is_slow(task, staleness):
     assert same(weights(task, "even"), weights(task, "uneven"))
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_on_ray_weights_are_those_of_one_process(task):
+    """`make test` compares them in a run whose processes die, in `reliability/test_overlap_kills.py`."""
     run(task, "local", "{staleness: 2}")
     (task / "reward.py").write_text(SLEEPS)
     run(task, "ray", "{staleness: 2}", cluster=ON_RAY)
@@ -189,8 +191,28 @@ def test_an_agent_whose_turn_comes_while_its_engine_is_off_the_device_waits(task
     assert set(trained(task, "run").values()) == {1}
 
 
+def test_on_shared_devices_a_resumed_run_trains_every_sample_once(task):
+    """The checkpoint of step 3 has groups that were carried over; what follows it is done again."""
+    shared = "actor.enable_offload=true", "checkpoint.every=3"
+    run(task, "run", CARRIED, *shared, "train.num_episodes=2", **SHARED)
+    rows = run(task, "run", CARRIED, *shared, "checkpoint.resume=true", **SHARED)
+    assert len(rows) == 8
+    assert len(trained(task, "run")) == 8 * 4 * 4
+    assert set(trained(task, "run").values()) == {1}
+
+
 @pytest.mark.ray
-def test_on_ray_a_rollout_is_carried_over_and_resumed(task, monkeypatch):
+def test_on_ray_a_rollout_is_carried_over(task):
+    sections = SHARED | {"cluster": "{component_placement: {actor: 0, rollout: '@actor'}}"}
+    rows = run(task, "run", CARRIED, "actor.enable_offload=true", "train.num_episodes=2", **sections)
+    assert [row["staleness_max"] <= 1 for row in rows] == [True] * 4
+    assert len(trained(task, "run")) == 4 * 4 * 4
+    assert set(trained(task, "run").values()) == {1}
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_on_ray_a_rollout_is_carried_over_and_resumed(task):
     sections = SHARED | {"cluster": "{component_placement: {actor: 0, rollout: '@actor'}}"}
     run(task, "run", CARRIED, "actor.enable_offload=true", "checkpoint.every=3", "train.num_episodes=2", **sections)
     rows = run(task, "run", CARRIED, "actor.enable_offload=true", "checkpoint.resume=true", **sections)

@@ -1,12 +1,12 @@
 """PPO with a critic: what a step computes, and whole runs."""
 
 import itertools
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from environments import own_environment
 from loop_cases import make_task, make_value_model, ppo_yaml, same
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
@@ -326,7 +326,7 @@ def run_on_ray(task, name: str, placement: str, *overrides: str, **changes: str)
     """In a process of its own, without what another test's Ray may have left in the environment."""
     text = ppo_yaml(task, name=name, cluster=f"{{component_placement: {placement}}}", **changes)
     (task / f"{name}.yaml").write_text(text)
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=860, env=env)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

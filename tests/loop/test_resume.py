@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 from loop_cases import make_task, rl_yaml, rm_yaml, same, sft_yaml, weights
 from paused_runs import end_stopped, started, wait_for, wait_until_stopped
 from safetensors.torch import load_file
@@ -84,7 +85,11 @@ def uninterrupted(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "every"), [("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4), ("sft", 1), ("sft", 4), ("rm", 2), ("rm", 3)]
+    ("kind", "every"),
+    [
+        *(("rl", 1), ("rl", 2), ("rl", 4), ("sft", 1), ("sft", 4), ("rm", 2), ("rm", 3)),
+        pytest.param("rl", 3, marks=pytest.mark.long),
+    ],
 )
 def test_resumed_equals_uninterrupted(uninterrupted, monkeypatch, kind, every):
     """Scenario 22 and invariant 5: mid-pass, at the boundary of a pass (two steps), and after the last step."""
@@ -398,7 +403,7 @@ def test_a_run_whose_driver_was_killed_resumes_on_ray(task):
     run(task, "rl", "whole", "train.num_episodes=8")
     placement = "{component_placement: {actor: 0, 'reference,rollout': '@actor'}}"
     (task / "run.yaml").write_text(rl_yaml(task, cluster=placement, name="killed"))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main"]
     options = [*RL, "train.num_episodes=8", "checkpoint.every=1"]
     driver = subprocess.Popen([*command, "run", str(task / "run.yaml"), *options], env=env, stdout=subprocess.DEVNULL)

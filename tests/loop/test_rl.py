@@ -1,12 +1,12 @@
 """The reinforcement loop, end to end on files."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 from loop_cases import make_task, rl_yaml, same, weights
 
 from hotseat.config import loads
@@ -31,6 +31,7 @@ def test_a_run_learns_and_leaves_everything_behind(task):
         "actor.optimizer.learning_rate=0.01",
         f"eval.path={task}/prompts.jsonl",
         "eval.samples_per_prompt=2",
+        "eval.every=16",
     )
     assert len(records) == 33  # evaluation before, and 16 passes of 8 prompts, 4 at a time
     first = sum(record["reward"] for record in records[1:6]) / 5
@@ -153,35 +154,41 @@ def test_an_agent_from_a_file_plays_several_turns(task):
 def run_command(task: Path, name: str, *overrides: str, cluster: str, **changes: str) -> None:
     """`hotseat run` in a process of its own, without what another test's Ray may have left in the environment."""
     (task / f"{name}.yaml").write_text(rl_yaml(task, cluster=cluster, name=name, **changes))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=860, env=env)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 
 
+# With several optimizer steps and a reference every phase is on the way.
+EVERY_PHASE = ("train.batch_size=8", "algorithm.kl.coef=0.1", "train.num_episodes=2")
+HYBRID = "{actor: 0, reference: '@actor', rollout: 1-2}"
+
+
+def test_placement_changes_no_bit(task):
+    """Invariant 1. On Ray a colocated run is among the tests of kills, a disaggregated one among those of overlap."""
+    placements = {
+        "colocated": "{actor: 0, 'reference,rollout': '@actor'}",
+        "disaggregated": "{actor: 0, reference: 1, rollout: 2}",
+        "hybrid": HYBRID,
+    }
+    run(task, "name=in_process", *EVERY_PHASE)
+    for name, placement in placements.items():
+        offload = "true" if name == "colocated" else "false"
+        cluster = f"{{runtime: local, component_placement: {placement}}}"
+        run(task, f"name={name}", *EVERY_PHASE, f"rollout.enable_offload={offload}", cluster=cluster)
+        assert json.loads((task / "runs" / name / "plan.json").read_text())["label"] == name
+        assert same(weights(task, "in_process"), weights(task, name)), name
+
+
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
-def test_placement_and_runtime_change_no_bit(task):
-    """Invariant 1, with several optimizer steps and a reference, so that every phase is on the way.
-
-    A colocated run on Ray is among the tests of kills; all roles, in each placement on Ray, are in a long test of PPO.
-    """
-    common = ("train.batch_size=8", "algorithm.kl.coef=0.1", "train.num_episodes=2")
-    placements = {
-        "colocated": "{runtime: local, component_placement: {actor: 0, 'reference,rollout': '@actor'}}",
-        "disaggregated": "{runtime: local, component_placement: {actor: 0, reference: 1, rollout: 2}}",
-        "hybrid": "{runtime: ray, component_placement: {actor: 0, reference: '@actor', rollout: 1-2}}",
-    }
-    run(task, "name=in_process", *common)
-    run(task, "name=colocated", *common, "rollout.enable_offload=true", cluster=placements["colocated"])
-    run(task, "name=disaggregated", *common, cluster=placements["disaggregated"])
-    run_command(task, "hybrid", *common, cluster=placements["hybrid"])
-    for name in placements:
-        plan = json.loads((task / "runs" / name / "plan.json").read_text())
-        assert plan["label"] == name
-    expected = weights(task, "in_process")
-    for name in placements:
-        assert same(expected, weights(task, name)), name
+def test_on_ray_a_hybrid_placement_changes_no_bit(task):
+    """All roles, in each placement on Ray, are in a long test of PPO."""
+    run(task, "name=in_process", *EVERY_PHASE)
+    run_command(task, "hybrid", *EVERY_PHASE, cluster=f"{{runtime: ray, component_placement: {HYBRID}}}")
+    assert same(weights(task, "in_process"), weights(task, "hybrid"))
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 
@@ -79,7 +80,7 @@ def run(task: Path, name: str, placement: str, *overrides: str, faults: Sequence
     for number, fault in enumerate(faults):
         fault.arm(armed, f"{number}-{fault.by}")
     mark = mark_of(name)
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_", "VLLM_"))}
+    env = own_environment("VLLM_")
     command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / f"{name}.yaml"), *overrides]
     try:
         done = subprocess.run(

@@ -215,6 +215,7 @@ def test_every_plan_keeps_its_promises(args):
     check_dropped(found)
 
 
+@pytest.mark.slow
 @examples(40)
 @given(arguments())
 def test_equal_arguments_give_equal_plans_and_json(args):

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 
@@ -68,9 +70,11 @@ def config_text(
     )
 
 
-def run_undisturbed(task: Path, num_passes: int, name: str = "undisturbed", overlap: str = "") -> Path:
+def run_undisturbed(
+    task: Path, num_passes: int, name: str = "undisturbed", overlap: str = "", overrides: Sequence[str] = ()
+) -> Path:
     cluster = {"inventory": "1x2", "component_placement": BESIDE} if overlap else {}
-    start(loads(config_text(task, name, num_passes, None, overlap=overlap, **cluster)))
+    start(loads(config_text(task, name, num_passes, None, overlap=overlap, **cluster), overrides))
     return task / "runs" / name
 
 
@@ -84,6 +88,7 @@ class Faulty:
     cluster: dict[str, float] = field(default_factory=dict)
     transport: str = ""
     overlap: str = ""
+    overrides: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -106,10 +111,10 @@ class Faulty:
         if (self.run_dir / "checkpoints").is_dir():
             arguments = ["resume", str(self.run_dir)]
         else:
-            arguments = ["run", str(self.task / "disturbed.yaml")]
+            arguments = ["run", str(self.task / "disturbed.yaml"), *self.overrides]
             if self.run_dir.exists():
                 arguments.append("checkpoint.resume=true")  # it did not come to its first checkpoint
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+        env = own_environment()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hotseat.cli.main", *arguments],
             stdout=subprocess.PIPE,

@@ -38,25 +38,29 @@ def _times_a_step(point: str) -> int:
 
 
 def test_engines_hosts_and_rewards_are_replaced_and_no_bit_changes(task):
-    """Scenarios 1, 2 and 4: the engine, the rollout host and the reward worker die in the middle of what they do."""
-    undisturbed = run_undisturbed(task, num_passes=5)
-    with Faulty(task, num_passes=5) as run:
+    """Scenarios 1, 2 and 4: the engine, the rollout host and the reward worker die in the middle of what they do.
+
+    With a reference and two optimizer steps, so that every phase is on the way: invariant 1 on Ray.
+    """
+    overrides = "algorithm.kl.coef=0.1", "train.batch_size=8"
+    undisturbed = run_undisturbed(task, num_passes=3, overrides=overrides)
+    placement = "{actor: 0, 'reference,rollout': '@actor'}"
+    with Faulty(task, num_passes=3, placement=placement, overrides=overrides) as run:
         run.arm(
             Fault("generation.during", "kill", skip=10),
             Fault("scoring.during", "kill", to="rewards", skip=9),
             Fault("prepare.before", "kill", to="agents:0", skip=3),
             Fault("push.during", "kill", to="rollout:0", skip=5),
-            Fault("offload", "kill", to="rollout:0", skip=14),
         )
         code, out, errors = run.go()
         assert code == 0, errors[-3000:]
         assert run.all_happened()
-        assert out.count("engine 0 died and is replaced") == 3
+        assert out.count("engine 0 died and is replaced") == 2
         assert out.count("rollout host 0 died and is replaced") == 1
         assert differences(undisturbed, run.run_dir) == []
         assert run.is_gone(within_s=60)
     last = read_lines(run.run_dir / "metrics.jsonl")[-1]
-    assert (last["engine_restarts"], last["host_restarts"], last["samples_failed"]) == (3, 1, 0)
+    assert (last["engine_restarts"], last["host_restarts"], last["samples_failed"]) == (2, 1, 0)
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 from loop_cases import make_task, rl_yaml
 
 from hotseat.cluster._guard import end_marked, marked
@@ -50,7 +51,7 @@ def test_nothing_grows_in_a_long_run(tmp_path):
     )
     (task / "run.yaml").write_text(text)
     mark = f"{os.getpid()}-growth"
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     driver = subprocess.Popen(
         [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml")],
         stdout=subprocess.PIPE,

@@ -20,6 +20,29 @@ def task(tmp_path):
     return make_faulty_task(tmp_path)
 
 
+def test_a_driver_and_then_an_engine_and_a_host_die_and_no_bit_changes(task):
+    """The driver with groups in flight; the resumed run replaces the others, and samples no finished group again."""
+    undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
+    with Faulty(task, num_passes=4, placement=BESIDE, overlap=OVERLAP) as run:
+        run.arm(Fault("update.before", "kill", skip=2))
+        code, _, errors = run.go()
+        assert code == -9, errors[-3000:]
+        assert run.is_gone(within_s=60)
+        run.arm(
+            Fault("generation.during", "kill", skip=8),
+            Fault("group.first", "kill", by="agents:0", skip=5),
+        )
+        code, out, errors = run.go()
+        assert code == 0, errors[-3000:]
+        assert run.all_happened()
+        assert "resuming from" in out
+        assert "engine 0 died and is replaced" in out
+        assert "rollout host 0 died and is replaced" in out
+        assert differences(undisturbed, run.run_dir) == []
+        assert run.is_gone(within_s=60)
+
+
+@pytest.mark.long
 def test_engines_and_hosts_that_die_are_replaced_and_finished_groups_are_not_sampled_again(task):
     undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
     with Faulty(task, num_passes=4, placement=BESIDE, overlap=OVERLAP) as run:
@@ -57,7 +80,8 @@ def test_an_engine_and_a_host_that_die_before_their_requests_are_restarted_are_r
         assert run.is_gone(within_s=60)
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_kills", [1, 20])
 def test_a_driver_that_is_killed_with_groups_in_flight_is_resumed_bit_for_bit(task, num_kills):
     undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
     rng, was_killed = random.Random(num_kills), False

@@ -1,7 +1,6 @@
 """What a run goes on from is whole and is its own; everything else is refused, by name."""
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 from loop_cases import make_task, rl_yaml
 from safetensors.torch import load_file
 
@@ -164,7 +164,7 @@ def test_more_or_fewer_rows_are_refused(tmp_path, capsys):
 @pytest.mark.timeout(1200)
 def test_another_number_of_ranks_keeps_the_order_and_nearly_every_bit(task, broken):
     """Scenario 24: two ranks go on with what one began. Sums over ranks differ in their last bits, hence 1e-5."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     cluster = ["cluster.runtime=ray", "cluster.component_placement={actor: 0-1, rollout: 0}"]
     command = [sys.executable, "-m", "hotseat.cli.main", "resume", str(broken), *cluster]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=860)

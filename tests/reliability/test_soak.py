@@ -1,11 +1,11 @@
 """The soak of `bench/soak.py`: 100 steps, 25 random kills."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from environments import own_environment
 
 SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 
@@ -14,7 +14,7 @@ SOAK = Path(__file__).parents[2] / "bench" / "soak.py"
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
 def test_nothing_is_lost_doubled_or_different_after_25_kills():
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "HOTSEAT_"))}
+    env = own_environment()
     done = subprocess.run([sys.executable, str(SOAK), "--seed", "1"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     told = " ".join(done.stdout.split())

@@ -13,6 +13,8 @@ import pytest
 from hotseat.errors import RunError, UserError
 from hotseat.rewards import RewardFunction, Score
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 WAIT_S = 30.0
 GOOD = "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
 
@@ -80,7 +82,6 @@ def test_a_coroutine_is_awaited(make):
     assert score(make("async " + GOOD)) == [Score(1.0, 1.0), Score(2.0, 2.0)]
 
 
-@pytest.mark.slow
 def test_tensors_as_in_the_openrlhf_guide(make):
     function = make(
         "import torch\n"
@@ -192,7 +193,6 @@ def test_what_a_function_can_do_wrong(make, source, reason):
     assert "rewards.py: reward_func: " in samples[0].reason
 
 
-@pytest.mark.slow
 def test_a_function_that_hangs_is_ended_with_all_that_it_started(make, tmp_path):
     """Scenarios 28 and 31."""
     function = make(
@@ -310,7 +310,6 @@ def test_a_worker_that_dies_between_groups_is_replaced(make):
     assert function.pids != [pid]
 
 
-@pytest.mark.slow
 def test_one_misbehaving_group_does_not_hold_up_the_others(make):
     """Scenario 28."""
     function = make(
@@ -356,7 +355,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_nothing_outlives_its_parent(tmp_path, end):
     (tmp_path / "parent.py").write_text(PARENT)

@@ -42,6 +42,8 @@ from hotseat.types import Completion, Request, Sampling
 from . import conformance
 from .conformance import PATIENCE_S, Subject, mixed, named_weights, reference_log_probs, request, slowly, until
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {
     "vocab_size": 67,  # no multiple of anything
     "hidden_size": 48,
@@ -115,27 +117,12 @@ def subject(config: PreTrainedConfig, own_layers: bool = True, keeps_cache: bool
 LLAMA = subject(LLAMA_LIKE["llama, grouped, tied"])
 
 
-def checks(slow: set[str]) -> list[Any]:
-    return [
-        pytest.param(check, id=check.__name__, marks=[pytest.mark.slow] if check.__name__ in slow else [])
-        for check in conformance.CHECKS
-    ]
-
-
-SLOW = {
-    "pause_keeps_sequences_and_they_go_on_under_new_weights",
-    "pause_and_resume_change_nothing_else",
-    "requests_in_flight_survive_offloading_only_if_paused",
-}
-
-
-@pytest.mark.parametrize("check", checks(SLOW))
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance_with_own_layers(check: Callable[[Subject], None]) -> None:
     check(LLAMA)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", checks(SLOW))
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance_with_the_models_forward(check: Callable[[Subject], None]) -> None:
     check(subject(LLAMA_LIKE["llama, grouped, tied"], own_layers=False))
 
@@ -191,7 +178,7 @@ def test_own_layers_equal_the_models_forward(name: str) -> None:
         assert torch.allclose(logits[:3], expected[torch.arange(3), positions[:3]], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [*LLAMA_LIKE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*LLAMA_LIKE, *OTHERS])
 def test_every_model_is_bit_exact_and_agrees_with_itself(name: str) -> None:
     one = subject({**LLAMA_LIKE, **OTHERS}[name])
     conformance.log_probs_are_those_of_the_model_at_the_sampling_temperature(one)
@@ -206,7 +193,6 @@ def test_every_model_is_bit_exact_and_agrees_with_itself(name: str) -> None:
         assert isinstance(slot_model(one.model(0), 2, 64, torch.device("cpu"), True), AnySlots)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own_layers", [True, False])
 def test_wide_layers_are_bit_exact(own_layers: bool) -> None:
     """Where kernels change with the number of rows: more than 640 inputs, and sums over long contexts."""
@@ -220,7 +206,6 @@ def test_wide_layers_are_bit_exact(own_layers: bool) -> None:
             assert engine.generate([asked]) == [completion]
 
 
-@pytest.mark.slow
 def test_several_threads_are_bit_exact_too() -> None:
     """With enough numbers in a tensor for torch to share them out."""
     config = LlamaConfig(**{**SHAPE, "intermediate_size": 520, "num_hidden_layers": 1})
@@ -277,7 +262,6 @@ def test_logits_of_a_16_bit_model_are_not_rounded_unless_asked(own_layers: bool)
             assert torch.equal(logits, logits.bfloat16().float()) != fp32_head
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # not every CPU has it; torch then takes another way
 def test_bfloat16_weights_serve_too() -> None:
     config = LLAMA_LIKE["llama, grouped, tied"]

@@ -75,7 +75,9 @@ def test_compiled_layers_train_their_adapters_alike() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["LlamaConfig", pytest.param("Qwen2Config", marks=pytest.mark.long), "Qwen3Config"])
+@pytest.mark.parametrize(
+    "config", ["LlamaConfig", *(pytest.param(f"Qwen{n}Config", marks=pytest.mark.long) for n in (2, 3))]
+)
 def test_compiled_layers_train_alike(config: str) -> None:
     batches = some_batches(5, 9, 3)
     expected, _ = train(small(config), PACKED, batches, None)
@@ -115,7 +117,7 @@ def test_a_layer_may_have_more_variants_than_torch_compiles_by_default() -> None
     batches = [groups_of_four(8), some_segments(5)]
     expected, _ = train(small("Qwen2Config"), options, batches, None)
     with torch._dynamo.config.patch(recompile_limit=2):
-        found, counts = train(small("Qwen2Config"), options, batches, CompileCounterWithBackend("aot_eager"))
+        found, counts = train(small("Qwen2Config"), options, batches, CompileCounterWithBackend("eager"))
     assert_close(found, expected, 1e-5)
     assert counts[1] > 2 + 2  # of layers, and of logits
 

@@ -85,6 +85,7 @@ def test_sizes_stay_symbols_beside_sharded_weights(monkeypatch: pytest.MonkeyPat
     assert _num_graphs() == 1
 
 
+@pytest.mark.slow
 def test_ranks_do_not_compile_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """They meet while they compile: one that is alone would wait."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

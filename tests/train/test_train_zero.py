@@ -299,16 +299,25 @@ def test_a_value_model_is_trained(tmp_path: Path) -> None:
     assert_close(results[0], results[1])
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_compiled_layers_compute_the_same(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "compiled_by", "num_updates"),
+    [
+        (3, "eager", 1),  # whose graphs autograd runs as ever; those of a compiled backward are tested with FSDP
+        pytest.param(2, "aot_eager", 2, marks=pytest.mark.long),
+        pytest.param(3, "aot_eager", 2, marks=pytest.mark.long),
+    ],
+)
+def test_compiled_layers_compute_the_same(
+    stage: int, compiled_by: str, num_updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)  # models before may have had DeepSpeed's
     results, counts = [], []
     for zero, is_compiled in ((ZeroOptions(stage), True), (None, True), (None, False)):
         torch._dynamo.reset()
         kind = ZeroBackend if zero else FSDPBackend
-        compiler = CompileCounterWithBackend("aot_eager")
+        compiler = CompileCounterWithBackend(compiled_by)
         backend = kind(tiny_model(), replace(OPTIONS, zero=zero, compile=is_compiled), _compiler=compiler)
-        for step in range(2):
+        for step in range(num_updates):
             backend.update([some_segments(seed=step)], ClippedLoss(), 1.0)
         results.append(copy_weights(backend))
         counts.append(compiler.frame_count)
