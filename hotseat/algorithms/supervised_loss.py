@@ -6,11 +6,11 @@ A preference loss takes log-probs of whole answers, [num_pairs] each, as `episod
     DPO    −log σ(β·Δ)                                        Rafailov et al. 2023, equation 7
     cDPO   −(1 − ε)·log σ(β·Δ) − ε·log σ(−β·Δ)                Mitchell, "A note on DPO with noisy preferences", 2023
     IPO    (Δ − 1/(2β))²                                      Azar et al. 2023, equation 17
-    ORPO   −ℓ(c) − β·log σ(log odds(c) − log odds(r))         Hong et al. 2024, equations 4, 6 and 7; odds = e^ℓ / (1 − e^ℓ)
+    ORPO   −ℓ(c) − β·log σ(log odds(c) − log odds(r))         Hong et al. 2024, equations 4, 6 and 7
     SimPO  −log σ(β·ℓ(c) − β·ℓ(r) − γ)                        Meng et al. 2024, equation 6
 
-The loss of a step is the mean over all its pairs: sum, then divide by the number of pairs of the step, not of a
-micro-batch.
+where odds(y) = e^ℓ(y) / (1 − e^ℓ(y)). The loss of a step is the mean over all its pairs: sum, then divide by the number
+of pairs of the step, not of a micro-batch.
 """
 
 from __future__ import annotations

@@ -260,6 +260,16 @@ def num_data_parallel(config: Config, made: Plan) -> int:
     return len(made.role("actor").processes) // config.train.num_model_parallel
 
 
+def is_offloaded(made: Plan, role: str) -> bool:
+    """Tell whether a role's weights are off its devices in some step of the plan."""
+    steps = [step for group in made.groups for step in group.steps]
+    return any(
+        holding.role == role and holding.part == Part.WEIGHTS and not holding.is_resident
+        for step in steps
+        for holding in step.holdings
+    )
+
+
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
     overlap = Overlap(overlap_queue(config), config.overlap.staleness, config.overlap.in_flight == "recompute")
     if config.flow is not None:
@@ -301,6 +311,9 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         "env": config.env.enable_offload,
         "inference": config.inference.enable_offload,
     }[role]
+    if config.task == "dpo":
+        # The actor stays while the reference scores. A reference that scores once is gone when training begins.
+        offload = False if role == "actor" else True if config.algorithm.dpo.precompute else offload
     shape, assumed = _shape(config, role)
     spec = RoleSpec(
         name=role,
