@@ -107,7 +107,7 @@ _RL_MATHS = tuple(
 
 RULES: tuple[Rule, ...] = (
     Rule((*_SAMPLING_KEYS, *_RL_MATHS), *_task("rl")),
-    Rule(("data.label_key", "train.num_episodes"), *_task("rl")),
+    Rule(("data.label_key", "train.num_episodes", "actor.enable_offload"), *_task("rl")),
     Rule(("data.output_key", "data.multiturn", "data.pretrain_mode"), *_task("sft")),
     Rule(("data.chosen_key", "data.rejected_key", "data.prompt_key"), *_task("rm", "dpo")),
     Rule(("data.input_key",), *_task("rl", "sft")),

@@ -312,8 +312,8 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         "inference": config.inference.enable_offload,
     }[role]
     if config.task == "dpo":
-        # The actor stays while the reference scores. A reference that scores once is gone when training begins.
-        offload = False if role == "actor" else True if config.algorithm.dpo.precompute else offload
+        # A reference that scores once is gone when training begins.
+        offload = None if role == "actor" else True if config.algorithm.dpo.precompute else offload
     shape, assumed = _shape(config, role)
     spec = RoleSpec(
         name=role,
@@ -344,7 +344,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         return replace(
             spec,
             tensor_parallel=config.train.tensor_parallel_size,
-            can_offload=_TRAINED,
+            can_offload=_TRAINED if config.task == "rl" else frozenset(),  # the actor stays while a reference scores
             memory=_train_memory(config, role),
         )
     score_tokens, score_batch = _score_batch(config)
@@ -359,6 +359,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
             packing=config.train.packing,
             sequence_parallel=config.train.sequence_parallel_size,
+            is_guest=config.task == "dpo",
         ),
     )
 
