@@ -1,6 +1,6 @@
 """The demo's task and model, as files: see `hotseat.demo`.
 
-    python examples/dpo/prepare.py build/dpo --seed 0
+python examples/dpo/prepare.py build/dpo --seed 0
 """
 
 from __future__ import annotations

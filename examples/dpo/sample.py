@@ -88,7 +88,8 @@ def make_pairs(model: Path, files: Path, num_prompts: int, count: int, seed: int
     write(files / "pairs.jsonl", pairs)
     write(files / "chosen.jsonl", [{"input": pair["prompt"], "output": pair["chosen"]} for pair in pairs])
     num_sums = len({pair["prompt"] for pair in pairs})
-    print(f"{files / 'pairs.jsonl'}: {len(pairs)} pairs of {num_sums} sums, out of {len(rows)} with {count} samples each")
+    sampled = f"out of {len(rows)} with {count} samples each"
+    print(f"{files / 'pairs.jsonl'}: {len(pairs)} pairs of {num_sums} sums, {sampled}")
 
 
 def score(model: Path, files: Path) -> float:

@@ -118,7 +118,10 @@ def test_texts_without_a_prompt_are_refused(row, message):
             {"chosen": [user("q"), user("r"), assistant("a")], "rejected": [user("q"), assistant("b")]},
             "chosen[1]: by user, but the two conversations part here",
         ),
-        ({"chosen": [user("q"), assistant("")], "rejected": [user("q"), assistant("b")]}, "chosen[1]: content is empty"),
+        (
+            {"chosen": [user("q"), assistant("")], "rejected": [user("q"), assistant("b")]},
+            "chosen[1]: content is empty",
+        ),
         ({"chosen": [user("q"), "a"], "rejected": [user("q"), assistant("b")]}, "chosen[1]: a string, not a message"),
         ({"chosen": [], "rejected": [user("q"), assistant("b")]}, "chosen: no messages"),
         ({"chosen": {"a": 1}, "rejected": [user("q")]}, "chosen: an object, neither a string nor a list of messages"),

@@ -113,9 +113,7 @@ def test_an_evaluation_over_ranks(settings, expected):
         for p in PAIRS
     ]
     found = objective.evaluation([measured[:2], measured[2:], []])
-    rewards = [
-        [0.5 * (total(side, POLICY) - total(side, REFERENCE)) for side in (p.chosen, p.rejected)] for p in PAIRS
-    ]
+    rewards = [[0.5 * (total(side, POLICY) - total(side, REFERENCE)) for side in (p.chosen, p.rejected)] for p in PAIRS]
     assert found == pytest.approx(
         {
             "eval/accuracy": sum(c > r for c, r in rewards) / 3,
