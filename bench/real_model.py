@@ -10,6 +10,8 @@ the end of step 1, and the gap between the engine's log-probs and the trainer's.
     python bench/real_model.py --model MODEL --backend deepspeed fsdp --trl     on a GPU
     python bench/real_model.py --model MODEL --backend fsdp --interrupt 20      SIGTERM after 20 rollouts, then resumed
     python bench/real_model.py --model MODEL --reward-model                     --reward_pretrain, --normalize_reward
+    python bench/real_model.py --model MODEL --graphs --precision bf16 --trl    CUDA graphs, no checkpointing; pure bf16
+    python bench/real_model.py --model MODEL --graphs --set overlap.staleness=1 overlap.in_flight=recompute
 
 On a CPU every case takes a few steps of a smaller form: 4 prompts x 4 samples, fp32.
 """
@@ -49,6 +51,7 @@ class Size:
 
 
 ON_GPU = Size()
+GRAPHS = ("--bf16",)  # nothing is offloaded that need not be
 ON_CPU = Size(num_prompts=4, group_size=4, batch_size=8, num_held_out=8, flags=("--vllm_enable_sleep",))
 
 
@@ -139,11 +142,13 @@ def command(case: str, arguments: argparse.Namespace, size: Size, num_rollouts: 
         *("--micro_rollout_batch_size", arguments.micro_batch, "--rollout_batch_size", str(size.num_prompts)),
         *("--n_samples_per_prompt", str(size.group_size), "--max_epochs", "1"),
         *("--prompt_max_len", "128", "--generate_max_len", "64"),
-        *("--max_samples", str(num_rollouts * size.num_prompts), "--zero_stage", "3", *size.flags),
+        *("--max_samples", str(num_rollouts * size.num_prompts), "--zero_stage", "3"),
+        *(GRAPHS if arguments.graphs else size.flags),
         *("--actor_learning_rate", str(arguments.learning_rate), "--critic_learning_rate", "9e-6"),
         *("--init_kl_coef", "1e-4", *kl),
         *("--prompt_data", str(data / "train.jsonl"), "--input_key", "input", "--label_key", "answer"),
-        *("--apply_chat_template", "--packing_samples", "--vllm_sync_backend", "nccl", "--deepspeed_enable_sleep"),
+        *("--apply_chat_template", "--packing_samples", "--vllm_sync_backend", "nccl"),
+        *(() if arguments.graphs else ("--deepspeed_enable_sleep",)),
         *("--eval_dataset", str(held_out(data, size)), "--eval_steps", str(arguments.eval_steps)),
         *("--eval_n_samples_per_prompt", "1", "--eval_temperature", "0.6", "--save_steps", str(arguments.save_steps)),
         *("--backend", "fsdp" if case == "fsdp" else "deepspeed", "--engine", arguments.engine),
@@ -159,8 +164,9 @@ def run_hotseat(case: str, arguments: argparse.Namespace, size: Size) -> Outcome
     folder.mkdir(parents=True)
     run_dir = folder / "runs" / "rl-1"
     notes = []
+    line = changed(command(case, arguments, size, num_rollouts), folder / "config.yaml", arguments)
     began = time.monotonic()
-    first_step_s, code = watch(command(case, arguments, size, num_rollouts), folder, run_dir, arguments.interrupt)
+    first_step_s, code = watch(line, folder, run_dir, arguments.interrupt)
     if arguments.interrupt is not None:
         if code != STOPPED:
             raise SystemExit(f"{case}: exit code {code} after SIGTERM, {STOPPED} expected; see {folder / 'log'}")
@@ -178,6 +184,15 @@ def run_hotseat(case: str, arguments: argparse.Namespace, size: Size) -> Outcome
         wall_s=time.monotonic() - began,
         notes=notes,
     )
+
+
+def changed(line: list[str], config: Path, arguments: argparse.Namespace) -> list[str]:
+    """Return a command that runs OpenRLHF's with other settings, or itself if there are none."""
+    settings = [*(["train.fp32_master=false"] if arguments.precision == "bf16" else []), *arguments.set]
+    if not settings:
+        return line
+    config.write_text(subprocess.run([*line, "--print_config"], check=True, text=True, stdout=subprocess.PIPE).stdout)
+    return [sys.executable, "-m", "hotseat.cli.main", "run", str(config), *settings]
 
 
 def watch(line: list[str], folder: Path, run_dir: Path, interrupt: int | None) -> tuple[float, int]:
@@ -213,7 +228,7 @@ def count_steps(metrics: Path) -> int:
 
 
 def run_trl(arguments: argparse.Namespace, size: Size) -> Outcome:
-    """TRL on the same task in pure bf16, with vLLM in its process and sleep mode, micro-batch 32."""
+    """TRL on the same task, with vLLM in its process; it sleeps between rollouts unless `--graphs` is given."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "smollm2"))
     from reward import reward_func
 
@@ -229,13 +244,13 @@ def run_trl(arguments: argparse.Namespace, size: Size) -> Outcome:
     rows = [json.loads(line) for line in (arguments.directory / "data" / "train.jsonl").read_text().splitlines()]
     chats = [{"input": [{"role": "user", "content": row["input"]}], "answer": row["answer"]} for row in rows]
     prompts.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    num_samples, micro_batch = size.num_prompts * size.group_size, min(32, size.batch_size)
+    num_samples, micro_batch = size.num_prompts * size.group_size, min(arguments.trl_micro_batch, size.batch_size)
     on_gpu: dict[str, Any] = {
         "bf16": True,
-        "model_init_kwargs": {"dtype": "bfloat16"},
+        "model_init_kwargs": {"dtype": "bfloat16" if arguments.precision == "bf16" else "float32"},
         "use_vllm": True,
         "vllm_mode": "colocate",
-        "vllm_enable_sleep_mode": True,
+        "vllm_enable_sleep_mode": not arguments.graphs,
         "vllm_gpu_memory_utilization": 0.4,
         "vllm_max_model_length": 256,
     }
@@ -330,7 +345,11 @@ def main() -> None:
     parser.add_argument("--trl", action="store_true", help="TRL on the same task")
     parser.add_argument("--rollouts", type=int, help="default: 40, on a CPU 3")
     parser.add_argument("--trl-rollouts", type=int, default=6)
+    parser.add_argument("--trl-micro-batch", type=int, default=32)
     parser.add_argument("--micro-batch", default="32", help="samples per micro-batch, or auto")
+    parser.add_argument("--precision", choices=("masters", "bf16"), default="masters", help="fp32 masters or pure bf16")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, no gradient checkpointing, no sleep")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of Hotseat's config")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--eval-steps", type=int, default=10)

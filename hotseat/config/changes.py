@@ -60,6 +60,8 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "num_slots",
                 "prefix_caching",
                 "enforce_eager",
+                "engine_args",
+                "lora_sync",
                 "fp32_head",
                 "weight_transport",
                 "canary",

@@ -223,7 +223,13 @@ RULES: tuple[Rule, ...] = (
         _says("train.backend is fsdp"),
     ),
     Rule(
-        ("train.lora.alpha", "train.lora.dropout", "train.lora.target_modules", "train.load_in_4bit"),
+        (
+            "train.lora.alpha",
+            "train.lora.dropout",
+            "train.lora.target_modules",
+            "train.load_in_4bit",
+            "rollout.lora_sync",
+        ),
         lambda c: c.train.lora.rank > 0,
         _says("train.lora.rank is 0"),
     ),
@@ -259,7 +265,14 @@ RULES: tuple[Rule, ...] = (
         _says("train.dtype is fp32, and so are all logits"),
     ),
     Rule(
-        ("rollout.memory_share", "rollout.prefix_caching", "rollout.enforce_eager", "rollout.tensor_parallel_size"),
+        (
+            "rollout.memory_share",
+            "rollout.prefix_caching",
+            "rollout.enforce_eager",
+            "rollout.engine_args",
+            "rollout.lora_sync",
+            "rollout.tensor_parallel_size",
+        ),
         _rl_but(lambda c: c.rollout.engine == "vllm"),
         _says("rollout.engine is transformers; this is for vllm"),
     ),
@@ -462,13 +475,6 @@ def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
                 "overlap.queue",
                 f"{overlap.queue} batches ahead would be older than overlap.staleness {overlap.staleness} allows: set"
                 f" at most {overlap.staleness}, or staleness {overlap.queue}",
-            )
-        )
-    if overlap.in_flight == "keep" and config.rollout.engine == "vllm":
-        problems.append(
-            (
-                "overlap.in_flight",
-                "keep: the vLLM engine recomputes keys and values of open requests when weights change; set recompute",
             )
         )
     return problems

@@ -274,8 +274,12 @@ class RolloutConfig(Section):
     """Reuse the cache of common prompt prefixes (vLLM)."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, by its own names, such as `max_num_batched_tokens`."""
     fp32_head: bool = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
+    lora_sync: Literal["adapter", "merged"] | None = None
+    """Send vLLM adapters alone, or all weights with adapters merged in; unset: alone where vLLM can apply them."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None

@@ -137,7 +137,7 @@ def refuse_what_cannot_start(config: Config) -> None:
 
 def _missing_packages(config: Config) -> list[tuple[str, str]]:
     from hotseat.observe import wandb_sink
-    from hotseat.rollout import vllm_versions
+    from hotseat.rollout import vllm_arguments, vllm_versions
     from hotseat.train import liger
 
     absent = []
@@ -149,6 +149,9 @@ def _missing_packages(config: Config) -> list[tuple[str, str]]:
         problem = vllm_versions.what_is_wrong()
         if problem is not None:
             absent.append(("rollout.engine", problem))
+        elif config.rollout.engine_args:
+            refused = vllm_arguments.refusals(config.rollout.engine_args)
+            absent += [(f"rollout.engine_args.{name}", reason) for name, reason in refused]
     return absent
 
 

@@ -39,6 +39,7 @@ from hotseat.placement.memory import (
     TrainMemory,
     estimate,
     token_activation_bytes,
+    useful_cache_gib,
 )
 from hotseat.placement.plan import (
     DeviceGroup,
@@ -133,4 +134,5 @@ __all__ = [
     "plan",
     "shares_devices",
     "token_activation_bytes",
+    "useful_cache_gib",
 ]

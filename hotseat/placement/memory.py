@@ -32,6 +32,7 @@ DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gath
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
 STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist in DeepSpeed's optimizer step
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
+USEFUL_CACHE = 2  # times what an engine's sequences need at their full length: as much again for cached prefixes
 ENGINE_BUFFERS_GIB = 1.0  # attention workspace, sampler and input buffers that an engine keeps; measured
 CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its memory share; measured
 HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
@@ -132,7 +133,10 @@ class ForwardMemory:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory settings of a rollout engine. Its cache fills the memory share; without a share, it is what slots need."""
+    """Memory settings of a rollout engine.
+
+    Its cache fills the memory share, up to twice what slots need; without a share, it is what slots need.
+    """
 
     max_tokens: int
     slots: int  # sequences at once
@@ -530,6 +534,11 @@ def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:
     return 2 * model.num_layers * heads * model.head_dim * kv_bytes
 
 
+def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> float:
+    """Return the GiB of keys and values beyond which an engine's cache is of no use."""
+    return USEFUL_CACHE * memory.slots * memory.max_tokens * kv_bytes_per_token(model, memory.kv_bytes, tp) / GIB
+
+
 def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
     tp = layout.tensor_parallel
     n = model.num_parameters
@@ -568,12 +577,18 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
     min_share = None
     if layout.share is not None and layout.device_gib is not None:
         left = layout.share * layout.device_gib - rest
+        useful = useful_cache_gib(memory, model, tp)
         held = int(max(left, 0.0) * GIB / per_token)
         formula = (
             f"{layout.share:g} x {layout.device_gib:g} GiB - {rest:.2f} GiB (weights, buffers, workspace)"
             f" = {_n(held)} tokens of {_n(per_token)} B"
         )
-        cache = Term(role, "kv cache", max(left, one), formula, Part.KV_CACHE)
+        if memory.engine == "vllm" and left > useful:
+            formula = (
+                f"{USEFUL_CACHE} x {memory.slots} slots x {_n(memory.max_tokens)} tokens x {_n(per_token)} B, less than"
+                f" the share of {layout.share:g} allows"
+            )
+        cache = Term(role, "kv cache", max(min(left, useful), one), formula, Part.KV_CACHE)
         min_share = (rest + one) / layout.device_gib
     else:
         formula = f"{memory.slots} slots x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"

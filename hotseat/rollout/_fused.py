@@ -16,6 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hotseat.algorithms.adapters import factor_names
+from hotseat.rollout._live_weights import WeightNames
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -40,6 +43,7 @@ _EXPERTS: Mapping[str, Mapping[str, str]] = {
     "Qwen2MoeForCausalLM": {},
     "Qwen3MoeForCausalLM": {},
 }
+_BELOW_ADAPTER = ".base_layer"  # the name that vLLM gives a layer inside its adapter
 
 
 def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
@@ -49,6 +53,7 @@ def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     names = _EXPERTS.get(type(model).__name__)
     for prefix, module in model.named_modules(remove_duplicate=False):
+        prefix = prefix.removesuffix(_BELOW_ADAPTER)
         renamed = ".".join((names or {}).get(part, part) for part in prefix.split("."))
         if isinstance(module, RoutedExperts):
             if names is not None:
@@ -124,6 +129,37 @@ def _of_parameter(
     else:
         is_cut = False
         yield piece(full, live, 0, live.shape[0] if live.dim() else 1)
+
+
+def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[Piece]:
+    """Yield the pieces of the adapters' factors: in the memory from which vLLM applies the first of its adapters.
+
+    Each rank holds the columns of A that belong to its columns of the weight, and the rows of B that belong to its
+    rows.
+    """
+    if not names.factors:
+        return
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    for prefix, module in model.named_modules():
+        if not prefix.endswith(_BELOW_ADAPTER):
+            continue
+        prefix = prefix.removesuffix(_BELOW_ADAPTER)
+        adapter: Any = model.get_submodule(prefix)
+        found = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
+        weights = [piece for piece in found if names.shape(piece.name) == piece.shape]
+        if len(weights) != len(adapter.lora_a_stacked):
+            continue  # arranged in another way
+        for weight, all_a, all_b in zip(weights, adapter.lora_a_stacked, adapter.lora_b_stacked, strict=True):
+            name_of_a, name_of_b = factor_names(weight.name)
+            if name_of_a not in names.factors:
+                continue
+            num_ranks = names.factors[name_of_a][0]
+            a, b = all_a[0, 0, :num_ranks], all_b[0, 0, :, :num_ranks]
+            (out_size, in_size), (row, column) = weight.shape, weight.offset
+            counts_a = weight.is_counted if a.shape[1] < in_size else rank == 0
+            counts_b = weight.is_counted if b.shape[0] < out_size else rank == 0
+            yield Piece(name_of_a, a, (0, column), (num_ranks, in_size), counts_a)
+            yield Piece(name_of_b, b, (row, 0), (out_size, num_ranks), counts_b)
 
 
 def _of_experts(experts: Any, prefix: str, rank: int) -> Iterator[Piece]:

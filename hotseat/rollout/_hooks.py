@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -67,8 +67,8 @@ class EngineHooks(ABC):
         """List the weights that were not loaded since `_prepare_load`."""
 
     @abstractmethod
-    def _digest(self) -> dict[str, int]:
-        """Hash every live weight as `Engine.digest` promises."""
+    def _digest(self, names: Collection[str] | None) -> dict[str, int]:
+        """Hash live weights as `Engine.digest` promises."""
 
     @abstractmethod
     def _pause(self) -> None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from hotseat.algorithms.adapters import factor_names
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
 
 
 class WeightNames:
-    """The weights of a model, under every name (tied ones have several), and which have arrived since `begin`."""
+    """The weights of a model, under every name (tied ones have several), and which have arrived since `begin`.
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], first_names: Mapping[str, str]):
-        self._shapes = shapes
-        self._first = first_names  # for each name: the first name of the same weight
+    Of a model with adapters, factors have to arrive in every load, and the other weights only once: `keep` records that
+    they are there, and `lose` that they are not any more.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        first_names: Mapping[str, str],
+        factors: Mapping[str, tuple[int, ...]] | None = None,
+    ):
+        self._factors = factors or {}  # shapes of the adapters' factors, by name
+        self._shapes = {**shapes, **self._factors}
+        self._first = {**first_names, **{name: name for name in self._factors}}  # the first name of the same weight
         self._loaded: set[str] = set()
+        self._is_base_kept = False
 
     @staticmethod
     def of(model: nn.Module) -> WeightNames:
@@ -29,6 +41,20 @@ class WeightNames:
             {name: tuple(tensor.shape) for name, tensor in tensors.items()},
             {name: first[id(tensor)] for name, tensor in tensors.items()},
         )
+
+    def with_adapters(self, layers: Iterable[str], rank: int) -> WeightNames:
+        """Return the same weights with factors of this rank beside the weights of these layers."""
+        factors: dict[str, tuple[int, ...]] = {}
+        for layer in layers:
+            out_size, in_size = self._shapes[f"{layer}.weight"]
+            name_of_a, name_of_b = factor_names(f"{layer}.weight")
+            factors |= {name_of_a: (rank, in_size), name_of_b: (out_size, rank)}
+        return WeightNames(self._shapes, self._first, factors)
+
+    @property
+    def factors(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the adapters' factors, by name."""
+        return self._factors
 
     @property
     def first_names(self) -> Mapping[str, str]:
@@ -52,11 +78,22 @@ class WeightNames:
         if name in self._loaded:
             raise WeightError(f"{name} came twice in one load")
         self._loaded.add(name)
+        if name not in self._factors:
+            self._is_base_kept = False  # until all of them have arrived
 
     def missing(self) -> list[str]:
-        """List weights that have arrived under none of their names, each by its first."""
+        """List weights that are needed and have arrived under none of their names, each by its first."""
         loaded = {self._first[name] for name in self._loaded}
-        return [name for name in dict.fromkeys(self._first.values()) if name not in loaded]
+        needed = self._factors if self._is_base_kept else dict.fromkeys(self._first.values())
+        return [name for name in needed if name not in loaded]
+
+    def keep(self) -> None:
+        """Record that a load is complete: weights without factors stay as they are."""
+        self._is_base_kept = bool(self._factors)
+
+    def lose(self) -> None:
+        """Record that no weight is there any more."""
+        self._is_base_kept = False
 
 
 class LiveWeights:
@@ -94,8 +131,9 @@ class LiveWeights:
     def missing(self) -> list[str]:
         return self._names.missing()
 
-    def digest(self) -> dict[str, int]:
-        first_names = self._names.first_names
+    def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
+        """Hash these weights, or all."""
+        first_names = {n: first for n, first in self._names.first_names.items() if names is None or n in names}
         digests = named_digests((name, self._tensors[name]) for name in dict.fromkeys(first_names.values()))
         return {name: digests[first] for name, first in first_names.items()}
 

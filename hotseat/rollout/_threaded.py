@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -138,8 +138,8 @@ class ThreadedEngine(EngineHooks):
     def finish_load(self) -> None:
         self._thread.call("finish_load", self._finish_load)
 
-    def digest(self) -> dict[str, int]:
-        return self._thread.call("digest", self._digest_if_there)
+    def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
+        return self._thread.call("digest", lambda: self._digest_if_there(names))
 
     def health(self) -> Health:
         with self._wake:
@@ -244,9 +244,9 @@ class ThreadedEngine(EngineHooks):
             self._finish_loading()
         self._serving.finish_load(missing)
 
-    def _digest_if_there(self) -> dict[str, int]:
+    def _digest_if_there(self, names: Collection[str] | None) -> dict[str, int]:
         self._serving.raise_unless_weights("asking for their digest")
-        return self._digest()
+        return self._digest(names)
 
 
 def _closer(engine: ThreadedEngine) -> Callable[[], None]:

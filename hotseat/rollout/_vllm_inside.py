@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hotseat.algorithms.head import project
-from hotseat.rollout.vllm_versions import installed_version
+from hotseat.rollout.vllm_versions import ADAPTER_ID, ADAPTER_NAME, installed_version
 
 _TRANSFORMERS_MODELS = "vllm.model_executor.models.transformers.base"
 _CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
@@ -172,6 +172,31 @@ def let_prompts_be_scored_at(model_runner: Any, temperature: Callable[[], float]
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits if temperature == 1.0 else logits.float() / temperature
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def add_adapter(model_runner: Any) -> None:
+    """Register an adapter of zeros under `ADAPTER_ID`, and keep it in the only slot of vLLM's layers."""
+    from vllm.lora.request import LoRARequest
+
+    manager = model_runner.lora_manager
+    manager.remove_all_adapters()
+    rank = manager.lora_config.max_lora_rank
+    manager.add_dummy_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME), rank)
+    manager._adapter_manager.activate_adapter(ADAPTER_ID)
+
+
+def clear_adapter(model_runner: Any) -> None:
+    """Set the memory of the adapter to zeros, and forget which requests use it: what was there is lost."""
+    manager = getattr(model_runner, "lora_manager", None)
+    if manager is None:
+        return
+    for layer in manager._adapter_manager.modules.values():
+        layer.reset_lora(0)
+    # vLLM writes the indices of requests to its device anew only if they differ from those of the last step.
+    manager._adapter_manager._last_mapping = None
 
 
 # --- parts of a worker's memory ---------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ back as a message instead of an error: from another process vLLM would hand on n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
 from hotseat.rollout import _vllm_inside as inside
-from hotseat.rollout._fused import Piece, pieces
+from hotseat.rollout._fused import Piece, adapter_pieces, pieces
 from hotseat.rollout._live_weights import WeightNames
 
 # Called here: this module is the first of ours that a worker's process imports, before it loads the model.
@@ -36,14 +37,17 @@ class WorkerExtension:
         if problem is not None:
             return {"problem": problem}
         self.hotseat_names = names
-        self.hotseat_pieces: list[Piece] = [
-            piece for piece in pieces(self.model_runner.model, self.rank) if names.shape(piece.name) == piece.shape
-        ]
+        found = [*pieces(model, self.rank), *adapter_pieces(model, self.rank, names)]
+        self.hotseat_pieces: list[Piece] = [piece for piece in found if names.shape(piece.name) == piece.shape]
+        problem = self._hotseat_add_adapter(names) if names.factors else None
+        if problem is not None:
+            return {"problem": problem}
         self.hotseat_taken: dict[str, list[Piece]] = {}
         for piece in self.hotseat_pieces:
             if piece.is_taken_here:
                 self.hotseat_taken.setdefault(piece.name, []).append(piece)
         self.hotseat_buffers: dict[str, Tensor] = {}
+        self.hotseat_is_dropped = False  # memory of the weights was given up without a copy
         if not hasattr(self, "hotseat_temperature"):
             self.hotseat_temperature = 1.0
             inside.let_prompts_be_scored_at(self.model_runner, lambda: self.hotseat_temperature)
@@ -52,6 +56,18 @@ class WorkerExtension:
             "bytes": inside.part_bytes(self),
             "undigested": [name for name, first in names.first_names.items() if not reached & {name, first}],
         }
+
+    def _hotseat_add_adapter(self, names: WeightNames) -> str | None:
+        """Have vLLM apply an adapter of zeros, whose memory pushes write to; return why it cannot, or None."""
+        model = self.model_runner.model
+        reached = {piece.name for piece in self.hotseat_pieces}
+        lost = next((name for name, first in names.first_names.items() if not reached & {name, first}), None)
+        if lost is not None:
+            return f"vLLM's {type(model).__name__} has no known place for {lost}: set rollout.lora_sync to merged"
+        # vLLM's loaders do not find weights below its adapters: all are copied into their pieces.
+        self.hotseat_pieces = [replace(piece, is_taken_here=True) for piece in self.hotseat_pieces]
+        inside.add_adapter(self.model_runner)
+        return None
 
     def hotseat_score_at(self, temperature: float) -> None:
         self.hotseat_temperature = temperature
@@ -87,19 +103,21 @@ class WorkerExtension:
         return None
 
     def hotseat_missing(self) -> list[str]:
-        return self.hotseat_names.missing()
+        """List the weights that this load lacks; if there are none, it is complete."""
+        missing = self.hotseat_names.missing()
+        if not missing:
+            self.hotseat_names.keep()
+        return missing
 
-    def hotseat_digest(self) -> list[tuple[str, tuple[int, ...], int, bool]]:
-        """Return (name, offset, digest, whether it counts) of this rank's piece of each weight."""
+    def hotseat_digest(self, names: Collection[str] | None) -> list[tuple[str, tuple[int, ...], int, bool]]:
+        """Return (name, offset, digest, whether it counts) of this rank's piece of each of these weights, or of all."""
+        chosen = [piece for piece in self.hotseat_pieces if names is None or piece.name in names]
         with torch.inference_mode():
             digests = named_digests(
-                [(str(index), piece.live) for index, piece in enumerate(self.hotseat_pieces)],
-                {str(index): piece.offset for index, piece in enumerate(self.hotseat_pieces)},
+                [(str(index), piece.live) for index, piece in enumerate(chosen)],
+                {str(index): piece.offset for index, piece in enumerate(chosen)},
             )
-        return [
-            (piece.name, piece.offset, digests[str(index)], piece.is_counted)
-            for index, piece in enumerate(self.hotseat_pieces)
-        ]
+        return [(piece.name, piece.offset, digests[str(index)], piece.is_counted) for index, piece in enumerate(chosen)]
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -107,6 +125,8 @@ class WorkerExtension:
         """Take parts off the device: (bytes that left, bytes that were copied)."""
         torch.cuda.synchronize()
         if "weights" in parts and not keep_weights:
+            self.hotseat_names.lose()
+            self.hotseat_is_dropped = True
             # Buffers lie beside the weights, and no push brings them.
             self.hotseat_buffers = {name: buffer.cpu() for name, buffer in self.model_runner.model.named_buffers()}
         return inside.offload(parts, keep_weights)
@@ -117,5 +137,8 @@ class WorkerExtension:
             for name, buffer in self.model_runner.model.named_buffers():
                 buffer.copy_(self.hotseat_buffers[name])
             self.hotseat_buffers = {}
+        if "weights" in parts and self.hotseat_is_dropped:
+            self.hotseat_is_dropped = False
+            inside.clear_adapter(self.model_runner)
         torch.cuda.synchronize()
         return moved

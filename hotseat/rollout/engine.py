@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -113,8 +113,11 @@ class Engine(Protocol):
         After a load that failed, requests are refused and those in flight stand still until another one succeeds.
         """
 
-    def digest(self) -> dict[str, int]:
-        """Hash each live weight, as the next step would use it, by `tensor_digest`, under each of its names."""
+    def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
+        """Hash each live weight, as the next step would use it, by `tensor_digest`, under each of its names.
+
+        names: the only ones to hash; None is all.
+        """
 
     @property
     def undigested(self) -> frozenset[str]:

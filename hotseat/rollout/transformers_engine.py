@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -419,5 +419,5 @@ class TransformersEngine(ThreadedEngine):
     def _missing(self) -> list[str]:
         return self._weights.missing()
 
-    def _digest(self) -> dict[str, int]:
-        return self._weights.digest()
+    def _digest(self, names: Collection[str] | None) -> dict[str, int]:
+        return self._weights.digest(names)

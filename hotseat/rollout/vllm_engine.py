@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,19 @@ from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout._requests import EngineSequence
 from hotseat.rollout._threaded import ThreadedEngine
 from hotseat.rollout.engine import PARTS
-from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, Core, CoreOptions, Sampled
+from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, CoreOptions, Sampled
 from hotseat.types import Completion
 
-__all__ = ["Core", "CoreOptions", "VllmEngine", "cache_bytes", "log_to", "start_error", "weight_names"]
+__all__ = [
+    "AdapterOptions",
+    "Core",
+    "CoreOptions",
+    "VllmEngine",
+    "cache_bytes",
+    "log_to",
+    "start_error",
+    "weight_names",
+]
 
 _MAX_REASON = 400  # characters of vLLM's error message
 
@@ -40,11 +49,11 @@ class VllmEngine(ThreadedEngine):
     The same request gives the same tokens only up to rounding, which differs from batch to batch: not bit for bit.
 
     core: vLLM, started; the engine closes it. names: the weights of the model. max_length: at most the core's.
+    keeps_cache: requests in flight keep their keys and values when weights change; False recomputes them.
     """
 
     parts: frozenset[Part] = frozenset(PARTS)
     scores_with: frozenset[Part] = frozenset(PARTS)
-    keeps_cache = False
 
     def __init__(
         self,
@@ -56,6 +65,7 @@ class VllmEngine(ThreadedEngine):
         eos_token_ids: Iterable[int] = (),
         num_threads: int | None = None,
         version: int = 0,
+        keeps_cache: bool = False,
         call_timeout_s: float = 600.0,
     ):
         if num_slots < 1 or max_length < 2:
@@ -71,6 +81,7 @@ class VllmEngine(ThreadedEngine):
             version=version,
             call_timeout_s=call_timeout_s,
         )
+        self.keeps_cache = keeps_cache
         self._core = core
         started = core.call("hotseat_start", names, timeout_s=call_timeout_s)
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
@@ -91,7 +102,9 @@ class VllmEngine(ThreadedEngine):
             self._num_named += 1
             name = f"{self._num_named}/{sequence.request.id}"
             self._running[name] = sequence
-            self._core.add(name, sequence.request, sequence.max_new_tokens, sorted(sequence.stop_ids))
+            # Where blocks of older weights stay in the prefix cache, only requests of the same version find them.
+            salt = str(self._serving.version) if self.keeps_cache else None
+            self._core.add(name, sequence.request, sequence.max_new_tokens, sorted(sequence.stop_ids), salt)
         faults.reach("generation.during")
         self._take(self._core.step())
 
@@ -198,7 +211,7 @@ class VllmEngine(ThreadedEngine):
 
     def _prepare_load(self) -> None:
         self._pause()
-        if Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
+        if not self.keeps_cache and Part.KV_CACHE not in self._serving.offloaded & self.can_offload:
             self._core.forget_cache()
         self._core.call("hotseat_begin_load", timeout_s=self._call_timeout_s)
 
@@ -217,10 +230,11 @@ class VllmEngine(ThreadedEngine):
         missing: list[str] = self._core.call("hotseat_missing", timeout_s=self._call_timeout_s)[0]
         return missing
 
-    def _digest(self) -> dict[str, int]:
+    def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         counted: dict[str, list[int]] = {}
         copies: dict[tuple[str, tuple[int, ...]], int] = {}
-        for rank, pieces in enumerate(self._core.call("hotseat_digest", timeout_s=self._call_timeout_s)):
+        chosen = None if names is None else frozenset(names)
+        for rank, pieces in enumerate(self._core.call("hotseat_digest", chosen, timeout_s=self._call_timeout_s)):
             for name, offset, digest, is_counted in pieces:
                 if copies.setdefault((name, offset), digest) != digest:
                     raise WeightError(f"tensor-parallel rank {rank} holds another {name} than a rank before it")
@@ -229,15 +243,16 @@ class VllmEngine(ThreadedEngine):
         return {name: combine_digests(parts) for name, parts in counted.items()}
 
 
-def weight_names(model: str, trust_remote_code: bool) -> WeightNames:
-    """List the weights of a Hugging Face model, from its config alone."""
+def weight_names(model: str, trust_remote_code: bool, adapters: AdapterOptions | None = None) -> WeightNames:
+    """List the weights of a Hugging Face model, from its config alone, and the factors of adapters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     empty.tie_weights()
-    return WeightNames.of(empty)
+    names = WeightNames.of(empty)
+    return names if adapters is None else names.with_adapters(adapters.layers, adapters.rank)
 
 
 def cache_bytes(

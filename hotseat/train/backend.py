@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from hotseat.algorithms.adapters import WeightForm
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.placement.roles import Part
 from hotseat.train.packing import LayoutKind
@@ -263,12 +264,14 @@ class Backend(Protocol):
     def onload(self, parts: Collection[Part]) -> Moved:
         """Undo `offload`, bit for bit. Parts that are resident are left as they are."""
 
-    def weights(self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28, form: WeightForm = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight once, whole, under its Hugging Face name; tied ones under the first.
 
         All ranks together, and to the end.
 
-        Adapters are merged into their weights.
+        form: of a model with adapters, merged or not; see `algorithms.adapters`.
 
         Sharded weights are gathered a bucket at a time, after conversion to `dtype`. A tensor may be the live weight or
         a piece of the bucket: it is to be read, not kept, and only until the next one is asked for.
@@ -277,7 +280,7 @@ class Backend(Protocol):
     def take_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Replace weights of a model that is only scored, by whole ones as `weights` yields them. Ranks do not wait."""
 
-    def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
+    def digest(self, *, dtype: torch.dtype | None = None, form: WeightForm = "merged") -> dict[str, int]:
         """Hash every weight that `weights` would yield, by name: 64 bits, equal for equal bits. All ranks together."""
 
     def save(self, directory: str | Path) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import UserError
 from hotseat.placement.roles import Part
@@ -32,7 +33,7 @@ from hotseat.train.fragments import local
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.models import compiles, layers, load_model, prepare_model
-from hotseat.train.outgoing import Merge, convert
+from hotseat.train.outgoing import Merge, as_they_are, convert
 from hotseat.train.ranks import Ranks
 from hotseat.train.trainer import Trainer
 
@@ -172,8 +173,13 @@ class FSDPBackend(Trainer):
 
     # --- weights out --------------------------------------------------------------------------------------------------
 
-    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        dtype, merge = self._outgoing.dtype(dtype), self._outgoing.merging(self._whole(self._outgoing.factor_names()))
+    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
+        dtype, factors = self._outgoing.dtype(dtype), self._whole(self._outgoing.factor_names())
+        if form != "merged":
+            yield from self._outgoing.factors(factors, dtype)
+        if form == "adapters":
+            return
+        merge = self._outgoing.merging(factors) if form == "merged" else as_they_are
         bucket: list[tuple[str, DTensor]] = []
         size = 0
         for name, weight in self._state().items():
@@ -189,17 +195,17 @@ class FSDPBackend(Trainer):
         if bucket:
             yield from self._gather(bucket, dtype, merge)
 
-    def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
+    def digest(self, *, dtype: torch.dtype | None = None, form: WeightForm = "merged") -> dict[str, int]:
         self._need("digest", Part.WEIGHTS)
-        return self._digests(
-            self._state(),
-            self._outgoing.dtype(dtype),
-            self._outgoing.merging(self._whole(self._outgoing.factor_names())),
-        )
+        dtype, factors = self._outgoing.dtype(dtype), self._whole(self._outgoing.factor_names())
+        if form == "merged":
+            return self._digests(self._state(), dtype, self._outgoing.merging(factors))
+        digests = named_digests(self._outgoing.factors(factors, dtype))
+        return digests if form == "adapters" else digests | self._digests(self._state(), dtype, as_they_are)
 
     def _base_digest(self) -> dict[str, int]:
         frozen = {name: tensor for name, tensor in self._state().items() if name not in self._trained}
-        return self._digests(frozen, None, _as_they_are)
+        return self._digests(frozen, None, as_they_are)
 
     def _digests(self, state: Mapping[str, Tensor], dtype: torch.dtype | None, merge: Merge) -> dict[str, int]:
         # Every rank hashes the rows it holds: digests of slices add up, so nothing is gathered but the digests.
@@ -252,7 +258,7 @@ class FSDPBackend(Trainer):
     def _whole(self, names: Collection[str]) -> dict[str, Tensor]:
         weights = {name: self._trained[name].detach() for name in names}
         sharded = [(name, weight) for name, weight in weights.items() if isinstance(weight, DTensor)]
-        return weights | (dict(self._gather(sharded, None, _as_they_are)) if sharded else {})
+        return weights | (dict(self._gather(sharded, None, as_they_are)) if sharded else {})
 
     def _shards(self) -> dict[str, Tensor]:
         return {name: local(weight.detach()) for name, weight in self._trained.items()}
@@ -291,10 +297,6 @@ class FSDPBackend(Trainer):
 
     def _drop(self) -> None:
         del self._wrapped, self._optimizer, self._weights, self._trained
-
-
-def _as_they_are(name: str, rows: Tensor, first_row: int) -> Tensor:
-    return rows
 
 
 def _shard(

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hotseat.algorithms.adapters import WeightForm
 from hotseat.placement.roles import Part
 from hotseat.train.backend import TrainOptions
 from hotseat.types import MicroBatch
@@ -115,7 +116,7 @@ class TrainerHooks(ABC):
     # --- weights in and out -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight as `Backend.weights` promises. All ranks together."""
 
     @abstractmethod

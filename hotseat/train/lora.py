@@ -120,12 +120,18 @@ def find_targets(model: PreTrainedModel, targets: Sequence[str] | str) -> list[s
 
 def check_targets(source: str, targets: Sequence[str] | str, head: Head, trust_remote_code: bool) -> None:
     """Raise as `find_targets` does, without loading the model's weights."""
-    if targets == ALL_LINEAR:
-        return
+    if targets != ALL_LINEAR:
+        target_layers(source, targets, trust_remote_code, head)
+
+
+def target_layers(
+    source: str, targets: Sequence[str] | str, trust_remote_code: bool, head: Head = "policy"
+) -> list[str]:
+    """List the layers of a model that `find_targets` would find, without loading its weights."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     kind = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
     with torch.device("meta"):
-        find_targets(kind.from_config(config, trust_remote_code=trust_remote_code), targets)
+        return find_targets(kind.from_config(config, trust_remote_code=trust_remote_code), targets)
 
 
 def find_adapters(model: nn.Module) -> dict[str, Adapter]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hotseat.algorithms.adapters import factor_names
 from hotseat.train.backend import Precision
 from hotseat.train.lora import Adapter
 
@@ -51,6 +52,18 @@ class OutgoingWeights:
             return rows if adapter is None else adapter.merge(rows, first_row, factors[adapter.a], factors[adapter.b])
 
         return merged
+
+    def factors(self, whole: Mapping[str, Tensor], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and s B of every adapter, by the names under which they travel, from the whole factors."""
+        for name, adapter in self.adapters.items():
+            name_of_a, name_of_b = factor_names(name)
+            yield name_of_a, convert(whole[adapter.a], dtype)
+            yield name_of_b, convert(whole[adapter.b].float().mul(adapter.scale), dtype)
+
+
+def as_they_are(_name: str, rows: Tensor, _first_row: int) -> Tensor:
+    """Leave weights without their adapters."""
+    return rows
 
 
 def convert(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hotseat import faults
+from hotseat.algorithms.adapters import WeightForm
 from hotseat.errors import BatchError, DeviceMemoryError, NotBuiltError, RunError
 from hotseat.placement.roles import Part
 from hotseat.train.average import MovingAverage
@@ -383,9 +384,11 @@ class Trainer(TrainerHooks):
 
     # --- weights out, and on disk -------------------------------------------------------------------------------------
 
-    def weights(self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, *, dtype: torch.dtype | None = None, bucket_bytes: int = 2**28, form: WeightForm = "merged"
+    ) -> Iterator[tuple[str, Tensor]]:
         self._need("weights", Part.WEIGHTS)
-        return self._stream(dtype, bucket_bytes)
+        return self._stream(dtype, bucket_bytes, form)
 
     def take_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._need("take_weights", Part.WEIGHTS)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.digest import named_digests
 from hotseat.placement.roles import Part
 from hotseat.train.adamw import make_adamw, set_learning_rate
@@ -33,7 +34,7 @@ from hotseat.train.deepcompile import (
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.models import Policy, ValueModel, compiles, layers, load_model, prepare_model
-from hotseat.train.outgoing import convert
+from hotseat.train.outgoing import as_they_are, convert
 from hotseat.train.packing import LayoutKind
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import check_ranks
@@ -278,12 +279,17 @@ class ZeroBackend(Trainer):
 
     # --- weights out --------------------------------------------------------------------------------------------------
 
-    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    def _stream(self, dtype: torch.dtype | None, bucket_bytes: int, form: WeightForm) -> Iterator[tuple[str, Tensor]]:
         dtype = self._outgoing.dtype(dtype)
         is_exact = self._has_masters and dtype != self._compute
         if is_exact:
             self._need("weights in another type than that of the computation", Part.OPTIMIZER)
-        merge = self._outgoing.merging(self._sharded.copies(self._outgoing.factor_names(), is_exact))
+        factors = self._sharded.copies(self._outgoing.factor_names(), is_exact)
+        if form != "merged":
+            yield from self._outgoing.factors(factors, dtype)
+        if form == "adapters":
+            return
+        merge = self._outgoing.merging(factors) if form == "merged" else as_they_are
         plain = base_names(list(self._weights))
         num_bytes = (torch.float32 if is_exact else dtype or self._compute).itemsize
         for bucket in self._sharded.buckets(plain, num_bytes, bucket_bytes):
@@ -314,9 +320,9 @@ class ZeroBackend(Trainer):
                 self._sharded.replace(name, tensor)
         self._stage.refresh()
 
-    def digest(self, *, dtype: torch.dtype | None = None) -> dict[str, int]:
+    def digest(self, *, dtype: torch.dtype | None = None, form: WeightForm = "merged") -> dict[str, int]:
         self._need("digest", Part.WEIGHTS)
-        return named_digests(self.weights(dtype=dtype))
+        return named_digests(self.weights(dtype=dtype, form=form))
 
     def _base_digest(self) -> dict[str, int]:
         plain = base_names([name for name, weight in self._weights.items() if not weight.requires_grad])

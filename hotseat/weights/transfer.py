@@ -16,7 +16,7 @@ weights so that they have no digest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Loads(Protocol):
     def begin_load(self, version: int) -> None: ...
     def load_bucket(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None: ...
     def finish_load(self) -> None: ...
-    def digest(self) -> dict[str, int]: ...
+    def digest(self, names: Collection[str] | None = None) -> dict[str, int]: ...
 
 
 class Sender:
@@ -125,9 +125,10 @@ class Receiver:
         self._engine = engine
         self._version: int | None = None
         self._next_index = 0
+        self._names: list[str] = []  # of the weights that were taken
 
     def begin(self, version: int) -> None:
-        self._version, self._next_index = version, 0
+        self._version, self._next_index, self._names = version, 0, []
         self._engine.begin_load(version)
 
     def take(self, bucket: Bucket) -> None:
@@ -143,14 +144,15 @@ class Receiver:
             )
         self._next_index += 1
         self._engine.load_bucket(bucket)
+        self._names += [entry.name for entry in bucket.entries]
 
     def finish(self, version: int) -> dict[str, int]:
-        """Serve the version; return the digests of the weights that are live now."""
+        """Serve the version; return the digests of the weights that were taken, as they are live now."""
         if version != self._version:
             raise WeightError(f"push of version {self._version} cannot be finished as version {version}")
         self._engine.finish_load()
         self._version = None
-        return self._engine.digest()
+        return self._engine.digest(self._names)
 
 
 def check_digests(version: int, sent: Mapping[str, int], live: Mapping[str, int], engine: str) -> None:

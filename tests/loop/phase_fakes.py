@@ -247,7 +247,7 @@ class FakeModel:
         return 100
 
     # Weights of one bucket.
-    def begin_push(self, version: int, receivers: object = None) -> int | None:
+    def begin_push(self, version: int, receivers: object = None, form: str = "merged") -> int | None:
         return 8
 
     def pack_next(self) -> int | None:
@@ -400,6 +400,7 @@ class Case:
         reward: int = 0,
         inference: int = 0,
         transport: TransportPlan | None = None,
+        adapters_alone: bool = False,
     ):
         self.log: list[str] = []
         self.said: list[str] = []
@@ -436,6 +437,7 @@ class Case:
             {name: found for name, found in roles.items() if found is not None},
             have_gpus=False,
             measures_its_device=False,
+            adapters_alone=adapters_alone,
         )
         self.prompts, eval_prompts = make_prompts(num_prompts), make_prompts(num_eval_prompts, first=100)
         self.state = RlState.initial(self.config, self.prompts)

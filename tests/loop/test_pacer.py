@@ -37,7 +37,7 @@ def test_a_queue_shorter_than_the_staleness_lets_the_next_batch_in_when_training
     assert paced.admit() == []
     paced.take((0, 1))
     assert paced.admit() == [2, 3]
-    assert paced.tickets[2].began == 0
+    assert paced.in_flight[2] == 0
 
 
 def test_in_prompt_order_a_batch_waits_for_its_own_tickets() -> None:
@@ -99,8 +99,8 @@ def test_a_ticket_that_begins_again_belongs_to_the_version_of_now() -> None:
     paced.take((0, 1))
     paced.trained()
     paced.begin_again([2])
-    assert paced.tickets[2].began == 1
-    assert paced.tickets[3].began == 0
+    assert paced.in_flight[2] == 1
+    assert paced.in_flight[3] == 0
 
 
 def play(seed: int, num_steps: int = 12) -> Pacer:
@@ -115,18 +115,18 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
     chance_of_drop = rng.choice([0.0, 0.0, 0.3])
     while paced.version < num_steps:
         paced.admit()
-        held = len(paced.tickets)
+        held = len(paced.in_flight) + len(paced.waiting)
         assert held + len(paced.training) <= per_step * (1 + staleness)
         assert held <= per_step * (1 + pace.queue)
         chosen = paced.batch() if not paced.training else None
-        in_flight = paced.in_flight
+        in_flight = list(paced.in_flight)
         is_ending = bool(paced.training) and (not in_flight or rng.random() < 0.3)
         if is_ending:
             fates |= dict.fromkeys(paced.training, "trained")
             paced.trained()
         elif isinstance(chosen, tuple) and rng.random() < 0.7:
             assert len(chosen) == per_step
-            assert all(paced.version - paced.tickets[number].began <= staleness for number in chosen)
+            assert all(paced.version - paced.waiting[number] <= staleness for number in chosen)
             assert not fates.keys() & set(chosen)
             paced.take(chosen)
         elif in_flight:
@@ -144,9 +144,10 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
             assert isinstance(chosen, tuple), "nothing in flight, and no batch: stuck"
         if rng.random() < 0.02 and not paced.training:
             paced = Pacer.restored(pace, paced.state())
-            paced.begin_again(paced.in_flight)
+            paced.begin_again(list(paced.in_flight))
     assert paced.num_trained == per_step * num_steps
-    assert not paced.tickets
+    assert not paced.in_flight
+    assert not paced.waiting
     assert not paced.training
     assert len(fates) == paced.num_issued == paced.num_trained + num_drops
     return paced

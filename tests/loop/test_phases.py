@@ -554,10 +554,39 @@ def test_an_engine_that_dies_during_a_push_gets_the_same_version_whole():
     assert case.sync.run().version == 0
     assert case.state.version == 0
     begun = [call.args[0] for call in case.actor.named("begin_push")]
-    assert [version for version, _ in begun] == [0, 0]
+    assert [version for version, _, _ in begun] == [0, 0]
     # Receivers of a broadcast meet anew when one of them was replaced.
-    assert [receivers.generation for _, receivers in begun] == [0, 1]
+    assert [receivers.generation for _, receivers, _ in begun] == [0, 1]
     assert case.log.count("guard.check") == 1
+
+
+def test_adapters_go_alone_to_engines_that_have_the_weights_below_them():
+    case = Case(engines=2, inference=1, adapters_alone=True)
+
+    def forms() -> list[str]:
+        pushed = [call.args[0][2] for call in case.actor.named("begin_push")]
+        assert pushed[1::2] == ["merged"] * (len(pushed) // 2)  # to the inference role, which has no adapters
+        return pushed[::2]
+
+    case.sync.run()
+    case.sync.run()
+    case.sync.run()
+    assert forms() == ["apart", "adapters", "adapters"]
+    case.scheduler.are_weights_there = False  # they were dropped to make room
+    case.sync.restore_dropped_weights()
+    case.sync.run()
+    assert forms()[3:] == ["apart", "adapters"]
+    case.recovery.num_restarts += 1  # a new engine has never had any
+    case.sync.push_again()
+    case.sync.run()
+    assert forms()[5:] == ["apart", "adapters"]
+
+
+def test_without_that_every_push_is_merged():
+    case = Case()
+    case.sync.run()
+    case.sync.run()
+    assert [call.args[0][2] for call in case.actor.named("begin_push")] == ["merged", "merged"]
 
 
 def test_an_engine_that_dies_in_the_rollout_gets_the_version_that_is_served():

@@ -8,7 +8,15 @@ from hotseat.cluster import Cluster, Worker
 from hotseat.config import loads
 from hotseat.errors import PlacementError
 from hotseat.loop.devices.memory import has_gpu
-from hotseat.loop.planning.plan import ComponentPlacement, make_plan, num_data_parallel, plan_on, role_specs
+from hotseat.loop.planning.plan import (
+    ComponentPlacement,
+    cache_limit,
+    is_anything_offloaded,
+    make_plan,
+    num_data_parallel,
+    plan_on,
+    role_specs,
+)
 from hotseat.placement import EngineMemory, ForwardMemory, Part, TrainMemory
 
 LLAMA = {
@@ -234,3 +242,31 @@ def test_second_copies_are_counted_on_the_devices_that_there_are():
     make_plan(loads(text), "2x6")
     with pytest.raises(PlacementError, match="train.deepspeed.zpg is 6, and the 8 ranks of actor cannot be divided"):
         make_plan(loads(text), "1x8")
+
+
+SMALL_ENGINE = """
+actor: {shape: {hidden_size: 576, num_hidden_layers: 30, num_attention_heads: 9, num_key_value_heads: 3,
+  intermediate_size: 1536, vocab_size: 49152}}
+data: {max_length: 192}
+rollout: {engine: vllm, memory_share: 0.6}
+"""
+
+
+def test_the_cache_of_a_small_engine_is_what_its_sequences_can_use():
+    config = loads(SMALL_ENGINE)
+    made = make_plan(config, "1x1xH200")
+    limit = cache_limit(config, made)
+    # 512 slots x 192 tokens x (key and value x 30 layers x 3 heads x 64 x 2 bytes), twice
+    assert limit is not None
+    assert limit.gib == pytest.approx(2 * 512 * 192 * 2 * 30 * 3 * 64 * 2 / 2**30)
+    assert limit.gib < limit.share * 141 < 20
+    assert not is_anything_offloaded(made)
+    offloading = loads(SMALL_ENGINE.replace("0.6", "0.6, enable_offload: true"))
+    assert is_anything_offloaded(make_plan(offloading, "1x1xH200"))
+
+
+def test_the_cache_of_a_large_engine_fills_its_share():
+    config = loads(SMALL_ENGINE.replace("max_length: 192", "max_length: 8192"))
+    assert cache_limit(config, make_plan(config, "1x1xH200")) is None
+    assert cache_limit(config, make_plan(config, "1x1")) is None  # of unknown devices
+    assert cache_limit(loads(""), make_plan(loads(""), "1x1xH200")) is None  # the transformers engine has no share

@@ -58,7 +58,8 @@ def actor(on="all", model="Llama-3-8B", **kwargs) -> RoleSpec:
 
 
 def rollout(on="@actor", model="Llama-3-8B", **kwargs) -> RoleSpec:
-    memory = kwargs.pop("memory", EngineMemory(max_tokens=2048, slots=64))
+    slots = 64 if kwargs.get("share") is None else 1024  # with a share, so many that they can use all of it
+    memory = kwargs.pop("memory", EngineMemory(max_tokens=2048, slots=slots))
     kwargs.setdefault("can_offload", ENGINE_CAN)
     return RoleSpec("rollout", on, memory=memory, model=shape(model), **kwargs)
 

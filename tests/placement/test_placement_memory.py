@@ -242,13 +242,19 @@ def test_an_engine_without_a_share_takes_cache_for_its_slots():
 
 
 def test_an_engine_with_a_share_fills_it_exactly():
-    found = engine(share=0.5, model=shape("Llama-3-8B"))
+    found = engine(share=0.5, model=shape("Llama-3-8B"), slots=5000)
     used = sum(t.gib for terms in found.parts.values() for t in terms)
     used += sum(t.gib for t in found.working["generate"]) + assumed.ENGINE_BUFFERS_GIB
     assert used == pytest.approx(40.0)  # context and graphs come on top
     beside = assumed.CONTEXT_GIB + 32 * assumed.CUDA_GRAPH_GIB_PER_LAYER
     assert sum(t.gib for t in found.fixed) == pytest.approx(assumed.ENGINE_BUFFERS_GIB + beside)
     assert found.min_share < 0.5
+
+
+def test_a_cache_is_at_most_twice_what_slots_need():
+    for tensor_parallel in (1, 2):
+        found = engine(share=0.5, model=shape("Llama-3-8B"), tensor_parallel=tensor_parallel)
+        assert parts(found, Part.KV_CACHE) == {"kv cache": 2 * 5 * 100 * 131_072 / tensor_parallel}
 
 
 def test_tensor_parallel_cuts_weights_and_cache_until_heads_run_out():
@@ -305,9 +311,11 @@ def test_every_term_shows_its_arithmetic():
         for term in terms:
             assert term.formula
     assert found.parts[Part.WEIGHTS][0].formula == "340 parameters x 2 B / 4 ranks"
-    share = engine(share=0.5, model=shape("Llama-3-8B")).parts[Part.KV_CACHE][0].formula
+    share = engine(share=0.5, model=shape("Llama-3-8B"), slots=5000).parts[Part.KV_CACHE][0].formula
     assert share.startswith("0.5 x 80 GiB - ")
     assert share.endswith("tokens of 131,072 B")
+    useful = engine(share=0.5, model=shape("Llama-3-8B")).parts[Part.KV_CACHE][0].formula
+    assert useful == "2 x 5 slots x 100 tokens x 131,072 B, less than the share of 0.5 allows"
 
 
 def test_wrong_settings_are_refused():

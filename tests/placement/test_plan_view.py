@@ -45,7 +45,7 @@ def hybrid() -> Plan:
 
 def everything() -> list[Plan]:
     """One plan of each sort."""
-    engine = EngineMemory(2048, slots=32)
+    engine = EngineMemory(2048, slots=1024)
     return [
         hybrid(),
         make_plan("1x8xA100-80G", [actor(), scorer("reference"), scorer("reward"), rollout(share=0.5)]),

@@ -89,7 +89,7 @@ def reference_log_probs(model: PreTrainedModel, token_ids: Sequence[int], temper
 def log_probs_with_cache_of(
     old: PreTrainedModel, new: PreTrainedModel, token_ids: Sequence[int], switch: int
 ) -> list[float]:
-    """Of the tokens from `switch` on, by a model that reads another's keys and values of all but the last before it."""
+    """Score the tokens from `switch` on by `new`, which reads the keys and values that `old` made of those before."""
     cache = old(torch.tensor([list(token_ids[: switch - 1])]), use_cache=True).past_key_values
     logits = new(torch.tensor([list(token_ids[switch - 1 : -1])]), past_key_values=cache).logits[0].double()
     log_probs = torch.log_softmax(logits, dim=-1)

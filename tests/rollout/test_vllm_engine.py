@@ -22,7 +22,7 @@ from hotseat.rollout._vllm_inside import widen_head
 from hotseat.rollout.vllm_engine import Core, CoreOptions, VllmEngine, weight_names
 
 from . import conformance
-from .conformance import PATIENCE_S, Subject, named_weights, request
+from .conformance import PATIENCE_S, Subject, named_weights, request, slowly
 from .test_transformers_engine import random_model
 
 pytestmark = [
@@ -73,7 +73,9 @@ class Shared:
         self.core.close = lambda: self.core.abort(list(self.core._core.scheduler.requests))  # type: ignore[method-assign]
 
     @contextmanager
-    def engine(self, num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = ()) -> Iterator[VllmEngine]:
+    def engine(
+        self, num_slots: int = 8, max_length: int = 128, eos_token_ids: Any = (), keeps_cache: bool = False
+    ) -> Iterator[VllmEngine]:
         engine = VllmEngine(
             self.core,
             weight_names(self.directory, False),
@@ -81,6 +83,7 @@ class Shared:
             max_length=max_length,
             eos_token_ids=eos_token_ids,
             num_threads=1,
+            keeps_cache=keeps_cache,
             call_timeout_s=PATIENCE_S,
         )
         try:
@@ -105,6 +108,33 @@ def shared() -> Iterator[Shared]:
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_conformance(shared: Shared, check: Any) -> None:
     check(Subject(engine=shared.engine, model=lambda n: random_model(MODEL, n), is_bit_exact=False, tolerance=2e-4))
+
+
+def keeping(shared: Shared) -> Subject:
+    return Subject(
+        engine=functools.partial(shared.engine, keeps_cache=True),
+        model=lambda n: random_model(MODEL, n),
+        is_bit_exact=False,
+        tolerance=2e-4,
+    )
+
+
+def test_requests_in_flight_keep_their_cache_where_they_are_to(shared: Shared) -> None:
+    conformance.requests_in_flight_keep_or_recompute_their_cache_when_weights_change(keeping(shared))
+
+
+def test_a_kept_cache_serves_requests_of_its_own_version_alone(shared: Shared) -> None:
+    subject = keeping(shared)
+    prompt = [3 + position % 60 for position in range(300)]  # several blocks
+    with subject.engine(max_length=600) as engine, slowly():
+        future = engine.submit(request("open", prompt, max_new_tokens=290))
+        conformance.sample_some(engine)
+        engine.load_weights(named_weights(subject.model(1)), version=1)
+        (late,) = engine.generate([request("late", prompt, max_new_tokens=4)])
+        engine.abort(["open"])
+    future.result(PATIENCE_S)
+    expected = conformance.reference_log_probs(subject.model(1), [*prompt, *late.token_ids], 1.0)[len(prompt) :]
+    assert list(late.log_probs) == pytest.approx(expected, abs=subject.tolerance)
 
 
 def test_logits_of_a_16_bit_model_are_float32_by_vllm_or_by_us() -> None:

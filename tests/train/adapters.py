@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hotseat.algorithms.adapters import merge_apart
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import RunError, UserError
 from hotseat.train import Backend, LoraOptions, Outputs, TrainOptions, split_by_count
@@ -140,6 +141,25 @@ def transposed_weights_are_merged_too(make: Make, directory: Path) -> None:
 def layouts_and_recomputation_change_nothing(make: Make, directory: Path) -> None:
     assert_same_training(make, replace(LORA, layout="padded"), replace(LORA, layout="packed"))
     assert_same_training(make, LORA, replace(LORA, gradient_checkpointing=True))
+
+
+def factors_leave_apart_and_add_up_to_the_merged_weights(make: Make, directory: Path) -> None:
+    backend = make(tiny_model(), LORA)
+    train(backend, range(2))
+    merged = copy_weights(backend)
+    for dtype in (None, torch.bfloat16):
+        apart = {name: tensor.clone() for name, tensor in backend.weights(dtype=dtype, form="apart")}
+        alone = {name: tensor.clone() for name, tensor in backend.weights(dtype=dtype, form="adapters")}
+        assert_identical(alone, {name: tensor for name, tensor in apart.items() if "lora_" in name})
+        assert len(alone) == 2 * 14
+        assert backend.digest(dtype=dtype, form="apart") == named_digests(apart.items())
+        assert backend.digest(dtype=dtype, form="adapters") == named_digests(alone.items())
+        assert {tensor.dtype for tensor in apart.values()} == {dtype or torch.float32}
+        if dtype is None:
+            assert_close(dict(merge_apart(apart.items())), merged)
+    base = dict(tiny_model().named_parameters())
+    assert_identical({name: t for name, t in backend.weights(form="apart") if name in base}, base)
+    backend.close()
 
 
 def the_digest_is_of_what_leaves(make: Make, directory: Path) -> None:
@@ -340,6 +360,7 @@ ONE_RANK: tuple[Callable[[Make, Path], None], ...] = (
     transposed_weights_are_merged_too,
     layouts_and_recomputation_change_nothing,
     the_digest_is_of_what_leaves,
+    factors_leave_apart_and_add_up_to_the_merged_weights,
     adapters_go_on_bit_identically,
     a_checkpoint_of_adapters_is_small_and_bound_to_its_base,
     exports_load_in_transformers_and_in_peft,

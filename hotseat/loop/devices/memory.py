@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from hotseat.errors import RunError
 
 if TYPE_CHECKING:
-    from hotseat.cluster import WorkerGroup
+    from hotseat.cluster import Pending, WorkerGroup
     from hotseat.cluster.lease import DeviceMemory
 
 
@@ -33,17 +33,24 @@ class MeasuresMemory(Protocol):
         """Return the device memory of the process since the last call."""
 
 
-def group_memory(group: WorkerGroup[MeasuresMemory]) -> list[tuple[float, float]] | None:
-    """Return (GiB in use, GiB that the allocator reserved beyond that) of each process of a role.
+def memory_by_role(groups: Mapping[str, WorkerGroup[MeasuresMemory]]) -> dict[str, list[tuple[float, float]]]:
+    """Return (GiB in use, GiB that the allocator reserved beyond that) of each process, by role; all measure at once.
 
-    On a GPU, the peak since the last call; otherwise the resident memory of the process.
+    On a GPU, the peak since the last call; otherwise the resident memory of the process. A role whose processes do not
+    answer is left out: the next call to it raises the reason.
     """
-    if has_gpu():
-        with contextlib.suppress(RunError):  # the next call to the group raises it again
-            return [(held.peak / 2**30, held.unused / 2**30) for held in group.call(MeasuresMemory.held)]
-        return None
-    sizes = [_resident_bytes(pid) for pid in set(group.known_pids()) if pid is not None]
-    return [(size / 2**30, 0.0) for size in sizes] or None
+    if not has_gpu():
+        pids = {role: {pid for pid in group.known_pids() if pid is not None} for role, group in groups.items()}
+        return {role: [(_resident_bytes(pid) / 2**30, 0.0) for pid in ids] for role, ids in pids.items() if ids}
+    started: dict[str, Pending[Held]] = {}
+    memory = {}
+    for role, group in groups.items():
+        with contextlib.suppress(RunError):
+            started[role] = group.start(MeasuresMemory.held)
+    for role, pending in started.items():
+        with contextlib.suppress(RunError):
+            memory[role] = [(held.peak / 2**30, held.unused / 2**30) for held in pending.result()]
+    return memory
 
 
 class DeviceWatch:

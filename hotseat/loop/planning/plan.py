@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hotseat.placement import (
     Flow,
     ForwardMemory,
     Inventory,
+    Layout,
     ModelShape,
     Node,
     NodePool,
@@ -34,6 +35,7 @@ from hotseat.placement import (
     RoleSpec,
     TrainMemory,
     default_flow,
+    estimate,
     from_hf_config,
     known_shape,
     parse_flow,
@@ -41,13 +43,14 @@ from hotseat.placement import (
     parse_placement,
     plan,
     token_activation_bytes,
+    useful_cache_gib,
 )
 from hotseat.words import quantity
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
 MAX_ASSUMED_NODES = 4096
 DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
-VLLM_SLOTS = 256  # sequences that one vLLM engine decodes at a time
+VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
 _MODELS = frozenset({"actor", "critic", "reference", "reward", "inference"})  # roles behind a training backend
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -442,6 +445,34 @@ def _engine_share(config: Config) -> float | None:
     if config.rollout.engine != "vllm":
         return None
     return config.rollout.memory_share if config.rollout.memory_share is not None else DEFAULT_ENGINE_SHARE
+
+
+@dataclass(frozen=True)
+class CacheLimit:
+    """Size of an engine's cache that is less than its memory share allows; with it the engine takes `share`."""
+
+    gib: float
+    share: float  # of the device's memory
+
+
+def cache_limit(config: Config, made: Plan) -> CacheLimit | None:
+    """Return the limit of an engine's cache: what its sequences can use. None: it fills the engine's memory share."""
+    spec = next(spec for spec in role_specs(config) if spec.name == "rollout")
+    sizes = [group.memory_gib for group in made.groups if "rollout" in group.roles]
+    if spec.share is None or spec.model is None or not isinstance(spec.memory, EngineMemory) or None in sizes:
+        return None
+    device_gib = min(size for size in sizes if size is not None)
+    priced = estimate(spec.name, spec.memory, spec.model, Layout(1, spec.tensor_parallel, 1, spec.share, device_gib))
+    assert priced is not None
+    assert priced.min_share is not None  # weights, buffers, workspace and one sequence
+    useful = useful_cache_gib(spec.memory, spec.model, spec.tensor_parallel)
+    share = priced.min_share + useful / device_gib
+    return CacheLimit(useful, share) if share < spec.share else None
+
+
+def is_anything_offloaded(made: Plan) -> bool:
+    """Tell whether any part of a role leaves its device between two steps."""
+    return any(hand_over.leaves for group in made.groups for hand_over in group.hand_overs)
 
 
 def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from hotseat.loop.rl.ledger import Ledger
 from hotseat.loop.rl.loop import RlRun
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.micro_batches import MicroBatches
-from hotseat.loop.rl.overlapped import Asking, Callbacks, OverlappedStream, RolloutSpans
+from hotseat.loop.rl.overlapped import Asking, Callbacks, OverlappedStream
 from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
@@ -33,13 +34,14 @@ from hotseat.loop.rl.state import RlState
 from hotseat.loop.rl.step_metrics import StepMetrics
 from hotseat.loop.rl.stream import Stream, SynchronousStream
 from hotseat.loop.rl.sync import Routes, SyncPhase, sender_host
+from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
 from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.spool import Spool
-from hotseat.observe import Journal
+from hotseat.observe import Journal, Timeline
 from hotseat.placement import Plan, shares_devices
 
 
@@ -95,7 +97,7 @@ def _connect(
     state = RlState.initial(config, prompts)
     phase_settings = PhaseSettings(config, algebra, state, warn)
     guard = CanaryGuard(
-        CanarySettings.of(config, groups.have_gpus),
+        CanarySettings.of(config, groups.have_gpus, is_merged=not groups.adapters_alone),
         prompts,
         groups.actor,
         groups.engines,
@@ -128,12 +130,15 @@ def _connect(
     rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)
     stream: Stream = SynchronousStream(rollout)
     if config.overlap.staleness > 0:
-        spans = RolloutSpans(journal.timeline, rollout_devices(plan))
-        callbacks = Callbacks(
-            rollout.evaluate, answering.score, reconnect, samples.record_unfinished, spans.pause, spans.resume
+        draw = partial(_draw_rollout, journal.timeline, plan)
+        callbacks = Callbacks(rollout.evaluate, answering.score, reconnect, samples.record_unfinished, draw)
+        tickets = Tickets(
+            pace_of(config, algebra.num_steps), group_filter(config), lambda count: state.order.next(count)
         )
+        asking = Asking(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
         sampling = answering.sampling if is_shared else None
-        stream = _overlapped_stream(place, inputs, groups, Spool(run_dir / SPOOL), state, recovery, callbacks, sampling)
+        spool, in_flight = Spool(run_dir / SPOOL), config.overlap.in_flight
+        stream = OverlappedStream(tickets, asking, in_flight, groups.hosts, spool, recovery, callbacks, sampling)
     return RlRun(
         num_steps=algebra.num_steps,
         eval_every=config.eval.every,
@@ -149,34 +154,16 @@ def _connect(
     )
 
 
-def _overlapped_stream(
-    place: OnCluster,
-    inputs: RlInputs,
-    groups: Groups,
-    spool: Spool,
-    state: RlState,
-    recovery: Recovery,
-    callbacks: Callbacks,
-    sampling: Callable[[], AbstractContextManager[None]] | None,
-) -> OverlappedStream:
-    config, num_steps = place.config, inputs.algebra.num_steps
-    assert num_steps is not None
-    asking = Asking(inputs.prompts, config.rollout.samples_per_prompt, settings.sampling(config), group_filter(config))
-    pace = pace_of(config, num_steps)
-    return OverlappedStream(
-        pace, asking, config.overlap.in_flight, groups.hosts, spool, state, recovery, callbacks, sampling
-    )
-
-
 def pace_of(config: Config, num_steps: int) -> Pace:
     """Return how far rollout may run ahead in a run of so many steps."""
     overlap, batch_size = config.overlap, config.rollout.batch_size
     return Pace(batch_size, overlap.staleness, overlap_queue(config), overlap.order, batch_size * num_steps)
 
 
-def rollout_devices(plan: Plan) -> list[int]:
-    """Return the devices of the engines."""
-    return sorted({device for process in plan.role("rollout").processes for device in process.devices})
+def _draw_rollout(timeline: Timeline, plan: Plan, since_s: float) -> None:
+    """Draw the engines' devices as busy with rollout until now."""
+    for device in sorted({device for process in plan.role("rollout").processes for device in process.devices}):
+        timeline.span("devices", f"device {device}", "rollout", since_s, time.time(), turn="rollout")
 
 
 def _routes(place: OnCluster, groups: Groups) -> Routes:

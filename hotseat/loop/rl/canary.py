@@ -80,9 +80,10 @@ class CanarySettings:
     max_length: int  # of a sequence, in tokens
     seed: int
     on_gpu: bool = False
+    is_merged: bool = True  # engines get adapters, if there are any, merged into weights
 
     @classmethod
-    def of(cls, config: Config, on_gpu: bool) -> CanarySettings:
+    def of(cls, config: Config, on_gpu: bool, is_merged: bool = True) -> CanarySettings:
         """Return the settings that a config asks for."""
         canary = config.rollout.canary
         return cls(
@@ -94,6 +95,7 @@ class CanarySettings:
             max_length=config.data.max_length,
             seed=config.seed,
             on_gpu=on_gpu,
+            is_merged=is_merged,
         )
 
     @property
@@ -378,7 +380,7 @@ class CanaryGuard:
         lacking = self._actor.call(ActorWorker.lacks_bytes_for_exact, longest)[0]
         if lacking:
             return self._assumed(f"{lacking / 2**30:.1f} GiB of device memory are lacking")
-        exact = self._actor.call(ActorWorker.score_exactly, canary)[0]
+        exact = self._actor.call(ActorWorker.score_exactly, canary, self._settings.is_merged)[0]
         assert exact is not None, "the first rank has an answer"
         if isinstance(exact, str):
             return self._assumed(exact)

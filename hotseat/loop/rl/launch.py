@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
-from hotseat.loop.planning.plan import are_devices_logical
+from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.value_models import critic_model
@@ -45,6 +45,7 @@ class Groups:
     by_role: dict[str, WorkerGroup[Movable]]
     have_gpus: bool  # the actor trains on GPUs
     measures_its_device: bool  # a starting engine takes a share of the free memory that it measures on its device
+    adapters_alone: bool = False  # engines get adapters apart from the weights below them
 
     @property
     def models(self) -> dict[str, WorkerGroup[ModelWorker]]:
@@ -64,10 +65,19 @@ def launch_groups(
 ) -> Groups:
     """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
     assert algebra.schedule_length is not None
-    engine = settings.engine_settings(place.config, eos_token_ids, run_dir / LOGS)
+    config = place.config
+    merged_because = settings.why_merged(config, on_gpu=not are_devices_logical(place.cluster))
+    is_lora = config.train.lora.rank > 0 and config.rollout.engine == "vllm"
+    if is_lora and config.rollout.lora_sync is None and merged_because is not None:
+        journal.say(f"engines get adapters merged into all weights, not alone: {merged_because}")
+    limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
+    engine = settings.engine_settings(
+        config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=merged_because is None
+    )
     host = _host_settings(place.config, run_dir / SPOOL)
     with closing(Readiness(journal.progress)) as readiness:
-        return _launch(place, algebra.schedule_length, engine, host, journal, readiness)
+        groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
+    return replace(groups, adapters_alone=merged_because is None)
 
 
 def _launch(
@@ -99,8 +109,10 @@ def _launch(
 
     trust = config.trust_remote_code
     engines = launch("rollout", EngineWorker, engine)
-    # vLLM sizes its cache by the free memory of its device: no other process may start or end there meanwhile.
-    measures_its_device = config.rollout.engine == "vllm" and not are_devices_logical(cluster)
+    # Where vLLM fills its memory share, it measures free memory: no other process may start or end there meanwhile.
+    fills_share = engine.vllm is not None and engine.vllm.cache_gib is None
+    needs_room = engine.vllm is not None and is_anything_offloaded(plan)
+    measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
     if measures_its_device:
         start_up(engines, say_fault)
         for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hotseat.cluster import WorkerGroup
-from hotseat.loop.devices.memory import DeviceWatch, group_memory, has_gpu
+from hotseat.loop.devices.memory import DeviceWatch, has_gpu, memory_by_role
 from hotseat.loop.devices.scheduler import DeviceScheduler, Movable
 from hotseat.loop.rl.metrics import hand_over_metrics
 from hotseat.placement import Plan
@@ -57,16 +57,12 @@ class PhaseMeter:
         """Forget peaks of memory that were reached while parts were offloaded and onloaded."""
         self._devices.peaks_gib()
         if has_gpu():
-            for group in self._groups.values():
-                group_memory(group)
+            memory_by_role(self._groups)
 
     def _record_peaks(self, phase: str, role: str) -> None:
         """Record peak memory per role and per device, excluding unused allocator cache."""
         peaks = self._devices.peaks_gib()
-        for name, group in self._groups.items():
-            memory = group_memory(group)
-            if memory is None:
-                continue
+        for name, memory in memory_by_role(self._groups).items():
             if name == role or not has_gpu():
                 self._memory[f"memory/{phase}/{name}"] = sum(held for held, _ in memory)
             for process, (_, unused) in zip(self._plan.role(name).processes, memory, strict=False):

@@ -1,7 +1,7 @@
 """The pacer: which groups may begin, and which make up the next batch, so that no sample is too old when it is learned.
 
-A ticket stands for one group from the moment it may begin until it is trained or dropped. With P groups per step, a
-staleness of S and a queue of q:
+A ticket, which is a number, stands for one group from the moment it may begin until it is trained or dropped. With P
+groups per step, a staleness of S and a queue of q:
 
     in flight + waiting + in training <= P (1 + S)      no ticket can be pushed beyond its bound by those before it
     in flight + waiting               <= P (1 + q)      how far rollout runs ahead; q <= S
@@ -19,7 +19,7 @@ The pacer is pure: no clock, no thread, no I/O. `state` and `Pacer.restored` car
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Order = Literal["prompt", "arrival"]
@@ -41,15 +41,6 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """A group that was let in. `began`: the version that was served then; `place`: its position among the arrivals."""
-
-    number: int
-    began: int
-    place: int | None = None  # None: still in flight
-
-
-@dataclass(frozen=True)
 class Awaited:
     """Tickets in flight without which there is no next batch."""
 
@@ -58,72 +49,56 @@ class Awaited:
 
 @dataclass
 class Pacer:
-    """Lets tickets in, takes arrivals, and chooses batches. `version` counts the updates that are done."""
+    """Lets tickets in, takes arrivals, and chooses batches. `version` counts the updates that are done.
+
+    `in_flight` and `waiting` hold the version under which each ticket began: the tickets whose groups are in progress,
+    in the order in which they were let in, and those whose groups are finished, in the order of their arrival.
+    """
 
     pace: Pace
     version: int = 0
-    tickets: dict[int, Ticket] = field(default_factory=dict)  # in flight or waiting, by number
+    in_flight: dict[int, int] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
     training: tuple[int, ...] = ()
     num_issued: int = 0
     num_trained: int = 0
-    num_arrivals: int = 0
-
-    @property
-    def num_in_flight(self) -> int:
-        """Return how many tickets have begun and have not arrived."""
-        return sum(ticket.place is None for ticket in self.tickets.values())
-
-    @property
-    def num_waiting(self) -> int:
-        """Return how many groups have arrived and are not in training yet."""
-        return len(self.tickets) - self.num_in_flight
-
-    @property
-    def in_flight(self) -> list[int]:
-        """Return the numbers of tickets in flight, in order."""
-        return sorted(number for number, ticket in self.tickets.items() if ticket.place is None)
 
     def admit(self) -> list[int]:
-        """Let in as many new tickets as may begin now, under the version that is served; return their numbers."""
-        pace, held = self.pace, len(self.tickets)
+        """Let in as many new tickets as may begin now, under the version that is served; return them."""
+        pace, held = self.pace, len(self.in_flight) + len(self.waiting)
         room = min(
             pace.groups_per_step * (1 + pace.staleness) - held - len(self.training),
             pace.groups_per_step * (1 + pace.queue) - held,
             pace.num_groups - self.num_trained - len(self.training) - held,
         )
-        numbers = list(range(self.num_issued, self.num_issued + max(0, room)))
-        self.tickets |= {number: Ticket(number, self.version) for number in numbers}
-        self.num_issued += len(numbers)
-        return numbers
+        tickets = list(range(self.num_issued, self.num_issued + max(0, room)))
+        self.in_flight |= dict.fromkeys(tickets, self.version)
+        self.num_issued += len(tickets)
+        return tickets
 
-    def begin_again(self, numbers: Sequence[int]) -> None:
+    def begin_again(self, tickets: Sequence[int]) -> None:
         """Restart tickets in flight under the version that is served now: what was sampled of them is lost."""
-        for number in numbers:
-            assert self.tickets[number].place is None, f"ticket {number} has arrived"
-            self.tickets[number] = Ticket(number, self.version)
+        assert self.in_flight.keys() >= set(tickets)
+        self.in_flight |= dict.fromkeys(tickets, self.version)
 
-    def arrive(self, number: int) -> None:
+    def arrive(self, ticket: int) -> None:
         """Record that a group is finished and may be learned from."""
-        assert self.tickets[number].place is None, f"ticket {number} has arrived already"
-        self.tickets[number] = replace(self.tickets[number], place=self.num_arrivals)
-        self.num_arrivals += 1
+        self.waiting[ticket] = self.in_flight.pop(ticket)
 
-    def drop(self, number: int) -> None:
+    def drop(self, ticket: int) -> None:
         """Record that a group is finished and nothing is learned from it. Its place is free at once."""
-        assert self.tickets[number].place is None, f"ticket {number} has arrived already"
-        del self.tickets[number]
+        del self.in_flight[ticket]
 
     def batch(self) -> tuple[int, ...] | Awaited:
         """Choose the groups of the next step among those that wait, or say which tickets have to arrive first."""
         return self._batch_in_order() if self.pace.order == "prompt" else self._batch_by_arrival()
 
-    def take(self, numbers: Sequence[int]) -> None:
+    def take(self, tickets: Sequence[int]) -> None:
         """Put a batch into training."""
         assert not self.training, "a batch is in training already"
-        assert all(self.tickets[number].place is not None for number in numbers)
-        self.training = tuple(numbers)
-        for number in numbers:
-            del self.tickets[number]
+        for ticket in tickets:
+            del self.waiting[ticket]
+        self.training = tuple(tickets)
 
     def trained(self) -> None:
         """Record the update with the batch in training: the next version is served from now on."""
@@ -133,39 +108,40 @@ class Pacer:
 
     def can_keep_bound(self) -> bool:
         """Tell whether every ticket can be trained in time, if those in flight begin again now."""
-        began = [self.version if ticket.place is None else ticket.began for ticket in self.tickets.values()]
-        num_batches = {version: version + self.pace.staleness - self.version + 1 for version in began}
+        began = [*self.waiting.values(), *[self.version] * len(self.in_flight)]
         return all(
-            sum(other <= version for other in began) <= self.pace.groups_per_step * num_batches[version]
-            for version in began
+            sum(other <= version for other in began) <= self._num_places(version, self.version) for version in {*began}
         )
 
+    def _num_places(self, version: int, first: int) -> int:
+        """Count places, from the batch of version `first` on, that may learn from what began under `version`."""
+        return self.pace.groups_per_step * (version + self.pace.staleness - first + 1)
+
     def _batch_in_order(self) -> tuple[int, ...] | Awaited:
-        first = [self.tickets[number] for number in sorted(self.tickets)[: self.pace.groups_per_step]]
-        missing = [ticket.number for ticket in first if ticket.place is None]
-        if missing or len(first) < self.pace.groups_per_step:
-            return Awaited(tuple(missing))
-        return tuple(ticket.number for ticket in first)
+        first = sorted([*self.in_flight, *self.waiting])[: self.pace.groups_per_step]
+        missing = tuple(ticket for ticket in first if ticket in self.in_flight)
+        return Awaited(missing) if missing or len(first) < self.pace.groups_per_step else tuple(first)
 
     def _batch_by_arrival(self) -> tuple[int, ...] | Awaited:
         """Choose the tickets that a later batch would train too late, oldest first, then the first arrivals."""
-        pace = self.pace
-        waiting = sorted((t for t in self.tickets.values() if t.place is not None), key=lambda t: t.place or 0)
-        chosen: list[Ticket] = []
-        for version in sorted({ticket.began for ticket in self.tickets.values()}):
-            old = sum(ticket.began <= version for ticket in self.tickets.values())
-            places_later = pace.groups_per_step * (version + pace.staleness - self.version)
-            missing = old - places_later - sum(ticket.began <= version for ticket in chosen)
-            candidates = [t for t in waiting if t.began <= version and t not in chosen]
-            if missing > len(candidates):
-                return Awaited(tuple(n for n in self.in_flight if self.tickets[n].began <= version))
-            chosen += candidates[: max(0, missing)]
-        rest = [ticket for ticket in waiting if ticket not in chosen]
-        chosen += rest[: pace.groups_per_step - len(chosen)]
-        if len(chosen) < pace.groups_per_step:
+        size = self.pace.groups_per_step
+        if len(self.waiting) < size:
             return Awaited(tuple(self.in_flight))
-        assert len(chosen) == pace.groups_per_step, "more tickets are due than a batch has places"
-        return tuple(sorted(ticket.number for ticket in chosen))
+        began = [*self.in_flight.values(), *self.waiting.values()]
+        chosen: dict[int, None] = {}  # an ordered set
+        for version in sorted({*began}):
+            old = sum(other <= version for other in began)
+            missing = old - self._num_places(version, self.version + 1) - len(chosen)  # chosen ones are as old
+            if missing <= 0:
+                continue
+            candidates = [t for t, start in self.waiting.items() if start <= version and t not in chosen]
+            if missing > len(candidates):
+                return Awaited(tuple(t for t, start in self.in_flight.items() if start <= version))
+            chosen |= dict.fromkeys(candidates[:missing])
+        rest = [ticket for ticket in self.waiting if ticket not in chosen]
+        tickets = [*chosen, *rest[: size - len(chosen)]]
+        assert len(tickets) == size, "more tickets are due than a batch has places"
+        return tuple(sorted(tickets))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -174,10 +150,10 @@ class Pacer:
         assert not self.training, "a batch is in training"
         return {
             "version": self.version,
-            "tickets": [[ticket.number, ticket.began, ticket.place] for ticket in self.tickets.values()],
+            "in_flight": [[ticket, began] for ticket, began in self.in_flight.items()],
+            "waiting": [[ticket, began] for ticket, began in self.waiting.items()],
             "num_issued": self.num_issued,
             "num_trained": self.num_trained,
-            "num_arrivals": self.num_arrivals,
         }
 
     @classmethod
@@ -185,10 +161,9 @@ class Pacer:
         """Make the pacer that `state` described."""
         return cls(
             pace,
-            int(state["version"]),
-            {int(number): Ticket(number, began, place) for number, began, place in state["tickets"]},
-            (),
-            int(state["num_issued"]),
-            int(state["num_trained"]),
-            int(state["num_arrivals"]),
+            state["version"],
+            dict(state["in_flight"]),
+            dict(state["waiting"]),
+            num_issued=state["num_issued"],
+            num_trained=state["num_trained"],
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hotseat import faults
+from hotseat.algorithms.adapters import WeightForm
 from hotseat.cluster import WorkerGroup
 from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, TransportPlan, check_digests, merge
@@ -29,7 +30,9 @@ class PushReport:
 class SendsWeights(Protocol):
     """Calls that a push makes to a rank of the actor. All ranks gather weights; the first can broadcast."""
 
-    def begin_push(self, version: int, receivers: BroadcastGroup | None = None) -> int | None:
+    def begin_push(
+        self, version: int, receivers: BroadcastGroup | None = None, form: WeightForm = "merged"
+    ) -> int | None:
         """Gather the first bucket: return its bytes, or None if there is none."""
 
     def pack_next(self) -> int | None:
@@ -66,16 +69,17 @@ def push_weights(
     transports: TransportPlan,
     receivers: BroadcastGroup | None = None,
     what: str = "engine",
+    form: WeightForm = "merged",
 ) -> PushReport:
     """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them.
 
-    `what`: what errors call a receiver.
+    `what`: what errors call a receiver. `form`: of weights with adapters; "adapters" sends and proves these alone.
 
     Both sides work at the same time where they can: on a small model the calls themselves take most of the time. The
     next bucket is packed while engines load the current one; the one after that waits, since its memory is being read.
     """
     started_s = time.monotonic()
-    packing = actor.start(SendsWeights.begin_push, version, receivers)
+    packing = actor.start(SendsWeights.begin_push, version, receivers, form)
     engines.call(TakesWeights.begin_load, version)
     packed_bytes = packing.result()[0]
     num_buckets = num_bytes = 0

@@ -87,8 +87,8 @@ class SynchronousStream:
 
     def restore(self, state: Mapping[str, Any] | None, folder: Path, step: int) -> None:
         """Refuse groups that were sampled ahead: they would be lost."""
-        if state is not None and state["keys"]:
+        if state is not None and state["tickets"]:
             raise RunError(
-                f"{folder} holds {len(state['keys'])} groups that were sampled ahead of training, and overlap.staleness"
-                " is 0 now: resume with the overlap that it was saved with"
+                f"{folder} holds {len(state['tickets'])} groups that were sampled ahead of training, and"
+                " overlap.staleness is 0 now: resume with the overlap that it was saved with"
             )

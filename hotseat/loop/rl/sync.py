@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotseat import faults
+from hotseat.algorithms.adapters import WeightForm
 from hotseat.cluster import Cluster
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.rl.canary import CanaryGuard
@@ -54,6 +55,7 @@ class SyncPhase:
         self._scheduler = scheduler
         self._recovery = recovery
         self._say = say
+        self._bases_sent: int | None = None  # restarts of engines when all of them last got the weights below adapters
 
     def run(self) -> PushReport:
         """Push the actor's weights as the next version, and serve it from now on."""
@@ -80,13 +82,17 @@ class SyncPhase:
         receivers = routes.receivers(routes.to_engines, self._recovery.num_restarts)
         to_inference = None
         with self._meter.lease("sync", "actor"):
-            pushed = push_weights(groups.actor, groups.engines, version, canary, routes.to_engines, receivers)
+            form = self._form()
+            pushed = push_weights(
+                groups.actor, groups.engines, version, canary, routes.to_engines, receivers, form=form
+            )
             if groups.inference is not None and routes.to_inference is not None:
                 transport = routes.to_inference
                 receivers = routes.receivers(transport, 0)
                 to_inference = push_weights(
                     groups.actor, groups.inference, version, canary, transport, receivers, "inference rank"
                 )
+        self._bases_sent = self._recovery.num_restarts
         self._scheduler.mark_weights_loaded("rollout")
         self._guard.check(pushed, to_inference)
         unseen = sorted(pushed.undigested)
@@ -95,6 +101,13 @@ class SyncPhase:
                 f"{len(unseen)} weights of the engines have no digest, such as {unseen[0]}: only the canary checks them"
             )
         return pushed
+
+    def _form(self) -> WeightForm:
+        """Return the form of the next push: adapters alone go to engines that have the weights below them."""
+        if not self._groups.adapters_alone:
+            return "merged"
+        have_base = self._bases_sent == self._recovery.num_restarts and self._scheduler.has_weights("rollout")
+        return "adapters" if have_base else "apart"
 
 
 def sender_host(plan: Plan, cluster: Cluster) -> str:

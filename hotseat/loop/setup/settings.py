@@ -11,7 +11,8 @@ from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import compares_with_reference, has_inference, is_base_reference
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
-from hotseat.loop.planning.plan import VLLM_SLOTS
+from hotseat.errors import UserError
+from hotseat.loop.planning.plan import VLLM_SLOTS, CacheLimit
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
@@ -21,6 +22,7 @@ from hotseat.loop.workers.models import PolicySettings
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
+from hotseat.rollout import vllm_versions
 from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
@@ -151,16 +153,51 @@ def engine_dtype(config: Config) -> str:
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype_of(config)]
 
 
-def engine_settings(config: Config, eos_token_ids: tuple[int, ...], logs: Path) -> EngineSettings:
-    """Return the settings of the rollout engines. `logs`: the folder for their logs."""
+def why_merged(config: Config, on_gpu: bool) -> str | None:
+    """Tell why engines get adapters merged into weights; None: they get adapters alone.
+
+    Raises if adapters alone were asked for and vLLM cannot apply them.
+    """
+    rollout, rank = config.rollout, config.train.lora.rank
+    if rollout.engine != "vllm" or rank == 0:
+        return f"rollout.engine is {rollout.engine}" if rank else "train.lora.rank is 0"
+    if rollout.lora_sync == "merged":
+        return "rollout.lora_sync is merged"
+    problem = vllm_versions.adapter_problem(rank, engine_dtype(config), is_cpu=not on_gpu)
+    if rollout.lora_sync == "adapter":
+        if problem is not None:
+            raise UserError(f"rollout.lora_sync is adapter: {problem}; set it to merged")
+        return None
+    if problem is not None:
+        return problem
+    from transformers import AutoConfig
+
+    kind = str(AutoConfig.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code).model_type)
+    if kind not in vllm_versions.ADAPTER_MODELS:
+        return f"only with {', '.join(vllm_versions.ADAPTER_MODELS)} models it has been tested, and this is {kind}"
+    return None
+
+
+def engine_settings(
+    config: Config,
+    eos_token_ids: tuple[int, ...],
+    logs: Path,
+    *,
+    limit: CacheLimit | None = None,
+    adapters_alone: bool = False,
+) -> EngineSettings:
+    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches."""
     assert config.actor.model is not None
     rollout = config.rollout
     vllm = VllmSettings(
         tensor_parallel_size=rollout.tensor_parallel_size,
-        memory_share=rollout.memory_share,
+        memory_share=rollout.memory_share if limit is None else limit.share,
+        cache_gib=None if limit is None else limit.gib,
         prefix_caching=rollout.prefix_caching,
         enforce_eager=rollout.enforce_eager,
         logs=str(logs),
+        engine_args=rollout.engine_args,
+        lora=lora_options(config) if adapters_alone else None,
     )
     return EngineSettings(
         model=config.actor.model,

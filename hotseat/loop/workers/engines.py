@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hotseat.cluster import in_worker_process
 from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
+from hotseat.train.backend import LoraOptions
+from hotseat.train.lora import target_layers
 
 
 def device_of_process() -> torch.device:
@@ -44,6 +49,9 @@ class VllmSettings:
     prefix_caching: bool
     enforce_eager: bool
     logs: str  # the folder for its log
+    cache_gib: float | None = None  # None: as much as the memory share has room for
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
+    lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
 
 
 def make_engine(settings: EngineSettings, rank: int) -> Engine:
@@ -74,6 +82,10 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
     os.environ.update(vllm_engine.log_to(log))
     on_cpu = device_of_process().type == "cpu"
     share = None if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE
+    adapters = None
+    if vllm.lora is not None:
+        layers = target_layers(settings.model, vllm.lora.target_modules, settings.trust_remote_code)
+        adapters = vllm_engine.AdapterOptions(vllm.lora.rank, tuple(layers))
     options = vllm_engine.CoreOptions(
         model=settings.model,
         dtype=settings.dtype,
@@ -81,25 +93,21 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         num_slots=settings.num_slots,
         tensor_parallel_size=vllm.tensor_parallel_size,
         memory_share=share,
-        kv_cache_bytes=None
-        if share is not None
-        else vllm_engine.cache_bytes(
-            settings.model,
-            settings.dtype,
-            (settings.max_length, settings.num_slots),
-            vllm.tensor_parallel_size,
-            settings.trust_remote_code,
-        ),
+        kv_cache_bytes=_cache_bytes(settings, vllm, on_cpu),
         prefix_caching=vllm.prefix_caching,
         enforce_eager=vllm.enforce_eager,
         trust_remote_code=settings.trust_remote_code,
         fp32_head=settings.fp32_head,
+        engine_args=vllm.engine_args,
+        adapters=adapters,
     )
-    names = vllm_engine.weight_names(settings.model, settings.trust_remote_code)
+    names = vllm_engine.weight_names(settings.model, settings.trust_remote_code, adapters)
     try:
         core = vllm_engine.Core(options, when_lost=_end_process if in_worker_process() else None)
     except Exception as error:
         raise vllm_engine.start_error(error, settings.model, log) from None
+    if in_worker_process():
+        gc.freeze()  # what vLLM and torch keep for good is not searched for garbage again in the middle of a rollout
     try:
         return vllm_engine.VllmEngine(
             core,
@@ -108,10 +116,20 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
             num_slots=settings.num_slots,
             eos_token_ids=settings.eos_token_ids,
             num_threads=settings.num_threads if on_cpu else None,
+            keeps_cache=settings.keeps_cache,
         )
     except BaseException:
         core.close()
         raise
+
+
+def _cache_bytes(settings: EngineSettings, vllm: VllmSettings, on_cpu: bool) -> int | None:
+    if not on_cpu:
+        return None if vllm.cache_gib is None else int(vllm.cache_gib * 2**30)
+    sequences = (settings.max_length, settings.num_slots)
+    return vllm_engine.cache_bytes(
+        settings.model, settings.dtype, sequences, vllm.tensor_parallel_size, settings.trust_remote_code
+    )
 
 
 def _end_process() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
 from hotseat.loop.devices.memory import Held
@@ -234,7 +235,7 @@ class _ReceivingBackend:
     def finish_load(self) -> None:
         """Do nothing: weights are live once they are loaded."""
 
-    def digest(self) -> dict[str, int]:
+    def digest(self, names: Collection[str] | None = None) -> dict[str, int]:
         return self.backend.digest(dtype=self.dtype)
 
 
@@ -253,9 +254,8 @@ class ActorWorker(ModelWorker):
         self._rank = int(os.environ.get("RANK", "0"))
         self._model, self._trust_remote_code = model, trust_remote_code
         self._dtype = getattr(torch, engine_dtype)
-        self._sender = Sender(
-            lambda: self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES), device_of_process()
-        )
+        self._form: WeightForm = "merged"  # of the last push to engines
+        self._sender = Sender(self._outgoing, device_of_process())
 
     # --- learning from a rollout ------------------------------------------------------------------------------------
 
@@ -329,8 +329,11 @@ class ActorWorker(ModelWorker):
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    def begin_push(self, version: int, receivers: BroadcastGroup | None = None) -> int | None:
+    def begin_push(
+        self, version: int, receivers: BroadcastGroup | None = None, form: WeightForm = "merged"
+    ) -> int | None:
         """Gather the first bucket: return its bytes, or None if there is none. Collective."""
+        self._form = form
         self._sender.begin(version, receivers)
         return self._sender.pack_next()
 
@@ -350,24 +353,31 @@ class ActorWorker(ModelWorker):
         """Return the proof of what was sent. Collective."""
         self._sender.finish()
         log_probs = None if canary is None else self.score_canary(canary)
-        return Proof(self._backend.digest(dtype=self._dtype), log_probs)
+        return Proof(self._backend.digest(dtype=self._dtype, form=self._form), log_probs)
+
+    def _outgoing(self) -> Iterator[tuple[str, Tensor]]:
+        return self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES, form=self._form)
 
     def lacks_bytes_for_exact(self, longest: int) -> int:
         """Return the bytes of device memory that `score_exactly` lacks for sequences of up to `longest` tokens."""
         return missing_bytes(self._model, device_of_process(), longest, self._trust_remote_code)
 
-    def score_exactly(self, canary: Canary) -> ExactScores | str | None:
+    def score_exactly(self, canary: Canary, is_merged: bool = True) -> ExactScores | str | None:
         """Score with a float32 forward of the weights that engines got. Collective; only the first rank returns scores.
+
+        is_merged: False if engines got adapters apart from their weights: the sum of the two has not been rounded.
 
         If the forward fails the first rank returns why: a run can continue without this yardstick.
         """
-        weights = self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES)
+        form: WeightForm = "merged" if is_merged else "apart"
+        weights = self._backend.weights(dtype=self._dtype, bucket_bytes=BUCKET_BYTES, form=form)
+        whole = weights if is_merged else merge_apart(weights)
         scores: ExactScores | str | None = None
         if self._rank == 0:
             try:
                 scores = exact_log_probs(
                     self._model,
-                    weights,
+                    whole,
                     canary.sequences,
                     canary.num_prompt,
                     canary.temperature,

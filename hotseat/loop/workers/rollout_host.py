@@ -74,7 +74,7 @@ class RolloutHost:
                 settings.reward_tokenizer, trust_remote_code=settings.trust_remote_code
             )
         self._tokenizer = tokenizer
-        self._unscored: list[OpenGroup] = []  # all of the last `collect`, if they wait for a reward model
+        self._unscored: list[OpenGroup] = []  # wait for a reward model, which takes them next
         self._groups: dict[GroupKey, PromptGroup] = {}
         self._spool = None if settings.spool is None else Spool(Path(settings.spool))
         self._changed = threading.Condition()  # the lock of what follows
@@ -141,9 +141,9 @@ class RolloutHost:
             known = {facts.key for facts in self._finished}
             known |= {group.job.key for group in (*self._unscored, *self._to_be_scored)}
             for job in jobs:
-                finished = self._spool.get(job.key)
                 if job.key in known:
                     continue
+                finished = self._spool.get(job.key)
                 if finished is None:
                     new.append(job)
                 else:
@@ -224,7 +224,7 @@ class RolloutHost:
         return MicroBatch.from_segments(sequences, None, [str(episode.key) for episode in mine])
 
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
-        """Complete the groups of the last `collect` with the reward model's rewards, by sample id."""
+        """Complete the groups that waited with the reward model's rewards, by sample id."""
         groups, self._unscored = self._unscored, []
 
         def score(outcome: Episode) -> Score | Failed:
@@ -349,8 +349,9 @@ def facts_of(finished: Finished) -> GroupFacts:
 
 def _versions(episode: Episode) -> tuple[int, int]:
     """Return the oldest and the newest version of the weights that sampled tokens of an episode."""
-    sampled = [segment.versions[segment.mask] for segment in episode.segments]
-    versions = torch.cat(sampled)
+    # In numpy: small tensors take ten times as long, and there are some for every sample.
+    sampled = [segment.versions.numpy()[segment.mask.numpy()] for segment in episode.segments]
+    versions = sampled[0] if len(sampled) == 1 else np.concatenate(sampled)
     return int(versions.min()), int(versions.max())
 
 

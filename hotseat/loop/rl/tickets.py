@@ -1,0 +1,146 @@
+"""The groups that are sampled ahead of training: which may begin, how far each is, and what has come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hotseat.errors import RunError
+from hotseat.loop.rl.collect import MAX_REFILLS, Collected, GroupFilter, too_few_kept
+from hotseat.loop.rl.pacer import Awaited, Pace, Pacer
+from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.rewards import RewardTally
+from hotseat.types import Failed
+
+
+@dataclass
+class _Arrivals:
+    """Groups that have come since the last batch was taken: which were dropped and why, and failed rewards."""
+
+    tally: RewardTally
+    reasons: list[tuple[GroupKey, str | None]] = field(default_factory=list)  # None: the group was kept
+    dropped: list[tuple[GroupFacts, str]] = field(default_factory=list)
+
+    def add(self, facts: GroupFacts, reason: str | None) -> None:
+        """Count a group. `reason`: why it was dropped; None: it was kept."""
+        self.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
+        self.reasons.append((facts.key, reason))
+        if reason is not None:
+            self.dropped.append((facts, reason))
+
+
+class Tickets:
+    """Connects the pacer's tickets with prompts and facts.
+
+    next_keys: takes so many prompts in the order of the run.
+    """
+
+    def __init__(self, pace: Pace, group_filter: GroupFilter, next_keys: Callable[[int], list[GroupKey]]):
+        self.pacer = Pacer(pace)
+        self._filter = group_filter
+        self._next_keys = next_keys
+        self._tickets: dict[GroupKey, int] = {}  # in flight or waiting
+        self._facts: dict[int, GroupFacts] = {}  # of those that wait
+        self._unbegun: set[GroupKey] = set()  # no host works on them
+        self._arrivals = self._no_arrivals()
+        self.num_begun_again = 0
+
+    # --- in flight ----------------------------------------------------------------------------------------------------
+
+    def admit(self) -> list[GroupKey]:
+        """Let in what may begin; return all groups that a host has to begin now, those from before included."""
+        tickets = self.pacer.admit()
+        new = dict(zip(self._next_keys(len(tickets)), tickets, strict=True))
+        self._tickets |= new
+        self._unbegun |= new.keys()
+        return [key for key in self._tickets if key in self._unbegun]
+
+    def begin(self, sampled: Iterable[GroupKey]) -> None:
+        """Record that a host has taken all that `admit` returned: it samples these, and has finished the others."""
+        self.pacer.begin_again([self._tickets[key] for key in sampled])
+        self._unbegun = set()
+
+    def begin_again(self) -> None:
+        """Have everything in flight begun once more, by the weights that are served then."""
+        self.num_begun_again += len(self.pacer.in_flight) - len(self._unbegun)
+        self._unbegun = {key for key, ticket in self._tickets.items() if ticket in self.pacer.in_flight}
+
+    def arrive(self, facts: GroupFacts) -> None:
+        """Keep or drop a finished group. Raises if too many rewards failed or too many groups were dropped."""
+        ticket = self._tickets[facts.key]
+        reason = self._filter.reason_to_drop(facts)
+        self._arrivals.add(facts, reason)
+        if reason is None:
+            self.pacer.arrive(ticket)
+            self._facts[ticket] = facts
+        else:
+            self.pacer.drop(ticket)
+            del self._tickets[facts.key]
+        pace, arrivals = self.pacer.pace, self._arrivals
+        if len(arrivals.reasons) >= pace.groups_per_step:
+            arrivals.tally.check()
+        most = pace.groups_per_step * (1 + pace.staleness)
+        if len(arrivals.dropped) >= MAX_REFILLS * most:
+            reasons = [reason for _, reason in arrivals.dropped]
+            raise too_few_kept(len(arrivals.reasons), len(self._facts), most, reasons)
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def take(self) -> Collected:
+        """Put the next batch, which is complete, into training, and return it."""
+        tickets = self.pacer.batch()
+        assert not isinstance(tickets, Awaited), "the next batch is not complete"
+        self.pacer.take(tickets)
+        batch = self._collected(tickets)
+        for facts in batch.groups:
+            del self._facts[self._tickets.pop(facts.key)]
+        self._arrivals = self._no_arrivals()
+        return batch
+
+    def unfinished(self) -> Collected:
+        """Return the groups that no step has learned from."""
+        return self._collected(sorted(self._facts))
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def finished_keys(self) -> list[GroupKey]:
+        """Return the groups that a checkpoint has to hold: those that wait, and dropped ones not yet recorded."""
+        return [facts.key for facts in (*self._facts.values(), *(facts for facts, _ in self._arrivals.dropped))]
+
+    def state(self) -> dict[str, Any]:
+        """Return the pacer, the prompts of its tickets, and what has come since the last batch, as JSON."""
+        return {
+            "pacer": self.pacer.state(),
+            "tickets": [[ticket, *key] for key, ticket in self._tickets.items()],
+            "arrivals": [[*key, reason] for key, reason in self._arrivals.reasons],
+        }
+
+    def restore(self, state: Mapping[str, Any] | None, step: int, facts_of: Callable[[GroupKey], GroupFacts]) -> None:
+        """Continue after `step`: groups that waited wait again, those in flight begin again. None: there are none."""
+        pace = self.pacer.pace
+        num_trained = step * pace.groups_per_step
+        if state is None:
+            self.pacer = replace(self.pacer, version=step, num_trained=num_trained)
+            return
+        self.pacer = replace(Pacer.restored(pace, state["pacer"]), num_trained=num_trained)
+        if not self.pacer.can_keep_bound():
+            raise RunError(
+                f"the checkpoint has {len(state['tickets'])} groups that were sampled ahead of training, more or older"
+                f" ones than overlap.staleness {pace.staleness} and rollout.batch_size {pace.groups_per_step} allow:"
+                " resume with those that it was saved with"
+            )
+        self._tickets = {(epoch, prompt): ticket for ticket, epoch, prompt in state["tickets"]}
+        self._facts = {t: facts_of(key) for key, t in self._tickets.items() if t in self.pacer.waiting}
+        for epoch, prompt, reason in state["arrivals"]:
+            self._arrivals.add(facts_of((epoch, prompt)), reason)
+        self.begin_again()
+
+    def _collected(self, tickets: Iterable[int]) -> Collected:
+        arrivals = self._arrivals
+        groups = tuple(self._facts[ticket] for ticket in tickets)
+        return Collected(groups, len(arrivals.reasons), tuple(arrivals.dropped), arrivals.tally.num_failed)
+
+    def _no_arrivals(self) -> _Arrivals:
+        return _Arrivals(RewardTally(self._filter.max_failed_fraction))

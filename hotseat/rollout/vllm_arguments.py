@@ -1,0 +1,153 @@
+"""Arguments of vLLM's engine that a config may set (`rollout.engine_args`), and those that it may not.
+
+Nothing here imports vLLM: the names of its arguments are read from its source, which takes a few hundredths of a second
+where importing it takes several.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hotseat.rollout.vllm_versions import installed_version
+
+# The key that sets an argument.
+_SET_BY: Mapping[str, str] = {
+    "model": "actor.model",
+    "model_weights": "actor.model",
+    "hf_config_path": "actor.model",
+    "revision": "actor.model",
+    "code_revision": "actor.model",
+    "dtype": "train.dtype",
+    "seed": "seed",
+    "max_model_len": "data.max_length",
+    "trust_remote_code": "trust_remote_code",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "device_ids": "cluster.component_placement",
+    "gpu_memory_utilization": "rollout.memory_share",
+    "kv_cache_memory_bytes": "rollout.memory_share",
+    "enable_prefix_caching": "rollout.prefix_caching",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_sleep_mode": "rollout.enable_offload",
+    "enable_cumem_allocator": "rollout.enable_offload",
+    "sleep_mode_offload_cudagraph": "rollout.enable_offload",
+    "sleep_preserve_parameter_names": "rollout.enable_offload",
+    "hf_overrides": "rollout.fp32_head",
+    "weight_transfer_config": "rollout.weight_transport",
+}
+
+_TOKENS = "the engine takes and returns token ids, and loads no tokenizer"
+_PLACES = "weights are pushed to the places where vLLM's layers keep them on the device"
+_ONCE = "vLLM quantises weights when it loads them, and pushed ones would be put, unquantised, in their places"
+_POLICY = "tokens must be sampled from the distribution that the trainer computes"
+_DRAFTS = "the log-probs of drafted tokens have not been compared with the trainer's"
+_RANKS = "an engine is one process per device of rollout.tensor_parallel_size, on one node"
+_DRIVEN = "the engine drives vLLM's scheduler and workers itself"
+_LORA = "train.lora and rollout.lora_sync decide it"
+
+# Why an argument cannot be set, where no key sets it.
+_RELIED_ON: Mapping[str, str] = {
+    "tokenizer": _TOKENS,
+    "tokenizer_mode": _TOKENS,
+    "tokenizer_revision": _TOKENS,
+    "skip_tokenizer_init": _TOKENS,
+    "runner": _DRIVEN,
+    "convert": _DRIVEN,
+    "scheduler_cls": _DRIVEN,
+    "worker_cls": _DRIVEN,
+    "worker_extension_cls": _DRIVEN,
+    "disable_log_stats": _DRIVEN,
+    "use_tqdm_on_load": _DRIVEN,
+    "max_num_seqs": "the engine has a fixed number of slots; agent.max_concurrent bounds what is sent to it",
+    "enable_chunked_prefill": "on a CPU prompts must not be cut, and elsewhere vLLM's default is relied on",
+    "logprobs_mode": "log-probs must be those of the distribution that was sampled from",
+    "logits_processors": _POLICY,
+    "generation_config": _POLICY,
+    "override_generation_config": _POLICY,
+    "disable_sliding_window": _POLICY,
+    "speculative_config": _DRAFTS,
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
+    "diffusion_config": _POLICY,
+    "distributed_executor_backend": _RANKS,
+    "pipeline_parallel_size": _RANKS,
+    "prefill_context_parallel_size": _RANKS,
+    "decode_context_parallel_size": _RANKS,
+    "nnodes": _RANKS,
+    "node_rank": _RANKS,
+    "master_addr": _RANKS,
+    "master_port": _RANKS,
+    "moe_backend": _PLACES,
+    "enable_expert_parallel": _PLACES,
+    "enable_ep_weight_filter": _PLACES,
+    "enable_elastic_ep": _PLACES,
+    "enable_eplb": _PLACES,
+    "eplb_config": _PLACES,
+    "expert_placement_strategy": _PLACES,
+    "offload_backend": _PLACES,
+    "cpu_offload_gb": _PLACES,
+    "cpu_offload_params": _PLACES,
+    "offload_group_size": _PLACES,
+    "offload_num_in_group": _PLACES,
+    "offload_prefetch_step": _PLACES,
+    "offload_params": _PLACES,
+    "quantization": _ONCE,
+    "quantization_config": _ONCE,
+    "enable_lora": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": _LORA,
+    "max_cpu_loras": _LORA,
+    "lora_dtype": _LORA,
+    "lora_target_modules": _LORA,
+    "fully_sharded_loras": _LORA,
+    "default_mm_loras": _LORA,
+    "specialize_active_lora": _LORA,
+    "enable_tower_connector_lora": _LORA,
+    "enable_mixed_moe_lora_format": _LORA,
+    "enable_moe_shared_loras": _LORA,
+}
+
+
+def refusals(names: Iterable[str]) -> list[tuple[str, str]]:
+    """List (name, reason) of arguments that a config cannot pass to the vLLM that is installed."""
+    known = argument_names()
+    refused = []
+    for name in names:
+        reason = _refusal(name, known)
+        if reason is not None:
+            refused.append((name, reason))
+    return refused
+
+
+def _refusal(name: str, known: frozenset[str]) -> str | None:
+    key = _SET_BY.get(name)
+    if key is not None:
+        return f"{key} sets it"
+    if name in _RELIED_ON:
+        return f"cannot be set: {_RELIED_ON[name]}"
+    if name.startswith("data_parallel_"):
+        return f"cannot be set: {_RANKS}; rollout.num_engines sets how many there are"
+    if name not in known:
+        close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), known, n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        return f"vLLM {installed_version()} has no such argument{hint}"
+    return None
+
+
+def argument_names() -> frozenset[str]:
+    """Return the names of vLLM's engine arguments, the fields of its `EngineArgs`."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None, "vLLM is installed"
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = [field.target for field in node.body if isinstance(field, ast.AnnAssign)]
+            return frozenset(
+                target.id for target in fields if isinstance(target, ast.Name) and not target.id.startswith("_")
+            )
+    raise AssertionError(f"{source} has no EngineArgs")

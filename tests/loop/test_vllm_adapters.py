@@ -1,0 +1,79 @@
+"""Runs that train adapters and sample with vLLM, which gets them alone."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from loop_cases import make_task, rl_yaml
+from transformers import GemmaConfig
+
+from hotseat.config import loads
+from hotseat.errors import ConfigError, UserError
+from hotseat.loop.run import start
+from hotseat.loop.setup.settings import engine_settings, why_merged
+from hotseat.observe import read_lines
+
+ROLLOUT = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
+LORA = ("train.lora.rank=4", "train.lora.alpha=16")
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 14}
+
+
+def settings(task: Path, *overrides: str):
+    return loads(rl_yaml(task, rollout=ROLLOUT), [*LORA, *overrides])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_run_pushes_adapters_alone_after_the_first_time(tmp_path):
+    task = make_task(tmp_path, initializer_range=0.3, **SHAPE)
+    config = settings(task, "actor.optimizer.learning_rate=0.03", "train.num_episodes=2")
+    start(config)
+    records = read_lines(task / "runs" / "run" / "metrics.jsonl")
+    assert [record["version"] for record in records[1:]] == [1.0, 2.0, 3.0, 4.0]
+    # Digests agreed, and so do log-probs, although the policy moves.
+    assert max(record["engine_gap"] for record in records[1:]) < 1e-5
+    assert max(record["canary_gap"] for record in records[1:]) < 1e-4
+    # Two layers of 64: q, o [64, 64], k, v [32, 64] and three of the MLP, with 4 x (in + out) numbers each; 4 bytes.
+    width = json.loads((task / "model" / "config.json").read_text())["intermediate_size"]
+    num_factors = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + width))
+    assert [record["sync/gb"] for record in records[1:]] == pytest.approx([4e-9 * num_factors] * 4)
+
+
+def test_adapters_go_alone_where_vllm_applies_them(tmp_path):
+    task = make_task(tmp_path, **SHAPE)
+    assert why_merged(settings(task), on_gpu=False) is None
+    assert why_merged(settings(task, "train.dtype=bf16"), on_gpu=True) is None
+    assert why_merged(settings(task, "rollout.lora_sync=merged"), on_gpu=False) == "rollout.lora_sync is merged"
+    assert why_merged(settings(task, "train.lora.rank=600"), on_gpu=False) == (
+        "vLLM applies adapters of rank 512 or less, and train.lora.rank is 600"
+    )
+    assert why_merged(loads(rl_yaml(task), LORA), on_gpu=False) == "rollout.engine is transformers"
+    assert why_merged(loads(rl_yaml(task)), on_gpu=False) == "train.lora.rank is 0"
+    found = engine_settings(settings(task), (1,), tmp_path, adapters_alone=True).vllm
+    assert found is not None
+    assert found.lora is not None
+    assert found.lora.rank == 4
+
+
+def test_models_with_which_it_was_not_tested_get_merged_weights_unless_asked(tmp_path):
+    task = make_task(tmp_path, **SHAPE)
+    GemmaConfig().save_pretrained(task / "model")
+    assert why_merged(settings(task), on_gpu=False) == (
+        "only with llama, mistral, qwen2, qwen3 models it has been tested, and this is gemma"
+    )
+    assert why_merged(settings(task, "rollout.lora_sync=adapter"), on_gpu=False) is None
+
+
+def test_adapters_alone_that_vllm_cannot_apply_are_an_error(tmp_path):
+    task = make_task(tmp_path, **SHAPE)
+    with pytest.raises(UserError, match="rollout.lora_sync is adapter: on a GPU vLLM applies adapters only to 16-bit"):
+        why_merged(settings(task, "rollout.lora_sync=adapter"), on_gpu=True)
+
+
+def test_without_adapters_or_vllm_the_option_has_no_effect(tmp_path):
+    task = make_task(tmp_path, **SHAPE)
+    with pytest.raises(ConfigError, match="rollout.lora_sync: has no effect: rollout.engine is transformers"):
+        loads(rl_yaml(task), [*LORA, "rollout.lora_sync=merged"])
+    with pytest.raises(ConfigError, match="rollout.lora_sync: has no effect: train.lora.rank is 0"):
+        loads(rl_yaml(task, rollout=ROLLOUT), ["rollout.lora_sync=merged"])

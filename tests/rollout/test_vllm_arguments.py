@@ -1,0 +1,121 @@
+"""Arguments that a config passes to vLLM's engine, checked without importing vLLM."""
+
+import ast
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotseat.config import loads
+from hotseat.errors import ConfigError, UserError
+from hotseat.loop.preflight import refuse_what_cannot_start
+from hotseat.loop.setup.settings import engine_settings
+from hotseat.rollout import vllm_versions
+from hotseat.rollout.vllm_arguments import argument_names, refusals
+
+CONFIG = """
+actor: {model: m}
+data: {path: p}
+reward: {function: reward.py}
+rollout:
+  engine: vllm
+  samples_per_prompt: 2
+  engine_args: {ARGUMENTS}
+"""
+ENGINE_ARGS = """
+class EngineArgs:
+    model: str = "m"
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    block_size: int = 16
+    async_scheduling: bool | None = None
+    _process_count: int = 1
+"""
+
+
+@pytest.fixture
+def vllm(monkeypatch, tmp_path):
+    """A vLLM with a handful of arguments, before any other."""
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(ENGINE_ARGS)
+    described = tmp_path / "vllm-0.25.1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.25.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+
+
+def test_arguments_are_the_public_fields_of_vllms_class(vllm):
+    names = {"model", "max_num_batched_tokens", "max_num_seqs", "block_size", "async_scheduling"}
+    assert argument_names() == names
+
+
+def test_an_argument_that_a_key_sets_is_refused_with_that_key(vllm):
+    assert refusals(["model", "gpu_memory_utilization", "enforce_eager", "max_num_batched_tokens"]) == [
+        ("model", "actor.model sets it"),
+        ("gpu_memory_utilization", "rollout.memory_share sets it"),
+        ("enforce_eager", "rollout.enforce_eager sets it"),
+    ]
+
+
+def test_an_argument_that_a_run_relies_on_is_refused_with_the_reason(vllm):
+    [(_, log_probs), (_, slots), (_, ranks)] = refusals(["logprobs_mode", "max_num_seqs", "data_parallel_size"])
+    assert log_probs == "cannot be set: log-probs must be those of the distribution that was sampled from"
+    assert slots.startswith("cannot be set: the engine has a fixed number of slots; agent.max_concurrent bounds")
+    assert ranks.endswith("rollout.num_engines sets how many there are")
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_ones(vllm):
+    assert refusals(["max-num-batched-token", "quux", "_process_count"]) == [
+        ("max-num-batched-token", "vLLM 0.25.1 has no such argument; did you mean max_num_batched_tokens?"),
+        ("quux", "vLLM 0.25.1 has no such argument"),
+        ("_process_count", "vLLM 0.25.1 has no such argument"),
+    ]
+
+
+def test_whatever_the_engine_sets_itself_is_refused():
+    """Otherwise Python would refuse a name that comes twice, after the config was accepted."""
+    [call] = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(vllm_versions)))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "EngineArgs"
+    ]
+    names = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
+    assert len(names) > 15
+    assert [name for name, _ in refusals([*names, "gpu_memory_utilization"])] == [*names, "gpu_memory_utilization"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_the_arguments_of_the_installed_vllm_are_found():
+    assert {"model", "max_num_batched_tokens", "compilation_config", "async_scheduling"} <= argument_names()
+
+
+def test_a_run_is_refused_before_a_model_loads(vllm, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    Path("m/config.json").write_text("{}")
+    Path("p").mkdir()
+    Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...\n")
+    with pytest.raises(UserError) as caught:
+        refuse_what_cannot_start(loads(CONFIG.replace("ARGUMENTS", "block_sizes: 32, dtype: float16")))
+    assert str(caught.value).splitlines() == [
+        "this run cannot start:",
+        "  rollout.engine_args.block_sizes: vLLM 0.25.1 has no such argument; did you mean block_size?",
+        "  rollout.engine_args.dtype: train.dtype sets it",
+    ]
+
+
+def test_arguments_reach_the_engine_as_they_are(tmp_path):
+    config = loads(CONFIG.replace("ARGUMENTS", "block_size: 32, compilation_config: {mode: 0}"), ["train.dtype=fp32"])
+    settings = engine_settings(config, (1,), tmp_path)
+    assert settings.vllm is not None
+    assert settings.vllm.engine_args == {"block_size": 32, "compilation_config": {"mode": 0}}
+
+
+def test_with_the_transformers_engine_they_are_refused():
+    text = CONFIG.replace("engine: vllm", "engine: transformers").replace("ARGUMENTS", "block_size: 32")
+    with pytest.raises(ConfigError, match="rollout.engine_args: has no effect: rollout.engine is transformers; this"):
+        loads(text)
