@@ -23,3 +23,9 @@ def wait_passively(environment: MutableMapping[str, str] | None = None) -> None:
 def wait_policy() -> dict[str, str]:
     """Return the environment variable for a process to be started: the user's own value, or PASSIVE."""
     return {WAIT_POLICY: os.environ.get(WAIT_POLICY, "PASSIVE")}
+
+
+def thread_env(num_threads: int) -> dict[str, str]:
+    """Return the environment variables for a process to be started with so many threads of its numerical libraries."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return {**dict.fromkeys(names, str(num_threads)), **wait_policy()}

@@ -45,7 +45,8 @@ class TokenLayout:
     def token_segment(self) -> Tensor:
         """[num_tokens] int64: the segment of each token."""
         lengths = self.offsets[1:] - self.offsets[:-1]
-        return torch.repeat_interleave(torch.arange(self.num_segments, device=self.mask.device), lengths)
+        segments = torch.arange(self.num_segments, device=self.mask.device)
+        return torch.repeat_interleave(segments, lengths, output_size=self.num_tokens)  # waits for no device
 
     @cached_property
     def token_episode(self) -> Tensor:

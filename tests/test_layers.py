@@ -18,7 +18,7 @@ LAYERS = (
     ("rollout", "train", "weights", "cluster"),
     ("agents", "rewards", "data", "observe"),
     ("algorithms", "placement"),
-    ("config", "types", "errors", "failed", "faults", "openmp", "clock", "words"),
+    ("config", "types", "errors", "failed", "faults", "openmp", "clock", "words", "caches"),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 
@@ -59,6 +59,8 @@ ROWS_OF = {
         ("launching", "nodes"),
         ("group", "reservation", "node_agent"),
         ("connection", "daemons"),
+        ("template",),
+        ("forked", "template_process", "lean_agent"),
         ("library",),
     ),
 }

@@ -55,8 +55,8 @@ def run_demo(directory: Path | None, seed: int) -> int:
     """Run the whole demo and return the exit code."""
     from transformers.utils import logging
 
-    from hotseat.loop.run import start
     from hotseat.loop.setup.demo import make_files
+    from hotseat.loop.start import start
     from hotseat.observe import read_lines
 
     logging.disable_progress_bar()

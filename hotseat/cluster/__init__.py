@@ -1,6 +1,7 @@
 """Processes: groups of plain classes on Ray or in this process, channels between them, leases on devices."""
 
 from hotseat.cluster._guard import in_worker_process
+from hotseat.cluster._ray.template import Template, started_template
 from hotseat.cluster.channel import Channel, ChannelClosed
 from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.create_group import Worker, create_group
@@ -25,9 +26,11 @@ __all__ = [
     "Pending",
     "Process",
     "Ref",
+    "Template",
     "Worker",
     "WorkerGroup",
     "as_arguments",
     "create_group",
     "in_worker_process",
+    "started_template",
 ]

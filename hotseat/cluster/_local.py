@@ -238,6 +238,9 @@ class LocalRuntime:
     def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
         """Do nothing: all devices are this process's."""
 
+    def prepare(self, launch: Launch[Any]) -> None:
+        """Do nothing: all objects are made in this process."""
+
     def launch(self, launch: Launch[T]) -> LocalGroup[T]:
         self._set_env(launch.name, launch.env_on(0))
         port, num_ranks = str(free_port("127.0.0.1")), str(len(launch.processes))

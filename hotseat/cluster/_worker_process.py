@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from hotseat import faults
+from hotseat.caches import keep_compiled
 from hotseat.cluster import _guard, activity
 from hotseat.cluster.refs import resolve
 
@@ -114,6 +115,7 @@ class ObjectHost:
     """Carries one object in a worker process."""
 
     def __init__(self) -> None:
+        keep_compiled()
         mark = os.environ.get(_guard.WORKER, "")
         _guard.mark_this_process(mark.partition(":")[0], mark)
         if mark:
@@ -124,6 +126,9 @@ class ObjectHost:
                 activity.activity.keep_in(directory, f"{name}-{rank}")
                 activity.show_stacks_on_signal(directory)
         self._object: Any = None
+
+    def prepare(self, cls: type) -> None:
+        """Do nothing more: the module of the class is loaded, because the class has arrived here."""
 
     def construct(
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float

@@ -57,6 +57,14 @@ class Activity:
                 del self._now[number]
                 self._write()
 
+    def becomes(self, what: str) -> None:
+        """Replace the operation that was begun last: it is something else from now on."""
+        with self._lock:
+            if self._now:
+                number = max(self._now)
+                self._now[number] = Operation(what, self._now[number].whom, time.time())
+                self._write()
+
     def now(self) -> list[Operation]:
         with self._lock:
             return list(self._now.values())

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from hotseat.cluster._local import LocalRuntime
+from hotseat.cluster._ray.template import Template
 from hotseat.cluster.channel import Channel
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
@@ -41,6 +42,7 @@ class Cluster:
     address: of the Ray cluster to attach to; by default `RAY_ADDRESS`; if that is not set, a cluster is started here.
     num_devices: logical devices of a cluster started here; by default its GPUs (one in the local runtime).
     timeout_s: the deadline of calls that state none.
+    template: a process with libraries loaded, from which processes of a cluster started here are forked.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Cluster:
         object_store_bytes: int = 2 << 30,
         timeout_s: float = 600.0,
         log_to_driver: bool = False,
+        template: Template | None = None,
     ):
         if runtime not in ("ray", "local"):
             raise PlacementError(f"runtime is {runtime!r}; it can be 'ray' or 'local'")
@@ -77,6 +80,7 @@ class Cluster:
                     num_cpus=num_cpus,
                     object_store_bytes=object_store_bytes,
                     log_to_driver=log_to_driver,
+                    template=template,
                 )
         except BaseException:
             self.close(grace_s=0)
@@ -163,10 +167,7 @@ class Cluster:
         wait: False returns at once, so that several groups can start together; `WorkerGroup.ready` waits, and so does
             the first call. A group has to be ready before it is passed to another worker.
         """
-        self._refuse_if_closed()
-        if name in self._groups and not self._groups[name].is_closed:
-            raise PlacementError(f"there is a group {name!r} already; close it first or choose another name")
-        placed = self._placed(name, processes)
+        placed = self._placed_anew(name, processes)
         if per_rank is not None and len(per_rank) != len(placed):
             raise PlacementError(
                 f"{name}: per_rank has {len(per_rank)} entries for {len(placed)} processes; give one per rank"
@@ -190,6 +191,44 @@ class Cluster:
         group.on_call = self.on_call
         self._groups[name] = group
         return group
+
+    def prepare(
+        self,
+        name: str,
+        cls: type,
+        *,
+        processes: Sequence[ProcessLike] | Any = 1,
+        num_threads: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Start the processes of a group ahead: they load the module of `cls`, and `launch` makes the objects in them.
+
+        Give the same class, processes and threads to `launch`, and no `env`.
+        """
+        placed = self._placed_anew(name, processes)
+        self._started_runtime.prepare(
+            Launch(
+                name,
+                cls,
+                (),
+                {},
+                [{}] * len(placed),
+                placed,
+                env_on=lambda node: self._node_env.get(node, {}),
+                num_threads=num_threads,
+                max_concurrency=getattr(cls, "max_concurrency", None) or 1,
+                timeout_s=timeout_s or self.timeout_s,
+                start_timeout_s=self.timeout_s,
+                wait=False,
+            )
+        )
+
+    def _placed_anew(self, name: str, processes: Any) -> list[ProcessLike]:
+        """Return the places of a group to be launched. Raises if it exists."""
+        self._refuse_if_closed()
+        if name in self._groups and not self._groups[name].is_closed:
+            raise PlacementError(f"there is a group {name!r} already; close it first or choose another name")
+        return self._placed(name, processes)
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup[Any]]:

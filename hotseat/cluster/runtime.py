@@ -50,6 +50,9 @@ class Runtime(Protocol):
     def reserve(self, devices: Mapping[int, Sequence[int]], num_cpus_per_node: float, timeout_s: float) -> None:
         """Reserve these devices of each node, for all groups to come."""
 
+    def prepare(self, launch: Launch[Any]) -> None:
+        """Start the processes of a group to be launched, and load the module of its class in them."""
+
     def launch(self, launch: Launch[T]) -> WorkerGroup[T]:
         """Start the processes of a group, and wait for their objects if the launch says so."""
 

@@ -41,7 +41,7 @@ class Session:
         return {
             _guard.SESSION: self.id,
             _guard.SHM_PREFIX: self.shm_prefix,
-            "PYTHONPATH": _python_path(),
+            "PYTHONPATH": python_path(),
         }
 
     def close(self, killed: Iterable[int]) -> None:
@@ -61,7 +61,7 @@ def _make_directory() -> str:
     raise RunError(f"no directory for temporary files with a path of at most {_MAX_DIRECTORY} characters; set TMPDIR")
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """List what this process can import beyond what is installed, so that its workers can import it too."""
     installed = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
     paths = (path or os.getcwd() for path in sys.path)

@@ -35,7 +35,7 @@ from hotseat.observe import LiveView
 from hotseat.placement import Plan
 
 if TYPE_CHECKING:
-    from hotseat.cluster import Cluster
+    from hotseat.cluster import Cluster, Template
     from hotseat.observe import Journal
 
 RESUME = "hotseat resume {run_dir}"  # the command that continues a run
@@ -100,10 +100,13 @@ def open_run(
 
 
 @contextmanager
-def on_cluster(run: OpenRun, dry_plan: Plan, pinged: Sequence[str] = ()) -> Iterator[OnCluster]:
+def on_cluster(
+    run: OpenRun, dry_plan: Plan, pinged: Sequence[str] = (), template: Template | None = None
+) -> Iterator[OnCluster]:
     """Start or attach to a cluster, choose what depends on its devices, plan, and watch over the run's processes.
 
     dry_plan: the plan that was made without a cluster. pinged: roles that answer pings while they work.
+    template: a process from which those of the run are forked.
     """
     from hotseat.cluster import Cluster
     from hotseat.loop.state.watchdog import watch_processes
@@ -111,7 +114,7 @@ def on_cluster(run: OpenRun, dry_plan: Plan, pinged: Sequence[str] = ()) -> Iter
     journal = run.journal
     journal.stage(_starting(run.config))
     with ExitStack() as stack:
-        cluster = stack.enter_context(_cluster(Cluster, run.config, dry_plan))
+        cluster = stack.enter_context(_cluster(Cluster, run.config, dry_plan, template))
         config, has_new_budgets = _for_devices(run, cluster)
         plan = plan_on(config, cluster)
         save_plan(run.run_dir, plan)
@@ -239,12 +242,13 @@ def _is_finished(config: Config, checkpoint: Checkpoint, num_steps: int, run_dir
     return True
 
 
-def _cluster(make: type[Cluster], config: Config, dry: Plan) -> Cluster:
+def _cluster(make: type[Cluster], config: Config, dry: Plan, template: Template | None) -> Cluster:
     """Make a cluster with room for the plan: an existing one, or our own with a logical device per planned device."""
     num_devices: int | None = 1 + max((device for role in dry.roles for device in role.devices), default=0)
     if is_cluster_there(config):
         num_devices = None  # an existing cluster has devices of its own
-    return make(config.cluster.runtime, num_devices=num_devices, timeout_s=config.cluster.call_timeout_s)
+    timeout_s = config.cluster.call_timeout_s
+    return make(config.cluster.runtime, num_devices=num_devices, timeout_s=timeout_s, template=template)
 
 
 def _journal(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hotseat import clock
+from hotseat.cluster import Template
 from hotseat.config import Config
 from hotseat.config.maths import maths_notes
 from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, record_plan
@@ -19,27 +20,31 @@ from hotseat.placement import Plan
 
 
 def start(
-    config: Config, launched: bool = False, view: LiveView | None = None, notes: Sequence[str] = ()
+    config: Config,
+    launched: bool = False,
+    view: LiveView | None = None,
+    notes: Sequence[str] = (),
+    template: Template | None = None,
 ) -> dict[str, float]:
     """Run a config to its end.
 
     launched: this process is one rank of several that a launcher started. view: the live view, if it is open already.
-    notes: earlier findings, to record in the run.
+    notes: earlier findings, to record in the run. template: a process from which those of the run are forked.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
         refuse_what_cannot_start(config)
         _quieten_transformers()
         view.stage("reading tokenizer and data")
         if config.task == "rl":
-            return _start_rl(config, view, notes)
+            return _start_rl(config, view, notes, template)
         if launched:
             from hotseat.loop.supervised.launched import run_launched
 
             return run_launched(config, view)
-        return _start_supervised(config, view)
+        return _start_supervised(config, view, template)
 
 
-def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str, float]:
+def _start_rl(config: Config, view: LiveView, notes: Sequence[str], template: Template | None) -> dict[str, float]:
     inputs = rl_inputs(config)
     inputs.notes.extend(notes)
     from hotseat.loop.rl.assemble import assemble, columns
@@ -52,7 +57,7 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with on_cluster(run, inputs.plan, pinged=("rollout",)) as place:
+        with on_cluster(run, inputs.plan, ("rollout",), template) as place:
             record_plan(journal, place, maths_notes(place.config))
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
@@ -73,7 +78,7 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str]) -> dict[str,
     return evaluation
 
 
-def _start_supervised(config: Config, view: LiveView) -> dict[str, float]:
+def _start_supervised(config: Config, view: LiveView, template: Template | None) -> dict[str, float]:
     inputs = supervised_inputs(config)
     assert inputs.plan is not None
     from hotseat.loop.state.watchdog import doing_in
@@ -85,7 +90,7 @@ def _start_supervised(config: Config, view: LiveView) -> dict[str, float]:
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with on_cluster(run, inputs.plan) as place:
+        with on_cluster(run, inputs.plan, template=template) as place:
             record_plan(journal, place)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             actor = launch_ranks(place, inputs, journal)

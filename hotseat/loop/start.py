@@ -1,26 +1,63 @@
-"""Entry of a run: refuses at once what cannot start, shows progress, and only then loads heavy libraries."""
+"""Entry of a run: refuses at once what cannot start, shows progress, and only then loads heavy libraries.
+
+Workers' libraries are loaded meanwhile in a process from which the workers are forked, where that is possible.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 from rich.console import Console
 
+from hotseat.caches import keep_compiled
+from hotseat.cluster import started_template
 from hotseat.config import Config
 from hotseat.loop.setup.refusals import refuse_at_once
 from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
+from hotseat.openmp import thread_env
 
 
 def start(config: Config, launched: bool = False) -> dict[str, float]:
     """Run a config to its end, as `hotseat.loop.run.start` does."""
     refuse_at_once(config)
+    keep_compiled()
     with make_view(config, launched) as view:
         notes = try_rewards(config, view.stage)
         view.stage("loading torch and transformers")
-        from hotseat.loop import run
+        has_workers = not launched and config.cluster.runtime == "ray"
+        env = thread_env(config.cluster.threads_per_process)
+        with started_template(worker_modules(config), env, has_workers) as template:
+            from hotseat.loop import run
 
-        return run.start(config, launched, view, notes)
+            return run.start(config, launched, view, notes, template)
+
+
+def worker_modules(config: Config) -> list[str]:
+    """List what the workers of a run import, in the order in which a template loads it."""
+    modules = ["torch", "transformers", "hotseat.loop.workers.models"]
+    if config.task == "rl":
+        modules += ["hotseat.loop.workers.rollout_host", "hotseat.loop.workers.value_models"]
+    else:
+        modules.append("hotseat.loop.supervised.worker")
+    if config.train.backend == "deepspeed":
+        modules.append("deepspeed")
+    for model in {config.actor.model, config.critic.model, config.reference.model, config.reward.model}:
+        family = _family(model)
+        if family is not None:
+            modules.append(f"transformers.models.{family}.modeling_{family}")
+    return [*modules, "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
+
+
+def _family(model: str | None) -> str | None:
+    """Return the model type that the config of a local checkpoint states."""
+    try:
+        family = json.loads((Path(model or "") / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return family if isinstance(family, str) and family.isidentifier() else None
 
 
 def make_view(config: Config, launched: bool) -> LiveView:

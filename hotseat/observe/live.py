@@ -1,11 +1,12 @@
 """The live view: one line per step and, on a terminal, the current phase below it.
 
 It begins with the command, before a model or a library is loaded. Without a terminal, every stage up to the end of the
-first step is a dated line.
+first step is a dated line, and while processes start, a line now and then says what each of them does.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -21,9 +22,17 @@ class LiveView:
     """Shows phase, step, chosen metrics and the remaining time; plain lines if the console is not a terminal."""
 
     def __init__(
-        self, title: str, num_steps: int = 0, columns: Mapping[str, str] | None = None, console: Console | None = None
+        self,
+        title: str,
+        num_steps: int = 0,
+        columns: Mapping[str, str] | None = None,
+        console: Console | None = None,
+        every_s: float = 15.0,
     ):
-        """Make a view. columns: maps a metric to its format, such as `{"reward": "reward {:.3f}"}`."""
+        """Make a view. columns: maps a metric to its format, such as `{"reward": "reward {:.3f}"}`.
+
+        every_s: seconds between two lines about processes that are waited for, where there is no terminal.
+        """
         self._title = title
         self._num_steps = num_steps
         self._columns = columns or {}
@@ -32,7 +41,34 @@ class LiveView:
         self._phase = "starting"
         self._step = 0
         self._started_s = self._phase_started_s = time.monotonic()
-        self.processes: Callable[[], list[str]] | None = None  # returns a line about each process that is waited for
+        self._processes: Callable[[], list[str]] | None = None
+        self._every_s = every_s
+        self._reporting: threading.Event | None = None  # ends the thread that prints lines about processes
+
+    @property
+    def processes(self) -> Callable[[], list[str]] | None:
+        """Return a function that returns a line about each process that is waited for; None if nobody is."""
+        return self._processes
+
+    @processes.setter
+    def processes(self, processes: Callable[[], list[str]] | None) -> None:
+        """Show these lines from now on: on a terminal below the status, elsewhere as one line now and then."""
+        if self._reporting is not None:
+            self._reporting.set()
+            self._reporting = None
+        self._processes = processes
+        if processes is not None and not self._console.is_terminal:
+            self._reporting = threading.Event()
+            threading.Thread(
+                target=self._report, args=(processes, self._reporting), name="start-up", daemon=True
+            ).start()
+
+    def _report(self, processes: Callable[[], list[str]], is_over: threading.Event) -> None:
+        """Print what processes do every few seconds. A thread of its own; ends when it is over."""
+        while not is_over.wait(self._every_s):
+            lines = processes()
+            if lines and not is_over.is_set():
+                self.progress("; ".join(lines))
 
     def expect(self, num_steps: int, columns: Mapping[str, str]) -> None:
         """Set the number of steps and the columns, which are known only after config and data have been read."""
@@ -51,6 +87,7 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.processes = None
         if self._live is not None:
             self._live.stop()
             self._live = None

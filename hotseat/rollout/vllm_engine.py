@@ -279,8 +279,11 @@ def log_to(path: Path) -> dict[str, str]:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-        "handlers": {"file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "plain"}},
-        "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
+        "handlers": {
+            "file": {"class": "logging.FileHandler", "filename": str(path), "formatter": "plain"},
+            "stages": {"class": "hotseat.rollout._progress.StageHandler"},
+        },
+        "loggers": {"vllm": {"handlers": ["file", "stages"], "level": "INFO", "propagate": False}},
     }
     described = path.with_suffix(".logging.json")
     described.write_text(json.dumps(settings))

@@ -170,6 +170,8 @@ class Core:
                 # Prompts of a whole rollout come at once: the fewer steps they take, the sooner graphs decode.
                 **({} if is_cpu else {"max_num_batched_tokens": ENGINE_BATCH_TOKENS}) | dict(options.engine_args),
             )
+            if options.tensor_parallel_size == 1:
+                _import_model_class(options)
             config = arguments.create_engine_config()
             self._adapter: Any = None  # applied to every request
             if options.adapters is not None:
@@ -298,6 +300,20 @@ class Core:
     def close(self) -> None:
         self._is_closing = True
         self._client.shutdown()
+
+
+def _import_model_class(options: CoreOptions) -> None:
+    """Import the class of the model in this process, which needs it anyway.
+
+    vLLM would start a process that imports all of vLLM once more, only to look at the class.
+    """
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    for name in config.architectures or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _fp32_head(options: CoreOptions) -> dict[str, str]:

@@ -254,6 +254,12 @@ class Backend(Protocol):
         version and random numbers stay as they are, and no memory is kept.
         """
 
+    def warm_up(self, max_length: int) -> None:
+        """Run small made-up micro-batches, so that what has to be compiled for scores and updates is. All ranks.
+
+        Weights, optimizer, version and random numbers stay as they are, and no memory is kept.
+        """
+
     def offload(self, parts: Collection[Part]) -> Moved:
         """Take these parts off the device into pinned host memory and give the device memory back.
 

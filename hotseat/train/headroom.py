@@ -60,11 +60,13 @@ class Meter:
         return Peak(self._before, torch.cuda.max_memory_allocated(self._device), limit)
 
 
-def trial_batch(num_tokens: int, max_length: int, vocab_size: int, *, is_padded: bool = False) -> MicroBatch:
+def trial_batch(
+    num_tokens: int, max_length: int, vocab_size: int, *, is_padded: bool = False, is_shared: bool = False
+) -> MicroBatch:
     """Make a micro-batch of about so many made-up tokens in sequences of `max_length`, half of each to be learned from.
 
     As in `packing.filler_batch`, no count is one and there are never just two equal lengths, so that what is compiled
-    for it serves real micro-batches. No two sequences begin alike, so that none is shared.
+    for it serves real micro-batches. No two sequences begin alike, unless with `is_shared`.
     """
     lengths = [max_length] * (num_tokens // max_length)
     rest = num_tokens - sum(lengths)
@@ -76,10 +78,11 @@ def trial_batch(num_tokens: int, max_length: int, vocab_size: int, *, is_padded:
     offsets = segment_offsets(sizes)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
     position = torch.arange(int(offsets[-1])) - offsets[segment]
+    mask = position >= sizes[segment] // 2
     return MicroBatch(
-        token_ids=(segment + 7 * position) % vocab_size,
+        token_ids=(torch.where(is_shared & ~mask, 0, segment) + 7 * position) % vocab_size,
         offsets=offsets,
-        mask=position >= sizes[segment] // 2,
+        mask=mask,
         weights=torch.zeros(len(segment)),
         sample_ids=tuple(f"trial {index}" for index in range(len(lengths))),
     )

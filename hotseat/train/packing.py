@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
@@ -252,10 +253,18 @@ def model_input(
         place = torch.arange(len(inputs)) if kind == "packed" or owners is None else owners
         first, row_of = torch.unique(place, return_inverse=True)  # the input token of each row, the row of each input
         input_ids, position_ids, rows = token_ids[inputs[first]][None], position[first][None], row_of[before]
-        blocks = Blocks.of(
-            lengths, starts, row_of if len(first) < len(inputs) else None, device=device, has_flash=has_flash
-        )
-        counts = torch.bincount(row_of, minlength=len(first)).float()
+        is_shared, counts = len(first) < len(inputs), torch.bincount(row_of, minlength=len(first)).float()
+        if has_flash and (group is None or group.size == 1):
+            num_filler = _num_missing(len(first) + is_shared) + is_shared  # one row at least, if rows are gathered
+            row_of = torch.cat([row_of, torch.arange(len(first), len(first) + num_filler)])
+            if is_shared:  # attention gathers more rows than there are: of the last one, which is a filler
+                row_of = functional.pad(row_of, (0, _num_missing(len(row_of))), value=int(row_of[-1]))
+            lengths = torch.cat([lengths, _cut(len(row_of) - len(inputs), longest)])
+            starts = segment_offsets(lengths)
+            input_ids, position_ids, counts = (
+                functional.pad(tensor, (0, num_filler)) for tensor in (input_ids, position_ids, counts)
+            )
+        blocks = Blocks.of(lengths, starts, row_of if is_shared else None, device=device, has_flash=has_flash)
         if group is not None and group.size > 1:
             part = Slice(group, len(first))
             input_ids, position_ids, blocks = part.of(input_ids), part.of(position_ids), replace(blocks, slice=part)
@@ -268,6 +277,21 @@ def model_input(
         position_ids = None if position_ids is None else to_device(position_ids, device)
     counted = to_device(counts, device) if with_counts else None
     return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted)
+
+
+def _num_missing(num_rows: int) -> int:
+    """Return how many rows are missing to a number that other micro-batches have, too.
+
+    On a GPU each new number costs time: memory of new sizes, kernels chosen anew, sometimes compiled. Between a power
+    of two and the next there are sixteen numbers, so at most a sixteenth is computed in vain.
+    """
+    return -num_rows % max(16, 1 << max(0, num_rows.bit_length() - 5))
+
+
+def _cut(num_tokens: int, longest: int) -> Tensor:
+    """Cut tokens into segments of at most `longest`: return their lengths."""
+    rest = num_tokens % longest
+    return torch.tensor([longest] * (num_tokens // longest) + [rest] * (rest > 0), dtype=torch.int64)
 
 
 def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, starts: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -297,6 +298,16 @@ class Trainer(TrainerHooks):
         set_random_states(random, self._device)
         release_memory(self._device)
         return fit
+
+    def warm_up(self, max_length: int) -> None:
+        random = random_states(self._device)
+        vocab_size = self._model.config.get_text_config().vocab_size
+        for is_shared in (False, True):
+            batch = trial_batch(4 * max_length, max_length, vocab_size, is_padded=self.is_padded, is_shared=is_shared)
+            for is_update in (False, True) if self._options.optimizer is not None else (False,):
+                self._within_memory(partial(self._try_out, batch, is_update, False))
+        set_random_states(random, self._device)
+        release_memory(self._device)
 
     def _try_out(self, batch: MicroBatch, is_update: bool, with_entropy: bool) -> None:
         """Run a forward of made-up tokens, and for an update a backward that adds nothing to any gradient."""

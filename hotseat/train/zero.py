@@ -260,6 +260,10 @@ class ZeroBackend(Trainer):
             return True  # what its compiler keeps of a trial could not be undone
         return super().fits(num_tokens, max_length, is_update=is_update, with_entropy=with_entropy)
 
+    def warm_up(self, max_length: int) -> None:
+        if not self._is_whole:
+            super().warm_up(max_length)
+
     # --- residency ----------------------------------------------------------------------------------------------------
 
     def _tensors(self, part: Part) -> list[Tensor]:

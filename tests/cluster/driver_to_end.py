@@ -8,7 +8,8 @@ from multiprocessing import resource_tracker, shared_memory
 
 from cluster_workers import Plain
 
-from hotseat.cluster import Cluster, Process
+from hotseat.cluster import Cluster, Process, started_template
+from hotseat.openmp import thread_env
 
 
 class Holding(Plain):
@@ -42,6 +43,12 @@ if __name__ == "__main__":
     print("starting", flush=True)
     if sys.argv[1] == "with":
         with Cluster(num_devices=2) as cluster:
+            work(cluster)
+    elif sys.argv[1] == "forked":
+        with (
+            started_template(["numpy"], thread_env(1)) as template,
+            Cluster(num_devices=2, template=template) as cluster,
+        ):
             work(cluster)
     elif sys.argv[1] == "without":
         work(Cluster(num_devices=2))

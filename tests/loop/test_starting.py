@@ -27,15 +27,15 @@ def reward_func(queries, prompts, labels, score=reward_func):
 
 def test_processes_that_start_are_named_with_what_they_do(tmp_path, monkeypatch):
     monkeypatch.setenv(activity.DIRECTORY, str(tmp_path))
-    doing = [["its start", [], time.time()], ["vLLM loads the model and compiles", [], time.time()]]
+    doing = [["its start", [], time.time()], ["compiling", [], time.time() - 23.2]]
     (tmp_path / "rollout-0").write_bytes(json.dumps(doing).encode() + b"\0")
     groups = {
         "rollout": SimpleNamespace(name="rollout", states=lambda: ["starting", "starting"]),
         "actor": SimpleNamespace(name="actor", states=lambda: ["running"]),
     }
     first, second = doing_in(SimpleNamespace(groups=groups))
-    assert re.fullmatch(r"rollout 0: vLLM loads the model and compiles, for \d+\.\d s", first)
-    assert second == "rollout 1: its process starts"
+    assert re.fullmatch(r"engine 0: compiling, \d+ s", first)
+    assert second == "engine 1: starting its process"
 
 
 class StartingGroup:

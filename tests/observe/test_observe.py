@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import re
+import threading
 
 import pytest
 from rich.console import Console
@@ -74,13 +75,31 @@ def test_without_a_terminal_a_stage_is_a_dated_line_and_on_one_it_is_not():
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  starting Ray\n", plain.getvalue())
     with LiveView("rl", console=Console(file=shown, width=100, force_terminal=True)) as view:
         view.stage("starting Ray")
-        view.processes = lambda: ["rollout 0: vLLM loads the model and compiles, for 23.0 s"]
+        view.processes = lambda: ["engine 0: compiling, 23 s"]
         view.progress("actor ready after 3.0 s")
         view._live.refresh()
     assert re.search(r"starting Ray \d+\.\d s", shown.getvalue())
-    assert "rollout 0: vLLM loads the model and compiles, for 23.0 s" in shown.getvalue()
+    assert "engine 0: compiling, 23 s" in shown.getvalue()
     assert "actor ready after 3.0 s" in shown.getvalue()
     assert not re.search(r"\d{4}-\d\d-\d\d", shown.getvalue())
+
+
+def test_without_a_terminal_lines_about_processes_come_now_and_then_until_all_have_started():
+    out, asked = io.StringIO(), threading.Event()
+    lines = [["engine 0: compiling, 15 s", "actor 0: loading weights, 3 s"], []]
+
+    def processes() -> list[str]:
+        if len(lines) == 1:
+            asked.set()
+            return lines[0]
+        return lines.pop(0)
+
+    with LiveView("rl", console=Console(file=out, width=100), every_s=0.01) as view:
+        view.processes = processes
+        assert asked.wait(60)
+    (line,) = out.getvalue().splitlines()
+    assert line.endswith("  engine 0: compiling, 15 s; actor 0: loading weights, 3 s")
+    assert view.processes is None
 
 
 def test_phases_are_told_by_name_until_the_first_step_is_done(tmp_path):
@@ -88,8 +107,8 @@ def test_phases_are_told_by_name_until_the_first_step_is_done(tmp_path):
     view = LiveView("rl", console=Console(file=out, width=100))
     view.expect(2, {"reward": "reward {:.1f}"})
     with Journal(tmp_path, view, num_steps=2) as journal:
-        journal.stage("starting Ray", lambda: ["actor 0: its start"])
-        assert view.processes() == ["actor 0: its start"]
+        journal.stage("starting Ray", lambda: ["actor 0: loading weights, 3 s"])
+        assert view.processes() == ["actor 0: loading weights, 3 s"]
         for name in ("sync", "rollout"):
             journal.phase(name)
         journal.step(1, {"reward": 0.5})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -189,7 +190,30 @@ def test_auto_shares_long_contexts() -> None:
     flash = model_input(with_contexts(*[(long, short)] * 4), "auto", has_flash=True)
     assert flash.blocks is not None
     assert flash.blocks.copies is not None
-    assert flash.blocks.copies.tolist() == list(range(10)) * 4
+    assert flash.blocks.copies.tolist()[:40] == list(range(10)) * 4
+    assert set(flash.blocks.copies.tolist()[40:]) == set(range(10, 16))  # fillers
+
+
+@pytest.mark.parametrize("context", [0, 30])
+def test_with_flash_few_numbers_of_rows_occur(context: int) -> None:
+    rng = random.Random(context)
+    rows, gathered = set(), set()
+    for _ in range(40):
+        shared = [rng.randrange(90) for _ in range(context)]
+        made = with_contexts(*[(shared, [5] * rng.randint(3, 60)) for _ in range(rng.randint(60, 70))])
+        inputs = model_input(made, "auto", has_flash=True)
+        assert inputs.blocks is not None
+        assert inputs.blocks.offsets is not None
+        assert inputs.position_ids is not None
+        num_rows = inputs.input_ids.shape[1]
+        assert inputs.position_ids.shape == (1, num_rows)
+        lengths = inputs.blocks.offsets.diff()
+        assert int(lengths.max()) == inputs.blocks.longest
+        assert int(lengths.min()) > 0
+        assert int(lengths.sum()) == (num_rows if context == 0 else len(inputs.blocks.copies))
+        rows.add(num_rows)
+        gathered.add(int(lengths.sum()))
+    assert max(len(rows), len(gathered)) <= 12
 
 
 def test_auto_packs_where_padding_would_cost_more() -> None:

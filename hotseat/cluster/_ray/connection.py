@@ -11,13 +11,16 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hotseat.cluster import _guard
-from hotseat.cluster._ray.library import import_ray
+from hotseat.cluster._ray.library import RAY_ENV, import_ray, refresh_settings
+from hotseat.cluster._ray.template import Template
 from hotseat.cluster.environment import restore_environment
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError, RunError
@@ -46,6 +49,7 @@ class RayConnection:
 
     address: of a cluster that exists; by default `RAY_ADDRESS`; if that is not set, one is started here.
     num_devices, num_cpus, object_store_bytes: of a cluster that is started here.
+    template: has the Python processes of such a cluster forked.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class RayConnection:
         num_cpus: int | None,
         object_store_bytes: int,
         log_to_driver: bool,
+        template: Template | None = None,
     ):
+        self._template = template
         self.ray = ray = import_ray()
         self._session = session
         self._env_before: dict[str, str | None] = {}
@@ -122,9 +128,7 @@ class RayConnection:
         ray = self.ray
         variables = {
             _guard.SESSION: self._session.id,  # for the daemons: they start with this environment
-            # The name is Ray's, for the platforms where it is the default: everything on loopback.
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
+            **RAY_ENV,
         }
         if not os.environ.get("RAY_AUTH_MODE"):
             variables["RAY_AUTH_MODE"] = "token"
@@ -133,14 +137,14 @@ class RayConnection:
         outer = os.environ.get(_guard.SESSION)
         self._env_before = {key: os.environ.get(key) for key in variables}
         os.environ.update(variables)
-        self._refresh_auth()
+        refresh_settings()
         number_before = _guard.mark_this_process(self._session.id)
         constants = ray._private.ray_constants
         on_network = getattr(constants, "ENABLE_RAY_CLUSTER", None)
         if on_network is not None:
             constants.ENABLE_RAY_CLUSTER = False  # in case Ray was imported before we could say so
         try:
-            with _daemons_in_own_groups():
+            with _lean_daemons(self._template, log_to_driver):
                 ray.init(
                     address="local",
                     num_gpus=num_devices,
@@ -200,15 +204,7 @@ class RayConnection:
     def _restore_env(self) -> None:
         restore_environment(self._env_before)
         self._env_before = {}
-        self._refresh_auth()
-
-    def _refresh_auth(self) -> None:
-        """Have Ray read its token anew: it remembers that of the first cluster, and this one may have another."""
-        with contextlib.suppress(ImportError, AttributeError):
-            from ray._raylet import AuthenticationTokenLoader, Config
-
-            Config.initialize("")
-            AuthenticationTokenLoader.instance().reset_cache()
+        refresh_settings()
 
     def _inventory(self) -> list[RayNode]:
         """List nodes in an order that a restart of the cluster keeps: the head, then by address and by name."""
@@ -242,25 +238,51 @@ def _sigterm_handler_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _daemons_in_own_groups() -> Iterator[None]:
-    """Start Ray's daemons, and so all workers, outside of this process's group.
+def _lean_daemons(template: Template | None, log_to_driver: bool) -> Iterator[None]:
+    """Start only the daemons that a run needs, in groups of their own, and have their Python processes forked.
 
-    `timeout` and batch schedulers send SIGTERM to the whole group. It is meant for the driver, which then saves: with
-    its cluster dead it could not.
+    `timeout` and batch schedulers send SIGTERM to the whole group of this process. It is meant for the driver, which
+    then saves: with its cluster dead it could not. Left out are the dashboard, the autoscaler and, where nobody reads
+    logs, their monitor: each is a Python process whose start Ray waits for, or that takes a core from those who start.
     """
-    from ray._private import services
+    from ray._private import node, services
 
-    usual = services.ConsolePopen
+    class Daemon(services.ConsolePopen):
+        def __init__(self, command: Any, *args: Any, **options: Any):
+            super().__init__(_lean_command(command, template), *args, process_group=0, **options)
 
-    class OwnGroup(usual):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **options: Any):
-            super().__init__(*args, process_group=0, **options)
-
-    services.ConsolePopen = OwnGroup
+    unneeded = ["start_monitor", "start_api_server", *([] if log_to_driver else ["start_log_monitor"])]
+    before = [(node.Node, name, getattr(node.Node, name)) for name in unneeded if hasattr(node.Node, name)]
+    before.append((services, "ConsolePopen", services.ConsolePopen))
+    for owner, name, _ in before[:-1]:
+        setattr(owner, name, lambda *_, **__: None)
+    services.ConsolePopen = Daemon
     try:
         yield
     finally:
-        services.ConsolePopen = usual
+        for owner, name, usual in before:
+            setattr(owner, name, usual)
+
+
+def _lean_command(command: Any, template: Template | None) -> Any:
+    """Change the command of the raylet: its agent collects nothing, and its Python processes are forked."""
+    if not isinstance(command, list) or os.path.basename(command[0]) != "raylet":
+        return command
+    for_workers = () if template is None else template.for_workers
+    for_agents = () if template is None else template.for_agents
+    prefixes = {"python_worker": for_workers, "dashboard_agent": for_agents, "runtime_env_agent": for_agents}
+    python, changed = subprocess.list2cmdline([sys.executable]), []
+    for argument in command:
+        name = argument.partition("_command=")[0].removeprefix("--")
+        start = f"--{name}_command={python} "
+        if name in prefixes and argument.startswith(start):
+            rest = argument.removeprefix(start)
+            words = [start.rstrip(), subprocess.list2cmdline(prefixes[name]), rest]
+            if name == "dashboard_agent" and " --minimal" not in rest:
+                words.append("--minimal")
+            argument = " ".join(filter(None, words))
+        changed.append(argument)
+    return changed
 
 
 def _address_key(address: str) -> tuple[int, int, str]:

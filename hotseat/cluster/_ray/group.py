@@ -57,6 +57,7 @@ class RankProcess:
     incarnation: int = 0
     mark: str = ""  # HOTSEAT_WORKER of the process and of what it starts
     ended_because: str = ""  # why we ended it ourselves
+    is_prepared: bool = False  # the process was started ahead, and no constructor was called in it yet
 
 
 class GroupOwner(Protocol):

@@ -18,7 +18,7 @@ from hotseat.cluster.pending import Pending
 from hotseat.cluster.process import ProcessLike
 from hotseat.cluster.runtime import Launch
 from hotseat.errors import PlacementError
-from hotseat.openmp import wait_policy
+from hotseat.openmp import thread_env
 
 
 class ActorStarter:
@@ -43,11 +43,25 @@ class ActorStarter:
         self._master = master
         self._number = number
 
+    def prepare(self, processes: Sequence[RankProcess]) -> None:
+        """Start all processes, and load the module of the class in each, for constructors to come."""
+        for rank, process in enumerate(processes):
+            self._start_actor(process, rank)
+            process.is_prepared = True
+            process.actor.prepare.remote(self._launch.cls)
+
+    def use(self, launch: Launch[Any]) -> None:
+        """Take the arguments of constructors, and everything else, from this launch."""
+        self._launch = launch
+
     def start(self, group: RayGroup[Any], ranks: Sequence[int], within_s: float) -> Pending[ProcessIdentity]:
         """Start the processes of these ranks, and in each the constructor of its object."""
         launch, futures = self._launch, {}
         for rank in ranks:
-            self._start_actor(group.processes[rank], rank)
+            if group.processes[rank].is_prepared:
+                group.processes[rank].is_prepared = False
+            else:
+                self._start_actor(group.processes[rank], rank)
         for rank in ranks:
             process, kwargs = group.processes[rank], {**launch.kwargs, **launch.per_rank[rank]}
             futures[rank] = process.actor.construct.remote(launch.cls, launch.args, kwargs, within_s).future()
@@ -60,7 +74,7 @@ class ActorStarter:
         process.identity = None
         env = {
             **_rank_env(launch.processes, rank, *self._master),
-            **_thread_env(launch.num_threads),
+            **thread_env(launch.num_threads),
             **launch.env_on(process.place.node),
             **self._device_env(process.place),
             _guard.WORKER: process.mark,
@@ -114,11 +128,6 @@ def _rank_env(processes: Sequence[ProcessLike], rank: int, address: str, port: i
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables |= dict.fromkeys(names, interface)
     return variables
-
-
-def _thread_env(num_threads: int) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return {**dict.fromkeys(names, str(num_threads)), **wait_policy()}
 
 
 def _is_loopback(address: str) -> bool:

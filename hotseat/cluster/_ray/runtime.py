@@ -35,6 +35,7 @@ class RayRuntime:
         self._session = session
         self._processes = NodeProcesses(connection, session)
         self._groups: dict[str, RayGroup[Any]] = {}
+        self._prepared: dict[str, tuple[ActorStarter, list[RankProcess]]] = {}  # groups that are not launched yet
         self._reservation: Reservation | None = None
         self._num_launched = 0
         self._daemons: DaemonWatch | None = None
@@ -54,21 +55,20 @@ class RayRuntime:
         first = [devices_of(self.nodes, node.rank).start for node in self.nodes]
         self._reservation = Reservation(self._connection, self._session, devices, first, num_cpus_per_node, timeout_s)
 
+    def prepare(self, launch: Launch[Any]) -> None:
+        starter = self._make_starter(launch)
+        processes = [RankProcess(process) for process in launch.processes]
+        self._prepared[launch.name] = starter, processes
+        starter.prepare(processes)
+
     def launch(self, launch: Launch[T]) -> RayGroup[T]:
-        if self._reservation is None:
-            everything = {node.rank: devices_of(self.nodes, node.rank) for node in self.nodes}
-            self.reserve(everything, num_cpus_per_node=0, timeout_s=60.0)
-        assert self._reservation is not None
-        refuse_unreserved(launch, self._reservation)
-        master_node = launch.processes[0].node
-        master = self._connection.nodes[master_node].address, self._processes.free_port(master_node)
-        self._num_launched += 1
-        starter = ActorStarter(
-            self._connection.ray, launch, self._reservation, self._session.name, master, self._num_launched
-        )
+        starter, processes = self._prepared.pop(launch.name, (None, None))
+        if starter is None or processes is None:
+            starter, processes = self._make_starter(launch), [RankProcess(process) for process in launch.processes]
+        starter.use(launch)
         group: RayGroup[T] = RayGroup(
             launch.name,
-            [RankProcess(process) for process in launch.processes],
+            processes,
             timeout_s=launch.timeout_s,
             log_directory=self._connection.log_directory,
             owner=self,
@@ -84,6 +84,19 @@ class RayRuntime:
             raise
         self._groups[launch.name] = group
         return group
+
+    def _make_starter(self, launch: Launch[Any]) -> ActorStarter:
+        if self._reservation is None:
+            everything = {node.rank: devices_of(self.nodes, node.rank) for node in self.nodes}
+            self.reserve(everything, num_cpus_per_node=0, timeout_s=60.0)
+        assert self._reservation is not None
+        refuse_unreserved(launch, self._reservation)
+        master_node = launch.processes[0].node
+        master = self._connection.nodes[master_node].address, self._processes.free_port(master_node)
+        self._num_launched += 1
+        return ActorStarter(
+            self._connection.ray, launch, self._reservation, self._session.name, master, self._num_launched
+        )
 
     def broker(self, node: int | None) -> tuple[Address, bytes]:
         return self._processes.broker(self._connection.home if node is None else node)
@@ -148,7 +161,8 @@ class RayRuntime:
         with contextlib.suppress(Exception):
             for group in groups:
                 group.is_closed = True
-            self.end_processes([process for group in groups for process in group.processes])
+            prepared = [process for _, processes in self._prepared.values() for process in processes]
+            self.end_processes([*prepared, *(process for group in groups for process in group.processes)])
             for group in groups:
                 group.wake_waiters()
         if self._reservation is not None:

@@ -92,28 +92,33 @@ def _launch(
     by_role: dict[str, WorkerGroup[Movable]] = {}
     say_fault = partial(journal.say, kind="fault")
 
+    def options_of(role: str) -> dict[str, Any]:
+        return {
+            "processes": plan.role(role).processes,
+            "num_threads": config.cluster.threads_per_process,
+            "timeout_s": config.cluster.call_timeout_s,
+        }
+
     def launch(role: str, cls: type[M], *args: Any) -> WorkerGroup[M]:
         started_s = time.monotonic()
-        group = cluster.launch(
-            role,
-            cls,
-            args=args,
-            processes=plan.role(role).processes,
-            num_threads=config.cluster.threads_per_process,
-            timeout_s=config.cluster.call_timeout_s,
-            wait=False,
-        )
+        group = cluster.launch(role, cls, args=args, wait=False, **options_of(role))
         by_role[role] = group
         readiness.watch(group, started_s)
         return group
 
     trust = config.trust_remote_code
     engines = launch("rollout", EngineWorker, engine)
-    # Where vLLM fills its memory share, it measures free memory: no other process may start or end there meanwhile.
+    started_s = time.monotonic()
+    hosts = cluster.launch("agents", RolloutHost, args=(host,), timeout_s=config.cluster.call_timeout_s, wait=False)
+    readiness.watch(hosts, started_s)
+    # Where vLLM fills its memory share, it measures free memory: no other process may use the device meanwhile.
+    # Trainers' processes start and load their libraries, but not their models.
     fills_share = engine.vllm is not None and engine.vllm.cache_gib is None
     needs_room = engine.vllm is not None and is_anything_offloaded(plan)
     measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
     if measures_its_device:
+        for role, cls in _trainers(config).items():
+            cluster.prepare(role, cls, **options_of(role))
         start_up(engines, say_fault)
         for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
             memory = cluster.device_memory(device)
@@ -134,23 +139,32 @@ def _launch(
         options = settings.train_options(config, schedule_length, is_trained=False)
         dtype = settings.engine_dtype(config)
         inference = launch("inference", InferenceWorker, config.actor.model, options, dtype, trust)
-    started_s = time.monotonic()
-    hosts = cluster.launch(
-        "agents",
-        RolloutHost,
-        args=(host,),
-        timeout_s=config.cluster.call_timeout_s,
-        wait=False,
-    )
-    readiness.watch(hosts, started_s)
     faults.reach("start-up")
+    warming = []
+    if engine.vllm is not None and not measures_its_device and not are_devices_logical(cluster):
+        # vLLM starts longest. Memory is no concern: everything fits beside everything.
+        warming = [group.start(ModelWorker.warm_up, config.data.max_length) for group in (actor, reference) if group]
     start_up(engines, say_fault)
     start_up(hosts, say_fault)
     for group in by_role.values():
         group.ready()
+    for warm_up in warming:
+        warm_up.result()
     hosts.call(RolloutHost.connect, engines)
     have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
     return Groups(engines, actor, hosts, critic, reference, reward, inference, by_role, have_gpus, measures_its_device)
+
+
+def _trainers(config: Config) -> dict[str, type[ModelWorker]]:
+    """Return the roles with a model behind a training backend, and the class of each."""
+    roles: dict[str, tuple[type[ModelWorker], bool]] = {
+        "actor": (ActorWorker, True),
+        "critic": (CriticWorker, has_critic(config)),
+        "reference": (ModelWorker, has_reference(config)),
+        "reward": (RewardWorker, has_reward_model(config)),
+        "inference": (InferenceWorker, has_inference(config)),
+    }
+    return {role: cls for role, (cls, is_present) in roles.items() if is_present}
 
 
 def _host_settings(config: Config, spool: Path) -> HostSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from hotseat.cluster import Cluster, WorkerGroup, activity
 from hotseat.cluster.doctor import Diagnosis, Watch, examine, is_hang
 from hotseat.errors import DeadlineError, RunError
+from hotseat.loop.state.readiness import ENGINES
 from hotseat.loop.state.run_dir import HANGS
 from hotseat.loop.workers.models import BackendWorker
 from hotseat.observe import Journal
@@ -60,7 +62,9 @@ def doing_in(cluster: Cluster) -> list[str]:
         for rank, state in enumerate(group.states()):
             if state == "starting":
                 doing = activity.read_activity(directory, f"{group.name}-{rank}")
-                lines.append(f"{group.name} {rank}: {doing[-1] if doing else 'its process starts'}")
+                who = f"{'engine' if group.name == ENGINES else group.name} {rank}"
+                since = f", {max(0.0, time.time() - doing[-1].since_s):.0f} s" if doing else ""
+                lines.append(f"{who}: {doing[-1].what if doing else 'starting its process'}{since}")
     return lines
 
 

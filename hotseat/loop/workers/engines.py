@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from hotseat.cluster import in_worker_process
 from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
+from hotseat.rollout._progress import stages_shown
 from hotseat.train.backend import LoraOptions
 from hotseat.train.lora import target_layers
 
@@ -54,8 +55,12 @@ class VllmSettings:
     lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
 
 
-def make_engine(settings: EngineSettings, rank: int) -> Engine:
-    return _transformers_engine(settings) if settings.vllm is None else _vllm_engine(settings, settings.vllm, rank)
+def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], object] = lambda stage: None) -> Engine:
+    """Make the engine of a rank. show: is called with what happens now, where the engine says so."""
+    if settings.vllm is None:
+        return _transformers_engine(settings)
+    with stages_shown(show):
+        return _vllm_engine(settings, settings.vllm, rank)
 
 
 def _transformers_engine(settings: EngineSettings) -> Engine:

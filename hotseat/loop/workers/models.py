@@ -84,7 +84,7 @@ class BackendWorker:
     """One rank of a model behind a training backend, which can be saved."""
 
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
-        with activity.doing("loads the model"):
+        with activity.doing("loading weights"):
             self._backend = make_backend(
                 model, options, device=device_of_process(), trust_remote_code=trust_remote_code
             )
@@ -103,6 +103,11 @@ class BackendWorker:
             use: Use = "train" if is_update else "rollout"
             what = "out of device memory in a trial"
             raise too_large(use, what, num_tokens, self._sequence_parallel_size, error) from error
+
+    def warm_up(self, max_length: int) -> None:
+        """Compile on a GPU what the first step needs, while other processes start. Collective."""
+        if device_of_process().type == "cuda":
+            self._backend.warm_up(max_length)
 
     def lowered(self) -> dict[Use, int]:
         """Return the token budgets per device that this rank lowered because memory ran out."""
@@ -434,9 +439,8 @@ class EngineWorker:
     max_concurrency = 16  # a fetch waits; requests, health checks and weights must get through meanwhile
 
     def __init__(self, settings: EngineSettings):
-        what = "loads the model" if settings.vllm is None else "vLLM loads the model and compiles"
-        with activity.doing(what):
-            self._engine = make_engine(settings, int(os.environ.get("RANK", "0")))
+        with activity.doing("loading weights" if settings.vllm is None else "loading vLLM"):
+            self._engine = make_engine(settings, int(os.environ.get("RANK", "0")), activity.becomes)
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | BaseException]] = {}

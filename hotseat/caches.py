@@ -1,0 +1,36 @@
+"""Where compilers keep what they compiled: in the user's cache directory, so that the next start finds it there.
+
+Inductor's default is a temporary directory, which a restart of the machine or of a container empties. Each compiler
+keeps its files apart by versions, devices and sources. A variable that is set already takes precedence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+
+# Variable of each compiler and its folder in `~/.cache/hotseat`.
+FOLDERS = {
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+
+
+def keep_compiled(environment: MutableMapping[str, str] | None = None) -> None:
+    """Set the variables in this process's environment, or in the one passed. Call it before torch is imported.
+
+    Where the user has no directory to write to, compilers keep their defaults.
+    """
+    environment = os.environ if environment is None else environment
+    base = environment.get("XDG_CACHE_HOME") or os.path.join(
+        environment.get("HOME") or os.path.expanduser("~"), ".cache"
+    )
+    folder = Path(base) / "hotseat"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        for variable, name in FOLDERS.items():
+            environment.setdefault(variable, str(folder / name))
