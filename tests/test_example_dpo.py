@@ -63,8 +63,10 @@ def test_short_stages(tmp_path, monkeypatch, capfd):
     [first], [again] = (module.sample(model, ["07+35="], 3, 0, temperature=1.0) for _ in range(2))
     assert first == again
     assert len(first) == 3
-    module.main(["pairs", str(model), str(FILES), "--prompts", "400", "--count", "4"])
-    start(load(EXAMPLE / "dpo.yaml", ["train.max_epochs=1"]))
+    module.main(["pairs", str(model), str(FILES), "--prompts", "1000"])
+    # A model that has learned so little has few pairs.
+    few = ["train.max_epochs=1", "train.batch_size=1", "train.micro_batch_size=1", "data.max_samples=8"]
+    start(load(EXAMPLE / "dpo.yaml", few))
     module.main(["score", str(FILES / "dpo" / "model"), str(FILES)])
     assert re.search(r"build/dpo/dpo/model: [\d.]+% of 200 held-out sums right", capfd.readouterr().out)
 
