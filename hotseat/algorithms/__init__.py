@@ -31,11 +31,14 @@ from hotseat.algorithms.shaping import clip_rewards, normalise_rewards, overlong
 from hotseat.algorithms.supervised_loss import (
     PairwiseKind,
     PreferenceLoss,
+    answer_nll,
     dpo_loss,
     episode_log_probs,
     ipo_loss,
+    orpo_loss,
     pairwise_loss,
     sft_loss,
+    simpo_loss,
 )
 from hotseat.algorithms.value_loss import ValueLoss, value_loss
 
@@ -55,6 +58,7 @@ __all__ = [
     "PreferenceLoss",
     "StepTotals",
     "ValueLoss",
+    "answer_nll",
     "clip_rewards",
     "compute_advantages",
     "correction_weights",
@@ -74,6 +78,7 @@ __all__ = [
     "normalise_by",
     "normalise_globally",
     "normalise_rewards",
+    "orpo_loss",
     "overlong_penalty",
     "pairwise_loss",
     "penalise_truncation",
@@ -81,6 +86,7 @@ __all__ = [
     "ppo_loss",
     "reason_to_drop",
     "sft_loss",
+    "simpo_loss",
     "step_totals",
     "turn_ends",
     "value_loss",

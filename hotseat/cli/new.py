@@ -65,6 +65,18 @@ train: {{batch_size: 16, max_epochs: 20}}  # 16 pairs in a step; 20 passes over 
 eval: {{path: held_out_pairs.jsonl, every: 8}}  # accuracy: share of pairs in which the chosen answer is above the other
 """
 
+DPO = """\
+# DPO: raise the better of two answers above the other, relative to the model that the policy began as.
+task: dpo
+actor:
+  model: {model}
+  optimizer: {{learning_rate: {rate}}}{rate_note}
+data: {{path: pairs.jsonl, prompt_key: prompt, apply_chat_template: true, max_length: {length}}}
+algorithm: {{dpo: {{beta: 0.1}}}}
+train: {{batch_size: 16, max_epochs: 4}}  # 16 pairs in a step; 4 passes over them
+eval: {{path: held_out_pairs.jsonl, every: 8}}  # accuracy: share of pairs in which the chosen answer is above the other
+"""
+
 REWARD = '''\
 """The reward of an answer: 1 for the right word alone, 0.2 for the right word among others, else 0."""
 
@@ -102,6 +114,7 @@ KINDS = {
     "ppo": Kind("rl", PPO, _PROMPTS, "1e-6", has_reward=True),
     "sft": Kind("sft", SFT, {"chats.jsonl": "chats", "held_out_chats.jsonl": "chats"}, "5e-6"),
     "rm": Kind("rm", RM, {"pairs.jsonl": "pairs", "held_out_pairs.jsonl": "pairs"}, "9e-6"),
+    "dpo": Kind("dpo", DPO, {"pairs.jsonl": "pairs", "held_out_pairs.jsonl": "pairs"}, "5e-7"),
 }
 
 
@@ -111,7 +124,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "kind",
         choices=list(KINDS),
         metavar="KIND",
-        help="rl (GRPO with a reward function), ppo (the same with a critic), sft (chats) or rm (pairs of answers)",
+        help="rl (GRPO with a reward function), ppo (the same with a critic), sft (chats), rm or dpo (pairs)",
     )
     command.add_argument("directory", nargs="?", default=".", metavar="DIR", help="where the files go (default: here)")
     command.add_argument(

@@ -35,7 +35,6 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("task", "preference optimisation", ("dpo",), options=("algorithm.dpo",)),
     Unbuilt("flow", "flows other than the task's own"),
     Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
     Unbuilt("reward.url", "reward servers"),

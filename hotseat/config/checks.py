@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_critic, has_reference, has_reward_model, placed_roles
+from hotseat.config.roles import (
+    ESTIMATORS_WITH_GROUP,
+    compares_with_reference,
+    has_critic,
+    has_reference,
+    has_reward_model,
+    is_base_reference,
+    placed_roles,
+)
 from hotseat.config.schema import Config, OptimizerConfig
 
 
@@ -43,6 +51,11 @@ def _rl_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
     return lambda config: not _is_rl(config) or condition(config)
 
 
+def _dpo_but(condition: Callable[[Config], bool]) -> Callable[[Config], bool]:
+    """Restrict a condition to dpo: for other tasks, the rule for the whole section applies already."""
+    return lambda config: config.task != "dpo" or condition(config)
+
+
 def _has_reward_file(config: Config) -> bool:
     return config.reward.function is not None or config.eval.reward is not None
 
@@ -60,6 +73,15 @@ def _optimizer_rules(role: str, optimizer: Callable[[Config], OptimizerConfig]) 
             lambda c: optimizer(c).schedule != "constant",
             _says(f"{at}.schedule is constant"),
         ),
+    )
+
+
+def _for_losses(name: str, *losses: str) -> Rule:
+    """Return the rule of an option that only some losses of preferences have."""
+    return Rule(
+        (f"algorithm.dpo.{name}",),
+        _dpo_but(lambda c: c.algorithm.dpo.loss in losses),
+        lambda c: f"algorithm.dpo.loss is {c.algorithm.dpo.loss}; this is for {' and '.join(losses)}",
     )
 
 
@@ -85,7 +107,7 @@ _RL_MATHS = tuple(
 
 RULES: tuple[Rule, ...] = (
     Rule((*_SAMPLING_KEYS, *_RL_MATHS), *_task("rl")),
-    Rule(("data.label_key", "train.num_episodes"), *_task("rl")),
+    Rule(("data.label_key", "train.num_episodes", "actor.enable_offload"), *_task("rl")),
     Rule(("data.output_key", "data.multiturn", "data.pretrain_mode"), *_task("sft")),
     Rule(("data.chosen_key", "data.rejected_key", "data.prompt_key"), *_task("rm", "dpo")),
     Rule(("data.input_key",), *_task("rl", "sft")),
@@ -103,6 +125,25 @@ RULES: tuple[Rule, ...] = (
         _says("algorithm.kl.coef is 0, so there is no reference model"),
     ),
     Rule(("reference",), lambda c: c.task not in ("sft", "rm"), lambda c: f"task {c.task} has no reference model"),
+    Rule(
+        ("reference", "algorithm.dpo.precompute"),
+        _dpo_but(compares_with_reference),
+        lambda c: f"algorithm.dpo.loss {c.algorithm.dpo.loss} has no reference",
+    ),
+    Rule(
+        ("reference",),
+        _dpo_but(lambda c: not is_base_reference(c)),
+        _says("train.lora.rank is above 0 and reference.model is not set: the model without adapters is the reference"),
+    ),
+    Rule(
+        ("reference.enable_offload",),
+        _dpo_but(lambda c: not c.algorithm.dpo.precompute),
+        _says("algorithm.dpo.precompute is true, so the reference is needed only before training"),
+    ),
+    _for_losses("label_smoothing", "dpo"),
+    _for_losses("length_normalised", "ipo"),
+    _for_losses("gamma", "simpo"),
+    _for_losses("nll_coef", "dpo", "ipo", "simpo"),
     Rule(
         (
             "algorithm.kl.target",

@@ -12,7 +12,20 @@ def has_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    return config.task == "dpo" or (config.task == "rl" and config.algorithm.kl.coef > 0)
+    """Return whether the run loads a reference model."""
+    if config.task == "dpo":
+        return compares_with_reference(config) and not is_base_reference(config)
+    return config.task == "rl" and config.algorithm.kl.coef > 0
+
+
+def compares_with_reference(config: Config) -> bool:
+    """Return whether the loss of preferences takes log-probs of a reference."""
+    return config.task == "dpo" and config.algorithm.dpo.loss in ("dpo", "ipo")
+
+
+def is_base_reference(config: Config) -> bool:
+    """Return whether the policy without its adapters is the reference of preferences."""
+    return compares_with_reference(config) and config.train.lora.rank > 0 and config.reference.model is None
 
 
 def has_reward_model(config: Config) -> bool:
@@ -44,7 +57,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
     The roles `inference` and `env` are present if the placement names them.
     """
     if config.task != "rl":
-        return ("actor", "reference") if config.task == "dpo" else ("actor",)
+        return ("actor", "reference") if has_reference(config) else ("actor",)
     placed = placed_roles(config)
     present = {
         "rollout": True,

@@ -382,14 +382,20 @@ class FilteringConfig(Section):
 
 
 class DpoConfig(Section):
-    beta: Amount = 0.1
-    """Strength of the KL in DPO."""
-    ipo: bool = False
-    """IPO's squared loss instead of the logistic one."""
+    loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
+    """Loss of a pair; `orpo` and `simpo` have no reference model."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Scale of the implicit rewards; for ORPO the weight of the odds ratio, for SimPO usually 2."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of flipped preferences to expect (cDPO)."""
+    length_normalised: bool = False
+    """IPO of log-probs per token, as in TRL; if false, of sums over each answer, as in OpenRLHF."""
+    gamma: Amount = 0.5
+    """SimPO's target margin between the rewards of the two answers."""
     nll_coef: Amount = 0.0
-    """Weight of the likelihood of the chosen answer."""
+    """Weight of the negative log-likelihood per token of the chosen answer; ORPO always has it."""
+    precompute: bool = False
+    """Compute the reference's log-probs once before training, and keep them on disk; if false, anew in every step."""
 
 
 class RewardModellingConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,15 @@ import torch
 
 from hotseat.data._chat import ChatTemplate, messages_of
 from hotseat.data._problems import BadValue, kind_of, text_of, value_of
-from hotseat.data._sequences import Draft, Tokeniser, chat_draft, continued_draft, plain_draft, whole_draft
+from hotseat.data._sequences import (
+    Draft,
+    Tokeniser,
+    TokenSequence,
+    chat_draft,
+    continued_draft,
+    plain_draft,
+    whole_draft,
+)
 from hotseat.data.examples import Example, lost_row, sequences_of
 from hotseat.data.lost import Lost, LostCount, shown
 from hotseat.data.prompts import check_input_template, fill_in
@@ -54,6 +62,7 @@ def make_pairs(
     chat_template: str | None = None,
     max_length: int | None = None,
     keep_end: bool = False,
+    is_preference: bool = False,
 ) -> tuple[list[Pair], PairReport]:
     """Make pairs in the order of the rows.
 
@@ -64,12 +73,18 @@ def make_pairs(
 
     With `keep_end` a sequence that is cut at `max_length` ends with the end-of-sequence token like any other: a reward
     is read there.
+
+    is_preference: the answers are learned token by token, so both need a prompt, and no two may be the same. Without
+    `prompt_key` the prompt is what both begin with, tokens of a text or messages of a conversation, as in TRL.
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
     tokeniser = Tokeniser(tokenizer, max_length, keep_end=keep_end)
 
     def draft_of(values: Mapping[str, Any], key: str) -> Draft:
+        if is_preference:
+            check = _check_texts if template is None else _check_messages
+            check(values, chosen_key, rejected_key, prompt_key)
         if template is None:
             answer = text_of(values, key)
             if prompt_key is None:
@@ -80,12 +95,20 @@ def make_pairs(
             return continued_draft(template, messages_of(values, prompt_key, "user"), answers, key)
         if isinstance(value_of(values, key), str):
             raise BadValue(f"{key}: a string: with data.apply_chat_template set data.prompt_key, or give messages")
-        return chat_draft(template, messages_of(values, key, "user"), key, every_turn=False)
+        messages = messages_of(values, key, "user")
+        if is_preference:
+            other = messages_of(values, rejected_key if key == chosen_key else chosen_key, "user")
+            num_common = _num_common(messages, other)
+            if len(messages) - num_common > 1:
+                return continued_draft(template, messages[:num_common], messages[num_common:], key)
+        return chat_draft(template, messages, key, every_turn=False)
 
     chosen = sequences_of(rows, lambda values: draft_of(values, chosen_key), tokeniser)
     rejected = sequences_of(rows, lambda values: draft_of(values, rejected_key), tokeniser)
     pairs, num_truncated, num_no_answer, num_identical, count = [], 0, 0, 0, LostCount()
     for row, better, worse in zip(rows, chosen, rejected, strict=True):
+        if is_preference and template is None and prompt_key is None:
+            better, worse = _without_common(better, worse)
         is_pair = bool(better.mask.any() and worse.mask.any()) and not torch.equal(better.token_ids, worse.token_ids)
         longer, key = (better, chosen_key) if better.num_tokens >= worse.num_tokens else (worse, rejected_key)
         count.see(longer.num_tokens)
@@ -111,6 +134,73 @@ def make_pairs(
             f" have none within data.max_length {max_length}{shown(lost)}"
         )
     return pairs, PairReport(len(rows), len(pairs), num_truncated, num_no_answer, num_identical, lost)
+
+
+_PROMPT_HINT = "set data.prompt_key to the column of the prompt, or put the prompt before both answers"
+
+
+def _check_texts(values: Mapping[str, Any], chosen_key: str, rejected_key: str, prompt_key: str | None) -> None:
+    """Raise unless a row has two different texts as answers to a prompt."""
+    chosen, rejected = text_of(values, chosen_key), text_of(values, rejected_key)
+    if chosen == rejected:
+        raise BadValue(_same(chosen_key, rejected_key))
+    if prompt_key is not None:
+        return
+    prompt = values.get("prompt")
+    if isinstance(prompt, str) and prompt and not (chosen.startswith(prompt) and rejected.startswith(prompt)):
+        raise BadValue(f"prompt: neither the beginning of both answers nor named as data.prompt_key: {_PROMPT_HINT}")
+    if chosen[0] != rejected[0]:
+        both = f"{chosen_key} and {rejected_key}"
+        raise BadValue(f"{both} have no common beginning that would be the prompt: {_PROMPT_HINT}")
+
+
+def _check_messages(values: Mapping[str, Any], chosen_key: str, rejected_key: str, prompt_key: str | None) -> None:
+    """Raise unless a row has two different answers to a prompt, or conversations that end with them."""
+    if value_of(values, chosen_key) == value_of(values, rejected_key):
+        raise BadValue(_same(chosen_key, rejected_key))
+    answers = {key: messages_of(values, key, "assistant") for key in (chosen_key, rejected_key)}
+    for key, messages in answers.items():
+        if not messages[-1].get("content") and not messages[-1].get("tool_calls"):
+            raise BadValue(f"{key}[{len(messages) - 1}]: content is empty")
+        if prompt_key is not None and messages[0]["role"] != "assistant":
+            raise BadValue(
+                f"{key}: begins with a message by {messages[0]['role']}, but data.prompt_key {prompt_key!r} has the"
+                " prompt: give the answer alone, or leave data.prompt_key unset for whole conversations"
+            )
+    if prompt_key is not None or isinstance(values[chosen_key], str) or isinstance(values[rejected_key], str):
+        return
+    num_common = _num_common(*answers.values())
+    if num_common == 0:
+        both = f"{chosen_key} and {rejected_key}"
+        raise BadValue(f"{both} have no message in common that would be the prompt: {_PROMPT_HINT}")
+    for key, messages in answers.items():
+        if len(messages) == num_common:
+            raise BadValue(f"{key}: no answer, only the messages with which both conversations begin")
+        if messages[num_common]["role"] != "assistant":
+            raise BadValue(
+                f"{key}[{num_common}]: by {messages[num_common]['role']}, but the two conversations part here, which"
+                " has to be at an answer of the assistant"
+            )
+
+
+def _same(chosen_key: str, rejected_key: str) -> str:
+    return f"{chosen_key} and {rejected_key} are the same: a preference needs two different answers"
+
+
+def _num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the elements that both sequences begin with."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _without_common(better: TokenSequence, worse: TokenSequence) -> tuple[TokenSequence, TokenSequence]:
+    """Take the tokens with which both sequences begin out of their masks: they are the prompt."""
+    num_common = _num_common(better.token_ids.tolist(), worse.token_ids.tolist())
+
+    def without(sequence: TokenSequence) -> TokenSequence:
+        is_answer = torch.arange(len(sequence.mask)) >= num_common
+        return replace(sequence, mask=sequence.mask & is_answer, first_answer_token=num_common)
+
+    return without(better), without(worse)
 
 
 def _margin(row: Row, key: str) -> float:

@@ -85,17 +85,31 @@ def supervised_inputs(config: Config, num_launched: int | None = None) -> Superv
 
     tokenizer = load_tokenizer(config)
     check_models(config)
+    if config.task == "dpo":
+        check_readers(config, tokenizer)
     data = supervised(config, tokenizer)
     plan = None
     if num_launched is None:
         plan = make_plan(config, local_inventory(config))
         _check_runtime(config, plan)
+        _check_reference_place(plan)
         num_ranks = num_data_parallel(config, plan)
     else:
         num_ranks = _check_launched(config, num_launched)
     algebra = batch_algebra(config, num_ranks, len(data.items))
     check_training(config, algebra)
     return SupervisedInputs(tokenizer, data.items, data.notes, algebra, data, plan)
+
+
+def _check_reference_place(plan: Plan) -> None:
+    """Raise unless the reference of preferences is on the actor's devices: each rank scores what it learns from."""
+    places = {role.name: [process.devices for process in role.processes] for role in plan.roles}
+    if "reference" in places and places["reference"] != places["actor"]:
+        raise PlacementError(
+            f"cluster.component_placement: reference on {plan.role('reference').on}, actor on {plan.role('actor').on}:"
+            " in task dpo each rank of the actor holds the reference's part beside its own; leave reference out of the"
+            " placement, or write @actor"
+        )
 
 
 def _check_launched(config: Config, num_launched: int) -> int:

@@ -25,6 +25,7 @@ RECORDS = (METRICS, DISTRIBUTIONS, SAMPLES, EVENTS, TIMELINE)
 # Descriptions of phases, shown during the first step.
 FIRST_TIME = {
     "sync": "sending the weights to the engines",
+    "reference": "scoring pairs with the reference",
     "evaluate": "evaluating",
     "rollout": "sampling and scoring answers",
     "prepare": "computing log-probs and advantages",

@@ -185,9 +185,7 @@ def _rm(roles: frozenset[str]) -> _Made:
 
 
 def _dpo(roles: frozenset[str]) -> _Made:
-    # Both at once: the loss of a micro-batch takes the log-probs of the two models on it.
-    works = _forward(roles, "reference") + _train(roles, "actor")
-    return ("actor", "reference"), (Phase("update", works),)
+    return ("actor",), (Phase("prepare", _forward(roles, "reference")), Phase("update", _train(roles, "actor")))
 
 
 _PHASE_KEYS = ("name", "run", "train", "push", "order")

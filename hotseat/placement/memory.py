@@ -125,6 +125,7 @@ class ForwardMemory:
     packing: bool = True
     chunked_logprobs: bool = True
     sequence_parallel: int = 1
+    is_guest: bool = False  # in the processes of another role, whose context it shares
 
     def __post_init__(self) -> None:
         _check_positive("a scoring model", self, "max_tokens", "micro_batch", "sequence_parallel")
@@ -508,7 +509,7 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
     held, what = _held(model, tp)
     formula = f"{what} x {memory.weight_bytes} B{_per(shards, 'ranks')}"
     weights = _bytes(role, "weights", held * memory.weight_bytes / shards, formula, Part.WEIGHTS)
-    host = [process_on_host(role)]
+    host = [] if memory.is_guest else [process_on_host(role)]
     terms: list[Term] = []
     if shards > 1 or memory.weight_offload:
         live = min(n, model.num_embedding_parameters + FSDP_LIVE_LAYERS * model.num_layer_parameters)
@@ -523,7 +524,8 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
         "receive": (_blocks(role, "weight block, receiving", model, 1, memory.weight_bytes),),
     }
     parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,)}
-    return RoleMemory(_fixed(role, layout, shards > 1 or tp > 1), parts, working, tuple(host))
+    fixed = () if memory.is_guest else _fixed(role, layout, shards > 1 or tp > 1)
+    return RoleMemory(fixed, parts, working, tuple(host))
 
 
 def kv_bytes_per_token(model: ModelShape, kv_bytes: int, tp: int = 1) -> float:

@@ -319,6 +319,9 @@ class Backend(Protocol):
     def averaged(self) -> AbstractContextManager[None]:
         """Put the moving average in place of the weights inside the context. All ranks together."""
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Switch adapters off inside the context, in which the model scores as the one that they are trained on."""
+
     def export(
         self,
         directory: str | Path,

@@ -155,6 +155,24 @@ def base_names(names: Sequence[str]) -> dict[str, str]:
     return {name: name.replace(".base_layer.", ".") for name in names if not _is_adapter(name)}
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Switch all adapters off inside the context: each layer computes W x alone.
+
+    PEFT's own `enable_adapters` also changes which weights have gradients, on which sharding depends.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def dropouts(model: nn.Module) -> list[nn.Module]:
     """List the dropouts in front of adapters."""
     from peft.tuners.lora import LoraLayer

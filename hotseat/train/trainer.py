@@ -51,7 +51,7 @@ from hotseat.train.forward import ForwardPass
 from hotseat.train.fragments import local
 from hotseat.train.headroom import Meter, is_out_of_memory, release_memory, trial_batch
 from hotseat.train.hooks import TrainerHooks
-from hotseat.train.lora import dropouts, find_adapters, save_adapter
+from hotseat.train.lora import adapters_off, dropouts, find_adapters, save_adapter
 from hotseat.train.models import exported_name
 from hotseat.train.nonfinite import NonFiniteGuard
 from hotseat.train.offload import PartResidency
@@ -468,6 +468,14 @@ class Trainer(TrainerHooks):
                 yield
         finally:
             self._after_loading()
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        self._need("the model without adapters", Part.WEIGHTS)
+        if not self._outgoing.adapters:
+            raise RunError("a model without adapters was asked for, and this one has none")
+        with adapters_off(self._model):
+            yield
 
     def export(
         self,

@@ -1,18 +1,22 @@
 """Our supervised losses against TRL's own code, loss and gradient in float64."""
 
 import importlib
+import math
 
 import pytest
 import torch
 from algorithm_cases import assert_close, make_layout, numbers
 
 from hotseat.algorithms import (
+    answer_nll,
     dpo_loss,
     episode_log_probs,
     ipo_loss,
     loss_weights,
+    orpo_loss,
     pairwise_loss,
     sft_loss,
+    simpo_loss,
     weighted_sum,
 )
 
@@ -95,11 +99,67 @@ def test_dpo_with_token_mean_nll_equals_trl_sft_term(trl):
 def test_dpo_with_mean_of_means_nll_equals_trl_on_answers_of_one_length(trl):
     layout = make_layout([[[0, 1, 1]]] * 6)
     ours, theirs, reference = _inputs(5, layout)
-    our_loss = dpo_loss(
-        *_answers(ours, reference, layout), beta=BETA, nll_coefficient=0.4, chosen_lengths=torch.tensor([2, 2, 2])
-    ).loss.mean()
+    answers = _answers(ours, reference, layout)
+    our_loss = (dpo_loss(*answers, beta=BETA).loss + 0.4 * answer_nll(answers[0], torch.tensor([2, 2, 2]))).mean()
     their_loss = trl.dpo_loss(["sigmoid", "sft"], layout, theirs, reference, beta=BETA, loss_weights=[1.0, 0.4])
     _assert_same(our_loss, their_loss, ours, theirs)
+
+
+def _of_logits(seed, lengths, prompt):
+    """Logits of pairs, chosen first, with the summed log-probs and the lengths of their answers."""
+    width, vocabulary = max(lengths) + prompt, 5
+    token_ids = torch.arange(len(lengths) * width).view(len(lengths), width) * 3 % vocabulary
+    position = torch.arange(width)
+    mask = (position >= prompt) & (position < prompt + torch.tensor(lengths)[:, None])
+    ours = numbers(seed, len(lengths), width, vocabulary, grad=True)
+    theirs = ours.detach().clone().requires_grad_()
+    token_log_probs = ours[:, :-1].log_softmax(-1).gather(-1, token_ids[:, 1:, None]).squeeze(-1)
+    sums, half = (token_log_probs * mask[:, 1:]).sum(-1), len(lengths) // 2
+    answers = (sums[:half], sums[half:], torch.tensor(lengths[:half]), torch.tensor(lengths[half:]))
+    return ours, theirs, answers, token_ids, mask
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("lengths", [[4, 4, 4, 3, 2, 1], [5, 3], [3, 5]])
+def test_orpo_equals_trl_where_its_likelihood_is_of_the_answers(trl, seed, lengths):
+    """TRL's likelihood term counts prompts, and is a mean over tokens: here prompts have a token, which has none."""
+    ours, theirs, answers, token_ids, mask = _of_logits(seed, lengths, prompt=1)
+    our_loss = orpo_loss(*answers, beta=BETA).loss.mean()
+    _assert_same(our_loss, trl.orpo_loss(token_ids, mask, theirs, beta=BETA), ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_simpo_equals_trl(trl, seed):
+    ours, theirs, answers, token_ids, mask = _of_logits(seed, [2, 4, 3, 3, 2, 1], prompt=2)
+    our_loss = simpo_loss(*answers, beta=2.0, gamma=0.7).loss.mean()
+    _assert_same(our_loss, trl.simpo_loss(token_ids, mask, theirs, beta=2.0, gamma=0.7), ours, theirs)
+
+
+def test_summed_ipo_and_cdpo_equal_a_derivation_of_openrlhfs_formulas_in_loss_and_gradient():
+    """OpenRLHF sums log-probs over each answer: loss and gradient worked out with respect to each token."""
+    ours, _, reference = _inputs(9)
+    beta, smoothing = 0.2, 0.1
+    layout, policy = LAYOUT, ours.detach()
+    sums = [float((policy - reference)[(layout.token_episode == e) & layout.mask].sum()) for e in range(6)]
+    for kind in ("ipo", "cdpo"):
+        loss, gradient = 0.0, torch.zeros_like(policy)
+        for pair in range(3):
+            delta = sums[pair] - sums[pair + 3]
+            sigma = 1 / (1 + math.exp(-beta * delta))
+            if kind == "ipo":
+                loss += (delta - 1 / (2 * beta)) ** 2 / 3
+                slope = 2 * (delta - 1 / (2 * beta)) / 3
+            else:
+                loss += -((1 - smoothing) * math.log(sigma) + smoothing * math.log(1 - sigma)) / 3
+                slope = -beta * ((1 - smoothing) * (1 - sigma) - smoothing * sigma) / 3
+            gradient[(layout.token_episode == pair) & layout.mask] = slope
+            gradient[(layout.token_episode == pair + 3) & layout.mask] = -slope
+        answers = _answers(ours, reference)
+        result = ipo_loss(*answers, beta=beta) if kind == "ipo" else dpo_loss(*answers, beta=beta, label_smoothing=0.1)
+        ours.grad = None
+        result.loss.mean().backward()
+        assert_close(result.loss.mean(), torch.tensor(loss, dtype=torch.float64), 1e-10)
+        assert_close(ours.grad, gradient, 1e-10)
 
 
 @pytest.mark.parametrize("seed", range(3))

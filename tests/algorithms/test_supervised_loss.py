@@ -17,7 +17,16 @@ from algorithm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import dpo_loss, episode_log_probs, ipo_loss, pairwise_loss, sft_loss
+from hotseat.algorithms import (
+    answer_nll,
+    dpo_loss,
+    episode_log_probs,
+    ipo_loss,
+    orpo_loss,
+    pairwise_loss,
+    sft_loss,
+    simpo_loss,
+)
 from hotseat.errors import UserError
 
 
@@ -70,10 +79,9 @@ def test_cdpo_mixes_in_the_flipped_label():
     assert_close(dpo_loss(*PAIR, beta=0.1, label_smoothing=0.1).loss, [0.6181388693815918])
 
 
-def test_the_nll_term_of_dpo_is_the_mean_over_the_chosen_answer():
-    # 0.5981389 + 0.5 * 3 / 4 tokens = 0.9731389
-    result = dpo_loss(*PAIR, beta=0.1, nll_coefficient=0.5, chosen_lengths=torch.tensor([4]))
-    assert_close(result.loss, [0.9731388693815918])
+def test_the_nll_term_is_the_mean_over_each_answer():
+    # 3 / 4 tokens, 1 / 1, and an answer without tokens
+    assert_close(answer_nll(torch.tensor([-3.0, -1.0, 0.0]), torch.tensor([4, 1, 0])), [0.75, 1.0, 0.0])
 
 
 def test_ipo_summed_and_length_normalised():
@@ -85,6 +93,48 @@ def test_ipo_summed_and_length_normalised():
     assert_close(result.chosen_rewards, [0.05])
 
 
+def test_orpo_and_simpo_of_one_pair():
+    # means log 1/2 over 2 tokens and log 1/4 over 1: odds 1 and 1/3, so their ratio is 3 and sigmoid(log 3) = 3/4
+    answers = torch.tensor([2 * math.log(0.5)]), torch.tensor([math.log(0.25)]), torch.tensor([2]), torch.tensor([1])
+    result = orpo_loss(*answers, beta=0.5)
+    assert_close(result.loss, [math.log(2) - 0.5 * math.log(0.75)], 1e-6)
+    assert_close(result.chosen_rewards, [0.5 * math.log(0.5)], 1e-6)
+    assert_close(result.rejected_rewards, [0.5 * math.log(0.25)], 1e-6)
+    # beta 2: 2 * log 2 - 0.5
+    result = simpo_loss(*answers, beta=2.0, gamma=0.5)
+    assert_close(result.loss, [-math.log(_sigmoid(2 * math.log(2) - 0.5))], 1e-6)
+    assert_close(result.chosen_rewards, [2 * math.log(0.5)], 1e-6)
+
+
+@quick
+@given(seeds, st.sampled_from([0.05, 2.0]))
+def test_losses_without_a_reference_equal_a_loop_in_loss_and_gradient(seed, beta):
+    chosen, rejected = ((-numbers(seed + i, 6, scale=9).abs() - 0.01).requires_grad_() for i in range(2))
+    lengths = torch.tensor([1, 2, 3, 4, 5, 6])
+    orpo, simpo, gradients = [], [], []
+    for c, r, n in zip(chosen.tolist(), rejected.tolist(), lengths.tolist(), strict=True):
+        one, other = c / n, r / (7 - n)
+        ratio = (math.exp(one) / (1 - math.exp(one))) / (math.exp(other) / (1 - math.exp(other)))
+        orpo.append(-one - beta * math.log(ratio / (1 + ratio)))
+        simpo.append(-math.log(_sigmoid(beta * (one - other) - 0.5)))
+        # d log odds / d one = 1 / (1 - e^one), and d -log sigmoid(x) / dx = -(1 - sigmoid(x)) = -1 / (1 + ratio)
+        gradients.append((-1 - beta / (1 + ratio) / (1 - math.exp(one))) / n)
+    result = orpo_loss(chosen, rejected, lengths, 7 - lengths, beta=beta)
+    assert_close(result.loss, orpo, 1e-8)
+    result.loss.sum().backward()
+    assert_close(chosen.grad, gradients, 1e-8)
+    assert_close(simpo_loss(chosen, rejected, lengths, 7 - lengths, beta=beta, gamma=0.5).loss, simpo, 1e-8)
+
+
+def test_orpo_of_certain_and_of_hopeless_answers_is_finite():
+    chosen = torch.tensor([0.0, -1e-30, -1e4, -1e-3], requires_grad=True)
+    rejected = torch.tensor([-1.0, 0.0, -2e4, -1e-30], requires_grad=True)
+    ones = torch.ones(4, dtype=torch.int64)
+    orpo_loss(chosen, rejected, ones, ones, beta=0.1).loss.sum().backward()
+    assert chosen.grad.isfinite().all()
+    assert rejected.grad.isfinite().all()
+
+
 @quick
 @given(seeds, st.sampled_from([0.0, 0.1]), st.sampled_from([0.05, 1.0]))
 def test_preference_losses_equal_a_loop_and_keep_order(seed, smoothing, beta):
@@ -93,17 +143,17 @@ def test_preference_losses_equal_a_loop_and_keep_order(seed, smoothing, beta):
     dpo, ipo, ipo_mean = [], [], []
     for c, r, rc, rr, n in zip(*(x.tolist() for x in inputs), lengths.tolist(), strict=True):
         logit = beta * ((c - rc) - (r - rr))
-        dpo.append(-(1 - smoothing) * math.log(_sigmoid(logit)) - smoothing * math.log(_sigmoid(-logit)) - 0.3 * c / n)
+        dpo.append(-(1 - smoothing) * math.log(_sigmoid(logit)) - smoothing * math.log(_sigmoid(-logit)))
         ipo.append(((c - rc) - (r - rr) - 1 / (2 * beta)) ** 2)
         ipo_mean.append(((c - rc) / n - (r - rr) / (7 - n) - 1 / (2 * beta)) ** 2)
-    options = {"beta": beta, "label_smoothing": smoothing, "nll_coefficient": 0.3}
-    result = dpo_loss(*inputs, **options, chosen_lengths=lengths)
+    options = {"beta": beta, "label_smoothing": smoothing}
+    result = dpo_loss(*inputs, **options)
     assert_close(result.loss, dpo, 1e-10)
     assert_close(ipo_loss(*inputs, beta=beta).loss, ipo, 1e-10)
     both = {"chosen_lengths": lengths, "rejected_lengths": 7 - lengths}
     assert_close(ipo_loss(*inputs, beta=beta, **both).loss, ipo_mean, 1e-10)
     order = some_order(seed, 6)
-    shuffled = dpo_loss(*(x[order] for x in inputs), **options, chosen_lengths=lengths[order])
+    shuffled = dpo_loss(*(x[order] for x in inputs), **options)
     assert_close(shuffled.loss, result.loss[order])
     assert_close(shuffled.chosen_rewards, result.chosen_rewards[order])
 
@@ -173,8 +223,9 @@ def test_supervised_losses_that_cannot_work_are_refused():
     for smoothing in (-0.1, 0.5):
         with pytest.raises(UserError, match=rf"label_smoothing is {smoothing}: .* set it in \[0, 0.5\)"):
             dpo_loss(*PAIR, beta=0.1, label_smoothing=smoothing)
-    with pytest.raises(UserError, match=r"nll_loss_coef is set, .* pass chosen_lengths"):
-        dpo_loss(*PAIR, beta=0.1, nll_coefficient=0.1)
+    for loss, options in ((orpo_loss, {}), (simpo_loss, {"gamma": 0.5})):
+        with pytest.raises(UserError, match=r"beta is 0: "):
+            loss(*PAIR[:2], torch.tensor([1]), torch.tensor([1]), beta=0, **options)
     with pytest.raises(UserError, match=r"lengths of both answers .* or of neither"):
         ipo_loss(*PAIR, beta=0.1, chosen_lengths=torch.tensor([1]))
     with pytest.raises(UserError, match=r"reward-model loss 'hinge' is not known: use one of sigmoid, logexp"):

@@ -14,6 +14,8 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 from hotseat.types import TokenLayout
 
@@ -181,6 +183,47 @@ def dpo_loss(
         "completion_mask": rows.mask.long(),
     }
     return DPOTrainer._compute_loss(stub, model_giving(policy), inputs, return_outputs=False)
+
+
+class _Double(torch.Tensor):
+    """A tensor that becomes float64 where TRL asks for float32."""
+
+    def float(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.double()
+
+
+def _loss_without_reference(trainer: Any, stub: MagicMock, token_ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
+    """The loss of a trainer that has no reference model, from logits [2 · pairs, tokens, vocabulary], chosen first."""
+    stub.is_encoder_decoder, stub.padding_value, stub.use_weighting = False, 0, False
+    for name in ("get_batch_logps", "concatenated_inputs"):
+        setattr(stub, name, getattr(trainer, name))
+    stub.concatenated_forward = lambda *args: trainer.concatenated_forward(stub, *args)
+    half = len(token_ids) // 2
+    batch = {}
+    for name, rows in (("chosen", slice(0, half)), ("rejected", slice(half, None))):
+        batch[f"{name}_input_ids"] = token_ids[rows]
+        # Prompts and answers: what follows an answer is padding.
+        batch[f"{name}_attention_mask"] = mask[rows].flip(-1).cumsum(-1).flip(-1).clamp(max=1)
+        batch[f"{name}_labels"] = torch.where(mask[rows], token_ids[rows], -100)
+    outputs = SimpleNamespace(logits=logits.as_subclass(_Double))
+    return trainer.get_batch_loss_metrics(stub, lambda *_, **__: outputs, batch)[0]
+
+
+def orpo_loss(token_ids: Tensor, mask: Tensor, logits: Tensor, *, beta: float) -> Tensor:
+    """ORPOTrainer's loss. Its likelihood term counts every token but the first of each chosen row."""
+    stub = _stub()
+    stub.beta = beta
+    stub.odds_ratio_loss = lambda *args: ORPOTrainer.odds_ratio_loss(stub, *args)
+    return _loss_without_reference(ORPOTrainer, stub, token_ids, mask, logits)
+
+
+def simpo_loss(token_ids: Tensor, mask: Tensor, logits: Tensor, *, beta: float, gamma: float) -> Tensor:
+    """CPOTrainer's loss of type simpo, without its likelihood term."""
+    stub = _stub()
+    stub.beta, stub.simpo_gamma, stub.label_smoothing, stub.alpha, stub.cpo_alpha = beta, gamma, 0.0, 0.0, 0.0
+    stub.loss_type = "simpo"
+    stub.cpo_loss = lambda *args: CPOTrainer.cpo_loss(stub, *args)
+    return _loss_without_reference(CPOTrainer, stub, token_ids, mask, logits)
 
 
 def sft_loss(layout: TokenLayout, log_probs: Tensor, num_items_in_batch: int | None = None) -> Tensor:

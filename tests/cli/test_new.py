@@ -183,6 +183,7 @@ def test_grpo_learns_as_it_is_written(folder, monkeypatch):
         ("ppo", ["train.num_episodes=2"], "value_loss"),
         ("sft", ["train.max_epochs=1"], "eval/loss"),
         ("rm", ["train.max_epochs=1"], "eval/accuracy"),
+        ("dpo", ["train.max_epochs=1"], "eval/accuracy"),
     ],
 )
 def test_every_kind_runs_as_it_is_written(folder, monkeypatch, kind, short, metric):

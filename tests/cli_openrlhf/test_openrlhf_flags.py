@@ -97,6 +97,9 @@ NEWER_STYLE = """
 
 # What no flag of OpenRLHF's says. A new field is either named here or gets a flag.
 WITHOUT_A_FLAG = {
+    "algorithm.dpo.gamma",
+    "algorithm.dpo.length_normalised",
+    "algorithm.dpo.precompute",
     "actor.shape",
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS
     "agent.timeout_s",

@@ -624,7 +624,20 @@ def test_supervised_commands_keep_openrlhfs_defaults():
 def test_a_reference_of_its_own_for_dpo():
     found = translate("train_dpo", ["--ref_pretrain", "m", "--ref_offload", "--beta", "0.2", "--ipo"], {}).config
     assert (found.reference.model, found.reference.enable_offload) == ("m", True)
-    assert (found.algorithm.dpo.beta, found.algorithm.dpo.ipo) == (0.2, True)
+    assert (found.algorithm.dpo.beta, found.algorithm.dpo.loss) == (0.2, "ipo")
+
+
+def test_dpo_with_adapters_places_no_reference_unless_it_is_named():
+    adapters = ["--lora_rank", "8"]
+    assert translate("train_dpo", adapters, {}).config.cluster.component_placement == {"actor": "all"}
+    named = translate("train_dpo", [*adapters, "--ref_pretrain", "m"], {}).config
+    assert named.cluster.component_placement == {"actor": "all", "reference": "@actor"}
+    assert translate("train_dpo", [*adapters, "--ref_offload"], {}).no_effect == [
+        (
+            "--ref_offload",
+            "--lora_rank is above 0 and --ref_pretrain is not set: the model without adapters is the reference",
+        )
+    ]
 
 
 def test_an_engine_has_no_effect_on_supervised_training():
@@ -732,5 +745,5 @@ def test_what_is_not_built_is_named_by_flag_and_default():
         "--full_determinism": "deterministic kernels",
         "--use_ms": "ModelScope",
     }
-    assert dict(translate("train_dpo", ["--backend", "fsdp"], {}).not_built) == {"train_dpo": "preference optimisation"}
-    assert not translate("train_rm", ["--backend", "fsdp"], {}).not_built
+    for command in ("train_dpo", "train_rm"):
+        assert not translate(command, ["--backend", "fsdp"], {}).not_built

@@ -72,6 +72,23 @@ WITHOUT_EFFECT = {
     "inference.enable_offload": ("inference: {enable_offload: true}", "places no inference"),
     "rollout.temperature": ("task: sft\nrollout: {temperature: 1}", "this is for rl"),
     "algorithm.dpo.beta": ("algorithm: {dpo: {beta: 1}}", "this is for dpo"),
+    "algorithm.dpo.label_smoothing": (
+        "task: dpo\nalgorithm: {dpo: {loss: ipo, label_smoothing: 0.1}}",
+        "algorithm.dpo.loss is ipo; this is for dpo",
+    ),
+    "algorithm.dpo.length_normalised": (
+        "task: dpo\nalgorithm: {dpo: {length_normalised: true}}",
+        "algorithm.dpo.loss is dpo; this is for ipo",
+    ),
+    "algorithm.dpo.gamma": ("task: dpo\nalgorithm: {dpo: {gamma: 1}}", "this is for simpo"),
+    "algorithm.dpo.nll_coef": (
+        "task: dpo\nalgorithm: {dpo: {loss: orpo, nll_coef: 1}}",
+        "algorithm.dpo.loss is orpo; this is for dpo and ipo and simpo",
+    ),
+    "algorithm.dpo.precompute": (
+        "task: dpo\nalgorithm: {dpo: {loss: simpo, precompute: true}}",
+        "algorithm.dpo.loss simpo has no reference",
+    ),
     "algorithm.reward_modelling.loss": ("algorithm: {reward_modelling: {loss: logexp}}", "this is for rm"),
     "data.output_key": ("data: {output_key: x}", "this is for sft"),
     "data.chosen_key": ("data: {chosen_key: x}", "this is for rm or dpo"),
@@ -91,6 +108,29 @@ def test_an_option_that_can_have_no_effect_is_an_error(key):
     assert [problem.key for problem in caught.value.problems] == [key]
     assert reason in caught.value.problems[0].message
     assert caught.value.problems[0].message.endswith("remove it")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "reason"),
+    [
+        ("algorithm: {dpo: {loss: orpo}}\nreference: {model: m}", "model", "algorithm.dpo.loss orpo has no reference"),
+        (
+            "train: {lora: {rank: 4}}\nreference: {enable_offload: true}",
+            "enable_offload",
+            "the model without adapters is the reference",
+        ),
+        (
+            "algorithm: {dpo: {precompute: true}}\nreference: {enable_offload: true}",
+            "enable_offload",
+            "the reference is needed only before training",
+        ),
+    ],
+)
+def test_a_reference_that_preferences_do_not_use(text, key, reason):
+    with pytest.raises(ConfigError) as caught:
+        loads(f"task: dpo\n{text}")
+    assert [problem.key for problem in caught.value.problems] == [f"reference.{key}"]
+    assert reason in caught.value.problems[0].message
 
 
 def test_every_rule_is_reached_by_a_case_above():
@@ -247,6 +287,9 @@ def test_a_group_of_one_is_refused_only_where_a_group_is_needed():
         ("task: sft", ("actor",)),
         ("task: rm", ("actor",)),
         ("task: dpo", ("actor", "reference")),
+        ("task: dpo\nalgorithm: {dpo: {loss: orpo}}", ("actor",)),
+        ("task: dpo\ntrain: {lora: {rank: 4}}", ("actor",)),
+        ("task: dpo\ntrain: {lora: {rank: 4}}\nreference: {model: m}", ("actor", "reference")),
     ],
 )
 def test_roles_follow_from_the_config(text, roles):

@@ -151,6 +151,20 @@ def rm_yaml(directory: Path, **changes: str) -> str:
     return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
 
 
+def dpo_yaml(directory: Path, **changes: str) -> str:
+    sections = {
+        "task": "dpo",
+        "name": "dpo",
+        "run_dir": f"{directory}/runs",
+        "cluster": "{runtime: local}",
+        "actor": f"{{model: {directory}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}",
+        "data": f"{{path: {directory}/pairs.jsonl, prompt_key: prompt, max_length: 16}}",
+        "eval": f"{{path: {directory}/held_out_pairs.jsonl}}",
+        "train": "{dtype: fp32, batch_size: 32, micro_batch_size: 16}",
+    } | changes
+    return "\n".join(f"{key}: {value}" for key, value in sections.items() if value)
+
+
 def weights(task: Path, name: str = "run") -> dict[str, torch.Tensor]:
     """Weights of the model that a run of the task exported."""
     return load_file(task / "runs" / name / "model" / "model.safetensors")

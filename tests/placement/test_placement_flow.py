@@ -53,7 +53,9 @@ def test_supervised_flows():
     assert default_flow("rm", ("reward",)).phases == (Phase("update", (RoleWork("reward", (W, G, O)),)),)
     assert default_flow("rm", ("actor",)).phases == (Phase("update", (RoleWork("actor", (W, G, O)),)),)
     dpo = default_flow("dpo", ("actor", "reference"))
-    assert dpo.phases == (Phase("update", (RoleWork("reference", (W,)), RoleWork("actor", (W, G, O)))),)
+    update = Phase("update", (RoleWork("actor", (W, G, O)),))
+    assert dpo.phases == (Phase("prepare", (RoleWork("reference", (W,)),)), update)
+    assert default_flow("dpo", ("actor",)).phases == (update,)
 
 
 def test_default_flow_refuses_what_it_cannot_use():

@@ -116,7 +116,9 @@ _ROLES = {"critic": "critic", "ref": "reference", "reward": "reward"}  # flag pr
 def _placement(draft: ConfigDraft) -> None:
     line = draft.line
     if draft.task != "rl":
-        placed = {"actor": "all"} | ({"reference": "@actor"} if draft.task == "dpo" else {})
+        # With adapters and no model of its own, the reference is the actor without them.
+        has_reference = draft.task == "dpo" and (not line["--lora_rank"] or line.has("--ref_pretrain"))
+        placed = {"actor": "all"} | ({"reference": "@actor"} if has_reference else {})
         draft.fields["cluster.component_placement"] = placed
         return
     shares_all = line["--colocate_all_models"]

@@ -78,6 +78,10 @@ def symmetric(values: list[float]) -> list[float]:
     return [-values[0], values[0]] if len(values) == 1 else values
 
 
+def ipo_or_dpo(is_ipo: bool) -> str:
+    return "ipo" if is_ipo else "dpo"
+
+
 def all_or_some(values: list[str]) -> str | list[str]:
     return values[0] if values == ["all-linear"] else values
 
@@ -528,7 +532,7 @@ _RM: tuple[Flag, ...] = (
 )
 _DPO: tuple[Flag, ...] = (
     _float("--beta", "--model.beta", 0.1, "algorithm.dpo.beta"),
-    _switch("--ipo", "--model.ipo_enable", "algorithm.dpo.ipo", aliases=("--ipo_enable",)),
+    _switch("--ipo", "--model.ipo_enable", "algorithm.dpo.loss", convert=ipo_or_dpo, aliases=("--ipo_enable",)),
     _float("--label_smoothing", "--model.label_smoothing", 0.0, "algorithm.dpo.label_smoothing"),
     _float("--nll_loss_coef", "--model.nll_loss_coef", 0.0, "algorithm.dpo.nll_coef"),
     _text("--ref_pretrain", "--ref.model_name_or_path", None, "reference.model"),

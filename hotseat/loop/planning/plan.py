@@ -263,6 +263,16 @@ def num_data_parallel(config: Config, made: Plan) -> int:
     return len(made.role("actor").processes) // config.train.num_model_parallel
 
 
+def is_offloaded(made: Plan, role: str) -> bool:
+    """Tell whether a role's weights are off its devices in some step of the plan."""
+    steps = [step for group in made.groups for step in group.steps]
+    return any(
+        holding.role == role and holding.part == Part.WEIGHTS and not holding.is_resident
+        for step in steps
+        for holding in step.holdings
+    )
+
+
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
     overlap = Overlap(overlap_queue(config), config.overlap.staleness, config.overlap.in_flight == "recompute")
     if config.flow is not None:
@@ -304,6 +314,9 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         "env": config.env.enable_offload,
         "inference": config.inference.enable_offload,
     }[role]
+    if config.task == "dpo":
+        # A reference that scores once is gone when training begins.
+        offload = None if role == "actor" else True if config.algorithm.dpo.precompute else offload
     shape, assumed = _shape(config, role)
     spec = RoleSpec(
         name=role,
@@ -334,7 +347,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         return replace(
             spec,
             tensor_parallel=config.train.tensor_parallel_size,
-            can_offload=_TRAINED,
+            can_offload=_TRAINED if config.task == "rl" else frozenset(),  # the actor stays while a reference scores
             memory=_train_memory(config, role),
         )
     score_tokens, score_batch = _score_batch(config)
@@ -349,6 +362,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             is_sharded=config.train.backend == "fsdp" or config.train.deepspeed.zero_stage == 3,
             packing=config.train.packing,
             sequence_parallel=config.train.sequence_parallel_size,
+            is_guest=config.task == "dpo",
         ),
     )
 

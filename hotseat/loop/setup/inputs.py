@@ -16,6 +16,7 @@ from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import length_problem
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
+from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.types import Prompt
 
 Made = TypeVar("Made")  # prompts, examples or pairs, with a report
@@ -130,7 +131,8 @@ class SupervisedData:
 
 def supervised(config: Config, tokenizer: Any) -> SupervisedData:
     """Read the data of a supervised task, and make its objective."""
-    return _reward_model_data(config, tokenizer) if config.task == "rm" else _sft_data(config, tokenizer)
+    makers = {"sft": _sft_data, "rm": _reward_model_data, "dpo": _preference_data}
+    return makers[config.task](config, tokenizer)
 
 
 def _sft_data(config: Config, tokenizer: Any) -> SupervisedData:
@@ -159,6 +161,26 @@ def _reward_model_data(config: Config, tokenizer: Any) -> SupervisedData:
         return SupervisedData(objective, pairs, [], [_described_pairs("pairs", report), *lost, without, *notes])
     counts = [_described_pairs("pairs", report), _described_pairs("held-out pairs", evaluation[1]), *lost]
     return SupervisedData(objective, pairs, evaluation[0], counts + notes)
+
+
+def _preference_data(config: Config, tokenizer: Any) -> SupervisedData:
+    (pairs, report), evaluation = _read(config, lambda rows: _pairs(config, tokenizer, rows))
+    section = config.algorithm.dpo
+    objective = PreferenceObjective(
+        PreferenceSettings(
+            kind=section.loss,
+            beta=section.beta,
+            label_smoothing=section.label_smoothing,
+            is_length_normalised=section.length_normalised,
+            gamma=section.gamma,
+            nll_coefficient=section.nll_coef,
+        )
+    )
+    notes = [_described_pairs("pairs", report)]
+    if evaluation is not None:
+        notes.append(_described_pairs("held-out pairs", evaluation[1]))
+    notes += _lost(config, report, evaluation)
+    return SupervisedData(objective, pairs, [] if evaluation is None else evaluation[0], notes)
 
 
 def _pad_token(tokenizer: Any) -> tuple[int, list[str]]:
@@ -265,7 +287,9 @@ def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         apply_chat_template=data.apply_chat_template,
         chat_template=data.chat_template,
         max_length=data.max_length,
-        keep_end=True,
+        # A reward is read at the end token. What is learned token by token must not end where it was cut.
+        keep_end=config.task == "rm",
+        is_preference=config.task == "dpo",
     )
 
 

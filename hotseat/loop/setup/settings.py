@@ -9,7 +9,7 @@ from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.precision import dtype_of
-from hotseat.config.roles import has_inference
+from hotseat.config.roles import compares_with_reference, has_inference, is_base_reference
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import VLLM_SLOTS, CacheLimit
@@ -19,6 +19,7 @@ from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
+from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.rollout import vllm_versions
@@ -26,6 +27,8 @@ from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, Z
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import TransportPlan, choose_transports
+
+REFERENCE_FOLDER = "reference_log_probs"  # beside the runs, which share it
 
 
 def sampling(config: Config) -> Sampling:
@@ -85,6 +88,21 @@ def lora_options(config: Config) -> LoraOptions | None:
         return None
     targets = lora.target_modules if isinstance(lora.target_modules, str) else tuple(lora.target_modules)
     return LoraOptions(lora.rank, lora.alpha, lora.dropout, targets, config.seed)
+
+
+def reference_settings(config: Config, is_offloaded: bool) -> ReferenceSettings | None:
+    """Return the settings of a rank's reference in preference optimisation; None if its loss has none."""
+    if not compares_with_reference(config):
+        return None
+    model = config.reference.model or config.actor.model
+    assert model is not None
+    return ReferenceSettings(
+        model=model,
+        options=None if is_base_reference(config) else train_options(config, 0, is_trained=False),
+        dtype=dtype_of(config),
+        is_offloaded=is_offloaded and not config.algorithm.dpo.precompute,
+        folder=str(Path(config.run_dir) / REFERENCE_FOLDER) if config.algorithm.dpo.precompute else None,
+    )
 
 
 def critic_options(config: Config, schedule_length: int) -> TrainOptions:

@@ -11,16 +11,17 @@ from typing import Any
 from hotseat.config import Config, loads_saved
 from hotseat.config.batches import token_budget
 from hotseat.config.precision import with_dtype
+from hotseat.config.roles import has_reference
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.opening import OpenRun, are_budgets_tried, export_models, open_run, stoppable, with_known_dtype
 from hotseat.loop.planning.budgets import Use, smaller_budget_kept, uses, with_budget, with_budgets_of
-from hotseat.loop.planning.plan import with_budgets
+from hotseat.loop.planning.plan import is_offloaded, make_plan, with_budgets
 from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
-from hotseat.loop.supervised.worker import SupervisedWorker
+from hotseat.loop.supervised.worker import Preparation, SupervisedWorker
 from hotseat.observe import LiveView, Silence
 from hotseat.placement import GIB, DeviceKind, Inventory, Node
 from hotseat.train.backend import UpdateReport
@@ -35,6 +36,10 @@ class LaunchedRanks:
         self._worker = worker
         self._led = led_ranks
         self._num_ranks = num_ranks
+
+    def prepare(self) -> Preparation:
+        """Do a part of what comes before the first step."""
+        return self._worker.prepare()
 
     def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
         """Make an optimizer step."""
@@ -62,7 +67,7 @@ def run_launched(config: Config, view: LiveView) -> dict[str, float]:
     config = with_dtype(config, has_gpu())  # a checkpoint with another dtype is refused, by this key
     view.stage(f"loading {Path(config.actor.model or '').name} in {num_ranks} {'ranks' if num_ranks > 1 else 'rank'}")
     worker = SupervisedWorker(
-        *worker_arguments(config, inputs.algebra, inputs.data),
+        *worker_arguments(config, inputs.algebra, inputs.data, _is_reference_offloaded(config, num_ranks)),
         rank=rank // config.train.num_model_parallel,
         num_ranks=inputs.algebra.num_ranks,
     )
@@ -118,6 +123,31 @@ def _open_on_first(
     return OpenRun(config, run_dir, own_saver, checkpoint, Silence(), evaluation)
 
 
+def _on_launched(config: Config, num_ranks: int) -> tuple[Config, Inventory | None]:
+    """Return the config placed on a device per rank, and these devices; without GPUs, None."""
+    import torch
+
+    inventory = None
+    if torch.cuda.is_available():
+        memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+        inventory = Inventory((Node(0, num_devices=num_ranks, device_kind=DeviceKind("GPU", memory_gib)),))
+    alone: dict[str, Any] = {
+        "component_placement": {"actor": f"0-{num_ranks - 1}"},
+        "num_nodes": None,
+        "node_groups": [],
+        "inventory": None,
+    }
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=alone)}), inventory
+
+
+def _is_reference_offloaded(config: Config, num_ranks: int) -> bool:
+    """Tell whether a plan for the launched ranks has the reference off their devices while the actor learns."""
+    if not has_reference(config):
+        return False
+    placed, inventory = _on_launched(config, num_ranks)
+    return is_offloaded(make_plan(placed, inventory, are_devices_logical=inventory is None), "reference")
+
+
 def _budget(run: OpenRun, num_ranks: int, worker: SupervisedWorker, saver: LedSaver) -> TokenBudget:
     """Return the token budget that the ranks use, after agreeing on the smallest if the config leaves it to them."""
     import torch
@@ -127,16 +157,7 @@ def _budget(run: OpenRun, num_ranks: int, worker: SupervisedWorker, saver: LedSa
         config = with_budgets_of(config, loads_saved(str(run.checkpoint.state["config"])))
     has_gpus = torch.cuda.is_available()
     config = with_known_dtype(config, run.checkpoint, has_gpus, journal)
-    inventory = None
-    if has_gpus:
-        memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-        inventory = Inventory((Node(0, num_devices=num_ranks, device_kind=DeviceKind("GPU", memory_gib)),))
-    alone: dict[str, Any] = {
-        "component_placement": {"actor": f"0-{num_ranks - 1}"},
-        "num_nodes": None,
-        "node_groups": [],
-    }
-    placed = config.model_copy(update={"cluster": config.cluster.model_copy(update=alone)})
+    placed, inventory = _on_launched(config, num_ranks)
     chosen = with_budgets(placed, inventory, are_devices_logical=not has_gpus)
     budget = TokenBudget(with_budgets_of(config, chosen.config), journal, saver.keep)
     if not uses(config):

@@ -16,6 +16,7 @@ from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
+from hotseat.loop.planning.plan import is_offloaded
 from hotseat.loop.preflight import SupervisedInputs
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.inputs import SupervisedData
@@ -23,13 +24,16 @@ from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
 from hotseat.loop.supervised.led_ranks import LedSaver
-from hotseat.loop.supervised.worker import SupervisedWorker
+from hotseat.loop.supervised.worker import Preparation, SupervisedWorker
 from hotseat.observe import Journal
 from hotseat.train.backend import UpdateReport
 
 
 class TrainingRanks(Protocol):
     """Ranks that train; each call runs on all of them."""
+
+    def prepare(self) -> Preparation:
+        """Do a part of what an objective with a reference does before the first step."""
 
     def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
         """Make an optimizer step; return its report and the budgets that ranks lowered."""
@@ -61,6 +65,7 @@ def train_supervised(
     run: SupervisedRun, journal: Journal, saver: Saver | LedSaver, checkpoint: Checkpoint | None
 ) -> dict[str, float]:
     """Train to the last step, from the beginning or from a checkpoint, and return the last evaluation."""
+    prepare(run, journal)
     first_step, evaluation = begin(run, journal) if checkpoint is None else resumed(checkpoint)
     for step in range(first_step, run.num_steps + 1):
         started_s = time.monotonic()
@@ -77,6 +82,18 @@ def train_supervised(
             step, run.ranks.checkpoint_source(evaluation), evaluation if run.is_evaluated(step) else {}, journal
         )
     return evaluation
+
+
+def prepare(run: SupervisedRun, journal: Journal) -> None:
+    """Have the reference, if there is one, score all that it scores before the first step."""
+    if not run.data.objective.needs_reference:
+        return
+    journal.phase("reference")
+    preparation = run.ranks.prepare()
+    while not preparation.is_done:
+        preparation = run.ranks.prepare()
+    for note in preparation.notes:
+        journal.say(note)
 
 
 def begin(run: SupervisedRun, journal: Journal) -> tuple[int, dict[str, float]]:
@@ -122,7 +139,9 @@ def columns(data: SupervisedData) -> dict[str, str]:
     }
 
 
-def worker_arguments(config: Config, algebra: BatchAlgebra, data: SupervisedData) -> tuple[Any, ...]:
+def worker_arguments(
+    config: Config, algebra: BatchAlgebra, data: SupervisedData, is_reference_offloaded: bool = False
+) -> tuple[Any, ...]:
     """Return the arguments of `SupervisedWorker`, except for those about its rank."""
     assert algebra.schedule_length is not None
     options = replace(
@@ -140,6 +159,7 @@ def worker_arguments(config: Config, algebra: BatchAlgebra, data: SupervisedData
         settings.train_batches(config),
         config.seed,
         config.trust_remote_code,
+        settings.reference_settings(config, is_reference_offloaded),
     )
 
 
@@ -150,7 +170,7 @@ def launch_ranks(place: OnCluster, inputs: SupervisedInputs, journal: Journal) -
     actor = place.cluster.launch(
         "actor",
         SupervisedWorker,
-        args=worker_arguments(config, inputs.algebra, inputs.data),
+        args=worker_arguments(config, inputs.algebra, inputs.data, is_offloaded(place.plan, "reference")),
         per_rank=[
             {"rank": rank // config.train.num_model_parallel, "num_ranks": inputs.algebra.num_ranks}
             for rank in range(len(processes))
@@ -168,6 +188,10 @@ class RanksOnCluster:
 
     def __init__(self, actor: WorkerGroup[SupervisedWorker]):
         self._actor = actor
+
+    def prepare(self) -> Preparation:
+        """Do a part of what comes before the first step."""
+        return self._actor.call(SupervisedWorker.prepare)[0]
 
     def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
         """Make an optimizer step."""

@@ -7,9 +7,10 @@ have to call it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,37 @@ from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.models import BackendWorker
 from hotseat.loop.workers.objectives import Objective
+from hotseat.loop.workers.preferences import ScoredPair, sums_of_items, with_reference
+from hotseat.loop.workers.reference import (
+    Reference,
+    ReferenceSettings,
+    load_reference,
+    read_scores,
+    reference_file,
+    scored_pairs,
+    write_scores,
+)
 from hotseat.train.backend import TrainOptions, UpdateReport
 from hotseat.train.packing import balance
 from hotseat.types import MicroBatch
 
 # Items to evaluate on where none are held out, taken from those that are learned from.
 MAX_MEASURED = 4096
+# Pairs that the reference scores in one call, which has a deadline.
+SCORED_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Progress of what comes before the first step. notes: for the user, when it is done."""
+
+    num_done: int
+    num_to_do: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_done == self.num_to_do
 
 
 class SupervisedWorker(BackendWorker):
@@ -40,12 +66,19 @@ class SupervisedWorker(BackendWorker):
         cut: BatchSettings,
         seed: int,
         trust_remote_code: bool = False,
+        reference: ReferenceSettings | None = None,
         *,
         rank: int,
         num_ranks: int,
     ):
-        """Load the model. `rank` and `num_ranks` count data-parallel ranks."""
+        """Load the model. `rank` and `num_ranks` count data-parallel ranks. reference: of an objective that has one."""
         super().__init__(model, options, trust_remote_code)
+        self._trust_remote_code = trust_remote_code
+        self._reference_settings = reference
+        self._reference: Reference | None = None  # that scores in every step
+        if reference is not None and reference.folder is None:
+            self._reference = load_reference(reference, self._backend, trust_remote_code)
+        self._preparation: Iterator[Preparation] | None = None
         self._objective = objective
         self._items = items
         self._held_out = held_out
@@ -63,9 +96,105 @@ class SupervisedWorker(BackendWorker):
             "train",
             self._cut,
             lambda cut: self._mine(chosen, cut),
-            lambda pieces: self._backend.update(pieces, self._objective.loss, 1.0),
+            lambda pieces: self._backend.update(self._compared(pieces, chosen), self._objective.loss, 1.0),
         )
         return report
+
+    def prepare(self) -> Preparation:
+        """Have the reference score a part of the pairs that it scores beforehand; call until it is done. Collective.
+
+        These are held-out pairs, which are measured again and again, and with a folder also those to learn from.
+        """
+        if self._preparation is None:
+            self._preparation = self._prepare()
+        return next(self._preparation)
+
+    def _prepare(self) -> Iterator[Preparation]:
+        settings = self._reference_settings
+        assert settings is not None
+        notes: list[str] = []
+        todo = {"held-out pairs": self._held_out} if self._held_out else {}
+        if settings.folder is not None:
+            todo["pairs"] = self._items
+        scores = {what: self._kept_scores(settings, items) for what, items in todo.items()}
+        missing = {what: items for what, items in todo.items() if scores[what] is None}
+        num_done, num_to_do = 0, sum(map(len, missing.values()))
+        reference = self._reference
+        if missing and reference is None:
+            reference = load_reference(settings, self._backend, self._trust_remote_code)
+        for what, items in missing.items():
+            assert reference is not None
+            made: list[tuple[float, float]] = []
+            for first in range(0, len(items), SCORED_AT_ONCE):
+                made += self._scores(reference, items[first : first + SCORED_AT_ONCE])
+                if num_done + len(made) < num_to_do:
+                    yield Preparation(num_done + len(made), num_to_do)
+            num_done += len(made)
+            scores[what] = made
+            if settings.folder is not None:
+                path = self._keep_scores(settings, items, made)
+                notes.append(f"log-probs of the reference for {len(items):,} {what} are kept in {path}")
+        for what in (what for what in todo if what not in missing):
+            notes.append(f"log-probs of the reference for {len(todo[what]):,} {what} were there already")
+        if reference is not None and self._reference is None:
+            reference.close()
+        if (held_out := scores.get("held-out pairs")) is not None:
+            self._held_out = scored_pairs(self._held_out, held_out)
+        if (learned := scores.get("pairs")) is not None:
+            self._items = scored_pairs(self._items, learned)
+        while True:
+            yield Preparation(num_to_do, num_to_do, tuple(notes))
+
+    def _scores(self, reference: Reference, items: Sequence[Any]) -> list[tuple[float, float]]:
+        """Return the reference's log-probs of both answers of each item, of all ranks."""
+        mine: list[int] = []
+
+        def cut_mine(cut: BatchSettings) -> list[MicroBatch]:
+            mine[:] = self._my_indices(items, cut)
+            return self._objective.batches([items[index] for index in mine], items, cut)
+
+        def score(pieces: list[MicroBatch]) -> dict[int, tuple[float, float]]:
+            scored = zip(pieces, reference.log_probs(pieces), strict=True)
+            return sums_of_items([with_reference(piece, log_probs) for piece, log_probs in scored])
+
+        _, sums = self._cutter.run("train", self._cut, cut_mine, score)
+        everyone = self._backend.gather_facts(
+            {mine[index]: both for index, both in sums.items()}, "gather what the reference has scored"
+        )
+        by_index = {index: both for part in everyone for index, both in part.items()}
+        return [by_index[index] for index in range(len(items))]
+
+    def _kept_scores(self, settings: ReferenceSettings, items: Sequence[Any]) -> list[tuple[float, float]] | None:
+        """Return what an earlier run has kept of the reference's log-probs; None: nothing. Only one rank reads."""
+        if settings.folder is None:
+            return None
+        kept = None
+        if self._is_first:
+            kept = read_scores(reference_file(settings, items), len(items))
+        return self._backend.gather_facts(kept, "read log-probs of the reference", of_every_rank=True)[0]
+
+    def _keep_scores(
+        self, settings: ReferenceSettings, items: Sequence[Any], scores: Sequence[tuple[float, float]]
+    ) -> str:
+        """Write the reference's log-probs, by one rank, and return the path of the file."""
+        path = ""
+        if self._is_first:
+            file = reference_file(settings, items)
+            write_scores(file, scores)
+            path = str(file)
+        return self._backend.gather_facts(path, "write log-probs of the reference", of_every_rank=True)[0]
+
+    @property
+    def _is_first(self) -> bool:
+        """Tell whether this is the first of all ranks, those that share samples included."""
+        return os.environ.get("RANK", "0") == "0"
+
+    def _compared(self, pieces: list[MicroBatch], items: Sequence[Any]) -> list[MicroBatch]:
+        """Add the reference's log-probs to micro-batches of items that it has not scored before."""
+        if self._reference is None or isinstance(items[0], ScoredPair):
+            return pieces
+        scored = zip(pieces, self._reference.log_probs(pieces), strict=True)
+        return [with_reference(piece, log_probs) for piece, log_probs in scored]
 
     def step_and_budget(self) -> tuple[UpdateReport, dict[Use, int]]:
         """Make a `step`; return its report and the budgets that were lowered. Collective."""
@@ -87,7 +216,7 @@ class SupervisedWorker(BackendWorker):
             "train",
             self._cut,
             lambda cut: self._mine(items, cut),
-            lambda pieces: self._objective.measure(self._backend, pieces),
+            lambda pieces: self._objective.measure(self._backend, self._compared(pieces, items)),
         )
         everyone = self._backend.gather_facts(measured, "add up what was measured on held-out items")
         return self._objective.evaluation(everyone)
@@ -113,10 +242,18 @@ class SupervisedWorker(BackendWorker):
         self._evaluation = None
 
     def _mine(self, items: Sequence[Any], cut: BatchSettings) -> list[MicroBatch]:
-        """Cut this rank's part of a step into micro-batches; a token budget balances the parts by tokens."""
+        """Cut this rank's part of a step into micro-batches."""
+        return self._objective.batches([items[index] for index in self._my_indices(items, cut)], items, cut)
+
+    def _my_indices(self, items: Sequence[Any], cut: BatchSettings) -> list[int]:
+        """Return the items of a step that are this rank's; a token budget balances the ranks' parts by tokens."""
         if cut.max_tokens is not None:
-            chosen = balance([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank]
-            return self._objective.batches([items[index] for index in sorted(chosen)], items, cut)
+            return sorted(balance([self._objective.num_tokens(item) for item in items], self._num_ranks)[self._rank])
         first = len(items) * self._rank // self._num_ranks
         last = len(items) * (self._rank + 1) // self._num_ranks
-        return self._objective.batches(items[first:last], items, cut)
+        return list(range(first, last))
+
+    def close(self) -> None:
+        if self._reference is not None:
+            self._reference.close()
+        super().close()

@@ -36,6 +36,10 @@ class Objective(Protocol[Item]):
         """Return the head of the model that learns."""
 
     @property
+    def needs_reference(self) -> bool:
+        """Tell whether the loss takes log-probs of a reference."""
+
+    @property
     def columns(self) -> Mapping[str, str]:
         """Return formats of the metrics to print at each step besides the loss, by name."""
 
@@ -77,6 +81,7 @@ class SftObjective:
     """Supervised fine-tuning: cross-entropy of each token, and every token counts the same."""
 
     head: ClassVar[Head] = "policy"
+    needs_reference: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, str]] = {}
     loss: Loss = field(default_factory=SupervisedObjective)
 
@@ -143,6 +148,7 @@ class RewardModelObjective:
     pad_token_id: int
 
     head: ClassVar[Head] = "value"
+    needs_reference: ClassVar[bool] = False
     columns: ClassVar[Mapping[str, str]] = {"accuracy": "right {:.1%}", "eval/accuracy": "(held out {:.1%})"}
 
     @property
