@@ -709,6 +709,7 @@ def a_trial_changes_nothing(make: Make, directory: Path) -> None:
     random = torch.get_rng_state()
     assert backend.fits(100, 30, is_update=True, with_entropy=True)
     reports = [backend.update(batch, ClippedLoss(), 1.0)]
+    backend.warm_up(30)
     assert backend.fits(29, 30, is_update=False)
     assert backend.version == 1
     for number, is_update in enumerate((True, False)):
