@@ -278,8 +278,8 @@ class RolloutConfig(Section):
     """Further arguments of vLLM's engine, by its own names, such as `max_num_batched_tokens`."""
     fp32_head: bool = True
     """Compute the logits of a 16-bit engine in fp32, as the trainer does; false rounds them to the model's dtype."""
-    lora_sync: Literal["adapter", "merged"] | None = None
-    """Send vLLM adapters alone, or all weights with adapters merged in; unset: alone on GPUs, if it can apply them."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """Send vLLM all weights with adapters merged in, or adapters alone, which it applies beside the weights it has."""
     weight_transport: Literal["auto", "nccl", "gloo"] = "auto"
     """How weights reach engines on other devices; engines on the actor's devices always share memory."""
     enable_offload: bool | None = None

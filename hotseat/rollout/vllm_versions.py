@@ -30,7 +30,6 @@ SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"  # of the only adapter, whose values pushes replace
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 MAX_ADAPTER_RANK = _ADAPTER_RANKS[-1]
-ADAPTER_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # tests show that vLLM applies adapters to all linear layers
 _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
 
 

@@ -24,6 +24,8 @@ from hotseat.loop.workers.experience import (
     with_fields,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
+from hotseat.loop.workers.models import by_sample
+from hotseat.types import MicroBatch
 
 
 def settings(**changes) -> AdvantageSettings:
@@ -265,3 +267,18 @@ def test_a_share_arrives_as_it_was_sent_and_in_few_arrays():
                     assert getattr(a, name).equal(getattr(b, name))
                     assert getattr(a, name).dtype == getattr(b, name).dtype
     assert pickle.loads(pickle.dumps(Share((), ()))) == Share((), ())
+
+
+def test_values_by_sample_are_pickled_once_each():
+    """They are views of one tensor: each by itself would carry the bytes of all."""
+    lengths, names = [3, 500, 1, 90], ["0/0/0", "0/0/0", "0/1/0", "0/2/0"]
+    batch = MicroBatch.from_segments([torch.arange(length) for length in lengths], None, names)
+    values = by_sample([batch], [torch.rand(sum(lengths))])
+    pickled = pickle.dumps(values)
+    assert len(pickled) < 4 * sum(lengths) + 1000
+    again = pickle.loads(pickled)
+    assert list(again) == ["0/0/0", "0/1/0", "0/2/0"]
+    for name, segments in values.items():
+        for one, other in zip(segments, again[name], strict=True):
+            assert torch.equal(one, other)
+    assert pickle.loads(pickle.dumps(by_sample([], []))) == {}

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from loop_cases import make_task, rl_yaml
-from transformers import GemmaConfig
 
 from hotseat.config import loads
 from hotseat.errors import ConfigError, UserError
 from hotseat.loop.run import start
-from hotseat.loop.setup.settings import engine_settings, why_merged
+from hotseat.loop.setup.settings import are_adapters_alone, engine_settings
 from hotseat.observe import read_lines
 
 ROLLOUT = "{engine: vllm, batch_size: 4, samples_per_prompt: 4, max_new_tokens: 4}"
@@ -41,43 +40,29 @@ def test_a_run_pushes_adapters_alone_after_the_first_time(tmp_path):
     assert [record["sync/gb"] for record in records[1:]] == pytest.approx([4e-9 * num_factors] * 4)
 
 
-def test_adapters_go_alone_where_vllm_applies_them(tmp_path):
+def test_adapters_go_alone_where_the_config_says_so(tmp_path):
     task = make_task(tmp_path, **SHAPE)
-    assert why_merged(settings(task, "train.dtype=bf16"), on_gpu=True) is None
-    assert why_merged(settings(task, "rollout.lora_sync=adapter"), on_gpu=False) is None
-    assert why_merged(settings(task), on_gpu=False) == (
-        "on a CPU vLLM takes more time to apply adapters than a merged push takes"
-    )
-    assert why_merged(settings(task, "rollout.lora_sync=merged"), on_gpu=False) == "rollout.lora_sync is merged"
-    assert why_merged(settings(task, "train.lora.rank=600"), on_gpu=False) == (
-        "vLLM applies adapters of rank 512 or less, and train.lora.rank is 600"
-    )
-    assert why_merged(loads(rl_yaml(task), LORA), on_gpu=False) == "rollout.engine is transformers"
-    assert why_merged(loads(rl_yaml(task)), on_gpu=False) == "train.lora.rank is 0"
+    assert are_adapters_alone(settings(task, "rollout.lora_sync=adapter"), on_gpu=False)
+    assert are_adapters_alone(settings(task, "rollout.lora_sync=adapter", "train.dtype=bf16"), on_gpu=True)
+    assert not are_adapters_alone(settings(task), on_gpu=False)
+    assert not are_adapters_alone(loads(rl_yaml(task)), on_gpu=False)
     found = engine_settings(settings(task), (1,), tmp_path, adapters_alone=True).vllm
     assert found is not None
     assert found.lora is not None
     assert found.lora.rank == 4
 
 
-def test_models_with_which_it_was_not_tested_get_merged_weights_unless_asked(tmp_path):
-    task = make_task(tmp_path, **SHAPE)
-    GemmaConfig().save_pretrained(task / "model")
-    assert why_merged(settings(task, "train.dtype=bf16"), on_gpu=True) == (
-        "only with llama, mistral, qwen2, qwen3 models it has been tested, and this is gemma"
-    )
-    assert why_merged(settings(task, "train.dtype=bf16", "rollout.lora_sync=adapter"), on_gpu=True) is None
-
-
 def test_adapters_alone_that_vllm_cannot_apply_are_an_error(tmp_path):
     task = make_task(tmp_path, **SHAPE)
     with pytest.raises(UserError, match="rollout.lora_sync is adapter: on a GPU vLLM applies adapters only to 16-bit"):
-        why_merged(settings(task, "rollout.lora_sync=adapter"), on_gpu=True)
+        are_adapters_alone(settings(task, "rollout.lora_sync=adapter"), on_gpu=True)
+    with pytest.raises(UserError, match="vLLM applies adapters of rank 512 or less, and train.lora.rank is 600"):
+        are_adapters_alone(settings(task, "rollout.lora_sync=adapter", "train.lora.rank=600"), on_gpu=False)
 
 
 def test_without_adapters_or_vllm_the_option_has_no_effect(tmp_path):
     task = make_task(tmp_path, **SHAPE)
     with pytest.raises(ConfigError, match="rollout.lora_sync: has no effect: rollout.engine is transformers"):
-        loads(rl_yaml(task), [*LORA, "rollout.lora_sync=merged"])
+        loads(rl_yaml(task), [*LORA, "rollout.lora_sync=adapter"])
     with pytest.raises(ConfigError, match="rollout.lora_sync: has no effect: train.lora.rank is 0"):
-        loads(rl_yaml(task, rollout=ROLLOUT), ["rollout.lora_sync=merged"])
+        loads(rl_yaml(task, rollout=ROLLOUT), ["rollout.lora_sync=adapter"])

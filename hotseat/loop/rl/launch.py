@@ -66,18 +66,13 @@ def launch_groups(
     """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
     assert algebra.schedule_length is not None
     config = place.config
-    merged_because = settings.why_merged(config, on_gpu=not are_devices_logical(place.cluster))
-    is_lora = config.train.lora.rank > 0 and config.rollout.engine == "vllm"
-    if is_lora and config.rollout.lora_sync is None and merged_because is not None:
-        journal.say(f"engines get adapters merged into all weights, not alone: {merged_because}")
+    adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
-    engine = settings.engine_settings(
-        config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=merged_because is None
-    )
+    engine = settings.engine_settings(config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone)
     host = _host_settings(place.config, run_dir / SPOOL)
     with closing(Readiness(journal.progress)) as readiness:
         groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
-    return replace(groups, adapters_alone=merged_because is None)
+    return replace(groups, adapters_alone=adapters_alone)
 
 
 def _launch(

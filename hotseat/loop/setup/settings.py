@@ -153,31 +153,14 @@ def engine_dtype(config: Config) -> str:
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype_of(config)]
 
 
-def why_merged(config: Config, on_gpu: bool) -> str | None:
-    """Tell why engines get adapters merged into weights; None: they get adapters alone.
-
-    Raises if adapters alone were asked for and vLLM cannot apply them.
-    """
-    rollout, rank = config.rollout, config.train.lora.rank
-    if rollout.engine != "vllm" or rank == 0:
-        return f"rollout.engine is {rollout.engine}" if rank else "train.lora.rank is 0"
-    if rollout.lora_sync == "merged":
-        return "rollout.lora_sync is merged"
-    problem = vllm_versions.adapter_problem(rank, engine_dtype(config), is_cpu=not on_gpu)
-    if rollout.lora_sync == "adapter":
-        if problem is not None:
-            raise UserError(f"rollout.lora_sync is adapter: {problem}; set it to merged")
-        return None
+def are_adapters_alone(config: Config, on_gpu: bool) -> bool:
+    """Tell whether engines get adapters without the other weights. Raises if vLLM could not apply them."""
+    if config.rollout.lora_sync == "merged":
+        return False
+    problem = vllm_versions.adapter_problem(config.train.lora.rank, engine_dtype(config), is_cpu=not on_gpu)
     if problem is not None:
-        return problem
-    if not on_gpu:
-        return "on a CPU vLLM takes more time to apply adapters than a merged push takes"
-    from transformers import AutoConfig
-
-    kind = str(AutoConfig.from_pretrained(config.actor.model, trust_remote_code=config.trust_remote_code).model_type)
-    if kind not in vllm_versions.ADAPTER_MODELS:
-        return f"only with {', '.join(vllm_versions.ADAPTER_MODELS)} models it has been tested, and this is {kind}"
-    return None
+        raise UserError(f"rollout.lora_sync is adapter: {problem}; set it to merged")
+    return True
 
 
 def engine_settings(

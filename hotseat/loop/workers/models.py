@@ -46,9 +46,24 @@ from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import BUCKET_BYTES, BroadcastGroup, Bucket, Receiver, Sender, Transport
 
-BySample = Mapping[str, list[Tensor]]  # by sample id, a tensor per segment with a value for each token
-
 _CANARY_TOKENS = 4096  # in one forward, unless a single sequence is longer
+
+
+class BySample(dict[str, list[Tensor]]):
+    """Values of tokens by sample id: a tensor [num_tokens] for each segment."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle all segments as one flat array: they are views, and each would be pickled with the bytes of all."""
+        segments = [segment for each in self.values() for segment in each]
+        lengths = {name: [len(segment) for segment in each] for name, each in self.items()}
+        return _rebuild_by_sample, (lengths, torch.cat(segments).numpy() if segments else None)
+
+
+def _rebuild_by_sample(lengths: Mapping[str, list[int]], flat: Any) -> BySample:
+    """Rebuild what `BySample.__reduce__` pickled."""
+    sizes = [length for each in lengths.values() for length in each]
+    segments = iter(() if flat is None else torch.from_numpy(flat.copy()).split(sizes))
+    return BySample({name: [next(segments) for _ in each] for name, each in lengths.items()})
 
 
 def _held() -> Held:
@@ -136,11 +151,11 @@ class BackendWorker:
 class ModelWorker(BackendWorker):
     """One rank of a model that computes log-probs and can be offloaded."""
 
-    def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
+    def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> BySample:
         """Return log-probs of each segment of each sample, by sample id. Collective."""
         return self._score(flatten(groups_of(shares)), cut, temperature)
 
-    def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> dict[str, list[Tensor]]:
+    def _score(self, batch: MicroBatch, cut: BatchSettings, temperature: float) -> BySample:
         pieces, scores = self._cutter.run(
             "rollout",
             cut,
@@ -254,7 +269,7 @@ class ActorWorker(ModelWorker):
         super().__init__(model, options, trust_remote_code)
         self._steps: list[MicroBatch | None] = []
         self._totals: list[StepTotals] = []
-        self._returns: dict[str, list[Tensor]] = {}
+        self._returns = BySample()
         self._recorder: Recorder | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self._model, self._trust_remote_code = model, trust_remote_code
@@ -295,9 +310,9 @@ class ActorWorker(ModelWorker):
         self._steps = cut_into_steps(batch, steps_of(shares), num_steps)
         self._totals = self._add_totals(self._steps)
 
-    def returns(self) -> dict[str, list[Tensor]]:
+    def returns(self) -> BySample:
         """Return the critic's targets for the prepared samples of this rank, by sample id. They are kept no longer."""
-        returns, self._returns = self._returns, {}
+        returns, self._returns = self._returns, BySample()
         return returns
 
     def update(self, settings: PolicySettings) -> list[UpdateReport]:
@@ -406,9 +421,9 @@ class ActorWorker(ModelWorker):
         return sum(everyone[1:], start=everyone[0])
 
 
-def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+def by_sample(pieces: Sequence[MicroBatch], scores: Sequence[Tensor]) -> BySample:
     """Cut each piece's values, [num_tokens], into segments, and return these in order, by sample id."""
-    segments_of: dict[str, list[Tensor]] = {}
+    segments_of = BySample()
     for piece, values in zip(pieces, scores, strict=True):
         segments = values.split((piece.offsets[1:] - piece.offsets[:-1]).tolist())
         for name, segment in zip(piece.sample_ids, segments, strict=True):

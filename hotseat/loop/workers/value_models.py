@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from hotseat.algorithms import normalise_rewards
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.experience import Share, cut_into_steps, flatten, groups_of, steps_of, weighted, with_fields
@@ -35,7 +33,7 @@ class CriticWorker(ModelWorker):
         self._batch: MicroBatch | None = None  # the rollout whose values were computed last
         self._sample_steps: dict[str, int] = {}
 
-    def values(self, shares: Sequence[Share], settings: CriticSettings) -> dict[str, list[Tensor]]:
+    def values(self, shares: Sequence[Share], settings: CriticSettings) -> BySample:
         """Return a value for each token of each segment of each sample, by sample id. Collective."""
         batch = flatten(groups_of(shares))
         pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
