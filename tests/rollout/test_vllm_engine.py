@@ -125,15 +125,16 @@ def test_requests_in_flight_keep_their_cache_where_they_are_to(shared: Shared) -
 
 def test_a_kept_cache_serves_requests_of_its_own_version_alone(shared: Shared) -> None:
     subject = keeping(shared)
+    new = subject.model(1)  # made before an engine draws from the same random numbers
     prompt = [3 + position % 60 for position in range(300)]  # several blocks
     with subject.engine(max_length=600) as engine, slowly():
         future = engine.submit(request("open", prompt, max_new_tokens=290))
         conformance.sample_some(engine)
-        engine.load_weights(named_weights(subject.model(1)), version=1)
+        engine.load_weights(named_weights(new), version=1)
         (late,) = engine.generate([request("late", prompt, max_new_tokens=4)])
         engine.abort(["open"])
     future.result(PATIENCE_S)
-    expected = conformance.reference_log_probs(subject.model(1), [*prompt, *late.token_ids], 1.0)[len(prompt) :]
+    expected = conformance.reference_log_probs(new, [*prompt, *late.token_ids], 1.0)[len(prompt) :]
     assert list(late.log_probs) == pytest.approx(expected, abs=subject.tolerance)
 
 
