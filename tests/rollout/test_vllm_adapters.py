@@ -210,7 +210,7 @@ def test_ranks_hold_their_part_of_each_factor(config: Any, tmp_path: Path) -> No
     try:
         conformance.new_weights_leave_nothing_of_the_old_ones(made.subject())
         with made.engine() as engine:
-            engine.load_weights(made.factors(1).items(), 1)
+            engine.load_weights(list(made.factors(1).items()), 1)
             assert engine.digest() == named_digests([*named_weights(made.base), *made.factors(1).items()])
             tokens = [5, 6, 7, 8, 9, 11]
             assert engine.score([tokens])[0] == pytest.approx(reference_log_probs(made.model(1), tokens, 1.0), abs=3e-4)
