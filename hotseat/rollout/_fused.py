@@ -145,8 +145,8 @@ def adapter_pieces(model: nn.Module, rank: int, names: WeightNames) -> Iterator[
             continue
         prefix = prefix.removesuffix(_BELOW_ADAPTER)
         adapter: Any = model.get_submodule(prefix)
-        found = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
-        weights = [piece for piece in found if names.shape(piece.name) == piece.shape]
+        parts = _of_parameter(module, prefix, "weight", module.weight.detach(), rank, packed)
+        weights = [piece for piece in parts if names.shape(piece.name) == piece.shape]
         if len(weights) != len(adapter.lora_a_stacked):
             continue  # arranged in another way
         for weight, all_a, all_b in zip(weights, adapter.lora_a_stacked, adapter.lora_b_stacked, strict=True):

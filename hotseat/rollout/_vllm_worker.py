@@ -37,8 +37,8 @@ class WorkerExtension:
         if problem is not None:
             return {"problem": problem}
         self.hotseat_names = names
-        found = [*pieces(model, self.rank), *adapter_pieces(model, self.rank, names)]
-        self.hotseat_pieces: list[Piece] = [piece for piece in found if names.shape(piece.name) == piece.shape]
+        every = [*pieces(model, self.rank), *adapter_pieces(model, self.rank, names)]
+        self.hotseat_pieces: list[Piece] = [piece for piece in every if names.shape(piece.name) == piece.shape]
         problem = self._hotseat_add_adapter(names) if names.factors else None
         if problem is not None:
             return {"problem": problem}

@@ -112,22 +112,21 @@ class VllmEngine(ThreadedEngine):
         """Add what a step sampled to its sequences; complete those that end."""
         done: list[tuple[str, Completion | HotseatError]] = []
         num_sampled = 0
-        running, version, is_finite = self._running, self._serving.version, math.isfinite
-        for name, token_ids, log_probs, _, is_finished in step:
-            sequence = running.get(name)
+        for sampled in step:
+            sequence = self._running.get(sampled.request_id)
             if sequence is None:
                 continue  # aborted while it was in flight
-            for token_id, log_prob in zip(token_ids, log_probs, strict=True):
-                if not is_finite(log_prob):
-                    done.append((name, sequence.not_finite(version)))
+            for token_id, log_prob in zip(sampled.token_ids, sampled.log_probs, strict=True):
+                if not math.isfinite(log_prob):
+                    done.append((sampled.request_id, sequence.not_finite(self._serving.version)))
                     break
-                finish = sequence.append(token_id, log_prob, version)
+                finish = sequence.append(token_id, log_prob, self._serving.version)
                 num_sampled += 1
                 if finish is not None:
-                    done.append((name, sequence.completion(finish)))
+                    done.append((sampled.request_id, sequence.completion(finish)))
                     break
             else:
-                assert not is_finished, f"vLLM ended request {name!r} and we did not"
+                assert not sampled.is_finished, f"vLLM ended request {sampled.request_id!r} and we did not"
         self._steps.record(num_sampled)
         refused = [name for name, outcome in done if isinstance(outcome, HotseatError)]
         if refused:

@@ -240,7 +240,21 @@ class Core:
 
     def step(self) -> list[Sampled]:
         """Run one step of the model. The first steps return nothing where vLLM keeps a step in flight."""
-        return [_sampled(output) for output in self._client.get_output().outputs]
+        sampled = []
+        for output in self._client.get_output().outputs:
+            scores, log_probs, reason = output.new_prompt_logprobs_tensors, output.new_logprobs, output.finish_reason
+            if reason is not None and str(reason) == "error":
+                raise WorkerError(f"vLLM gave up request {output.request_id!r}")
+            sampled.append(
+                Sampled(
+                    output.request_id,
+                    output.new_token_ids,
+                    [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
+                    None if scores is None else scores.logprobs[:, 0].tolist(),
+                    reason is not None,
+                )
+            )
+        return sampled
 
     def drain(self) -> list[Sampled]:
         """Finish the steps that are in flight, and start no other."""
@@ -285,22 +299,6 @@ class Core:
     def close(self) -> None:
         self._is_closing = True
         self._client.shutdown()
-
-
-def _sampled(output: Any) -> Sampled:
-    """Convert vLLM's output for one request: this happens for every sampled token, and a GPU may wait for it."""
-    token_ids, log_probs, reason = output.new_token_ids, output.new_logprobs, output.finish_reason
-    if log_probs is None:
-        found = []
-    elif len(token_ids) == 1:
-        found = [log_probs.logprobs.item(0)]  # several times as fast as a slice
-    else:
-        found = log_probs.logprobs[:, 0].tolist()
-    if reason is not None and str(reason) == "error":
-        raise WorkerError(f"vLLM gave up request {output.request_id!r}")
-    scores = output.new_prompt_logprobs_tensors
-    prompt_scores = None if scores is None else scores.logprobs[:, 0].tolist()
-    return Sampled(output.request_id, token_ids, found, prompt_scores, reason is not None)
 
 
 def _import_model_class(options: CoreOptions) -> None:

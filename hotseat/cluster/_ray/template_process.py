@@ -263,9 +263,9 @@ def _reseed(threads: str | None) -> None:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()
-    wanted = os.environ.get("OMP_NUM_THREADS")
-    if torch is not None and wanted != threads:  # the libraries read it when they were loaded
-        torch.set_num_threads(int(wanted) if wanted else os.cpu_count() or 1)
+    own = os.environ.get("OMP_NUM_THREADS")
+    if torch is not None and own != threads:  # the libraries read it when they were loaded
+        torch.set_num_threads(int(own) if own else os.cpu_count() or 1)
 
 
 def load(modules: Sequence[str]) -> None:

@@ -465,9 +465,10 @@ def cache_limit(config: Config, made: Plan) -> CacheLimit | None:
     priced = estimate(spec.name, spec.memory, spec.model, Layout(1, spec.tensor_parallel, 1, spec.share, device_gib))
     assert priced is not None
     assert priced.min_share is not None  # weights, buffers, workspace and one sequence
-    useful = useful_cache_gib(spec.memory, spec.model, spec.tensor_parallel)
-    share = priced.min_share + useful / device_gib
-    return CacheLimit(useful, share) if share < spec.share else None
+    gib = priced.part_gib(Part.KV_CACHE)
+    if gib < useful_cache_gib(spec.memory, spec.model, spec.tensor_parallel):
+        return None
+    return CacheLimit(gib, min(spec.share, priced.min_share + gib / device_gib))
 
 
 def is_anything_offloaded(made: Plan) -> bool:

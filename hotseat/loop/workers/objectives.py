@@ -73,6 +73,19 @@ def batch_of(sequences: Sequence[Example], sample_ids: Sequence[str]) -> MicroBa
     )
 
 
+def batch_of_pairs(pairs: Sequence[Pair]) -> MicroBatch:
+    """Lay the answers of pairs flat, the better one of each first. Both have one sample id, so they stay together."""
+    answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    return batch_of(answers, [f"{index}: {pair.chosen.where}" for index, pair in enumerate(pairs) for _ in range(2)])
+
+
+def cut_pairs(batch: MicroBatch, cut: BatchSettings) -> list[MicroBatch]:
+    """Cut a batch of pairs into micro-batches; `micro_batch_size` counts pairs."""
+    if cut.micro_batch_size is not None:
+        cut = replace(cut, micro_batch_size=2 * cut.micro_batch_size)
+    return cut.cut(batch)
+
+
 # --- examples ---------------------------------------------------------------------------------------------------------
 
 
@@ -161,14 +174,9 @@ class RewardModelObjective:
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:
             return []
-        sequences = [sequence for pair in items for sequence in (pair.chosen, pair.rejected)]
-        # Sequences with the same id stay in one micro-batch.
-        names = [f"{index}: {pair.chosen.where}" for index, pair in enumerate(items) for _ in range(2)]
         margins = torch.tensor([pair.margin if self.use_margin else 0.0 for pair in items]).repeat_interleave(2)
-        whole = replace(batch_of(sequences, names), fields={MARGINS: margins})
-        if cut.micro_batch_size is not None:
-            cut = replace(cut, micro_batch_size=2 * cut.micro_batch_size)  # the option counts pairs
-        return [_with_reward_tokens(batch, 1 / len(step)) for batch in cut.cut(whole)]
+        whole = replace(batch_of_pairs(items), fields={MARGINS: margins})
+        return [_with_reward_tokens(batch, 1 / len(step)) for batch in cut_pairs(whole, cut)]
 
     def metrics(self, report: UpdateReport) -> dict[str, float]:
         names = ("accuracy", "chosen_reward", "rejected_reward")

@@ -24,7 +24,7 @@ from hotseat.algorithms import (
 )
 from hotseat.data import Pair
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.objectives import batch_of
+from hotseat.loop.workers.objectives import batch_of_pairs, cut_pairs
 from hotseat.train.backend import Backend, Head, Outputs, UpdateReport
 from hotseat.types import MicroBatch, TokenLayout
 
@@ -175,18 +175,13 @@ class PreferenceObjective:
     def batches(self, items: Sequence[Pair], step: Sequence[Pair], cut: BatchSettings) -> list[MicroBatch]:
         if not items:
             return []
-        sequences = [sequence for pair in items for sequence in (pair.chosen, pair.rejected)]
-        # Sequences with the same id stay in one micro-batch.
-        names = [f"{index}: {pair.chosen.where}" for index, pair in enumerate(items) for _ in range(2)]
-        whole, weight = batch_of(sequences, names), 1 / len(step)
+        whole, weight = batch_of_pairs(items), 1 / len(step)
         fields = {PAIR_WEIGHTS: torch.full((whole.num_segments,), weight, dtype=torch.float64)}
         scored = [pair.reference for pair in items if isinstance(pair, ScoredPair)]
         if scored:
             assert len(scored) == len(items), "some pairs have no log-probs of the reference"
             fields[REFERENCE_SUMS] = torch.tensor(scored, dtype=torch.float64).flatten()
-        if cut.micro_batch_size is not None:
-            cut = replace(cut, micro_batch_size=2 * cut.micro_batch_size)  # the option counts pairs
-        return cut.cut(replace(whole, weights=whole.mask * weight, fields=fields))
+        return cut_pairs(replace(whole, weights=whole.mask * weight, fields=fields), cut)
 
     def metrics(self, report: UpdateReport) -> dict[str, float]:
         names = ("accuracy", "chosen_reward", "rejected_reward", "chosen_nll")
