@@ -93,8 +93,14 @@ class Calling(ABC, Generic[W_co]):
         self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
     ) -> list[Ref[R]]:
         """Do as `scatter` does, but leave the results where they were made, and return references to them."""
+        return self.start_scatter_and_keep(method, values, *args, **kwargs).result()
+
+    def start_scatter_and_keep(
+        self, method: Callable[Concatenate[W_co, T, P], R], values: Sequence[T], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[Ref[R]]:
+        """Start what `scatter_and_keep` calls without waiting for it."""
         group, _, timeout_s = self._scope()
-        return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s, keep=True).result()
+        return group._start(name_of(method), self._scattered(values, args, kwargs), timeout_s, keep=True)
 
     def _scattered(self, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         group, ranks, _ = self._scope()

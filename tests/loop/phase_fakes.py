@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ from hotseat.config import loads
 from hotseat.config.batches import batch_algebra
 from hotseat.errors import WorkerError
 from hotseat.loop.devices.memory import DeviceWatch
-from hotseat.loop.planning.plan import make_plan
+from hotseat.loop.planning.plan import make_flow, make_plan
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
@@ -38,6 +38,8 @@ from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.proof import Proof
 from hotseat.loop.workers.records import SampleRecord, SegmentRecord, TokenRecord
+from hotseat.placement import PhaseStep
+from hotseat.placement.flow import make_steps
 from hotseat.train.backend import UpdateReport
 from hotseat.types import Prompt, SampleKey
 from hotseat.weights import TransportPlan
@@ -445,6 +447,7 @@ class Case:
         self.settings = PhaseSettings(self.config, algebra, self.state, self.said.append)
         self.scheduler, self.guard, self.samples = FakeScheduler(self.log), FakeGuard(self.log), FakeSamples(self.log)
         plan = make_plan(loads("cluster: {component_placement: {actor: 0, rollout: '@actor'}}"), "1x1")
+        plan = replace(plan, steps=self._steps())
         self.meter = PhaseMeter(self.scheduler, {}, plan, DeviceWatch([], lambda device: None))
         self.recovery = Recovery(
             self.engines,
@@ -474,6 +477,12 @@ class Case:
         self.stream = SynchronousStream(self.rollout)
         self.prepare = PreparePhase(self.groups, self.stream, self.settings, self.meter, self.samples)
         self.update = UpdatePhase(self.groups, self.settings, self.state, self.meter)
+
+    def _steps(self) -> tuple[PhaseStep, ...]:
+        """Return the steps of a plan for the roles that are there, on device 0 or where the config has them."""
+        roles = tuple(self.groups.by_role)
+        devices = {role: [int(str(self.config.cluster.component_placement.get(role, 0)))] for role in roles}
+        return make_steps(make_flow(self.config, roles), devices)
 
     @property
     def host(self) -> FakeHost:

@@ -321,6 +321,47 @@ def test_roles_compute_one_after_another_and_groups_are_let_go_of_at_the_end():
     assert case.host.held == {}
 
 
+TOGETHER = """flow=[{name: rollout, run: [rollout]}, {name: prepare, run: [reference, critic, actor]},
+    {name: update, train: [critic, actor], order: in_turn}, {name: sync, push: [rollout]}]"""
+
+
+def test_roles_of_one_step_of_the_plan_compute_at_the_same_time():
+    gae = ("algorithm.estimator=gae", "algorithm.kl.coef=0.1", "train.max_epochs=2")
+    case = Case(*gae, TOGETHER, actor=2, critic=1, reference=1)
+    batch = case.stream.take(1)
+    case.taken()
+    case.prepare.run(batch, 1)
+    assert [entry for entry in case.taken() if not entry.startswith(("agents", "samples"))] == [
+        "lease prepare/reference",
+        "reference.score",
+        "critic.values",
+        "actor.score",
+        "actor.prepare",
+        "end prepare/reference",
+    ]
+    [call] = case.actor.named("prepare")
+    assert [ref.maker for ref in call.kwargs[1]["reference"]] == ["reference[0]"]
+    assert [ref.maker for ref in call.kwargs[1]["critic"]] == ["critic[0]"]
+    assert [ref.maker for ref in call.kwargs[1]["old"]] == ["actor[0]", "actor[1]"]
+
+
+def test_a_reference_on_other_devices_computes_beside_the_actor():
+    case = Case("algorithm.kl.coef=0.1", "cluster.component_placement={actor: 0, reference: 1}", reference=1)
+    case.prepare.run(case.stream.take(1), 1)
+    assert [entry for entry in case.log if entry.startswith("lease prepare")] == ["lease prepare/reference"]
+    assert case.actor.named("prepare")
+
+
+def test_an_actor_that_the_flow_names_first_still_prepares_last():
+    flow = TOGETHER.replace("run: [reference, critic, actor]}", "run: [actor, reference, critic], order: in_turn}")
+    case = Case("algorithm.estimator=gae", "algorithm.kl.coef=0.1", flow, critic=1, reference=1)
+    case.prepare.run(case.stream.take(1), 1)
+    leases = [entry for entry in case.log if entry.startswith("lease prepare")]
+    assert leases == ["lease prepare/reference", "lease prepare/critic", "lease prepare/actor"]
+    [call] = case.actor.named("prepare")
+    assert [ref.maker for ref in call.kwargs[0]["reference"]] == ["reference[0]"]
+
+
 def test_with_inference_the_actor_needs_no_device_to_prepare():
     placed = "cluster.component_placement={actor: 0, rollout: 0, inference: 1}"
     case = Case(placed, inference=2)
@@ -328,7 +369,7 @@ def test_with_inference_the_actor_needs_no_device_to_prepare():
     leases = [entry for entry in case.log if entry.startswith("lease prepare")]
     assert leases == ["lease prepare/inference"]
     [call] = case.actor.named("prepare")
-    assert [ref.maker for ref in call.kwargs[0]["inference"]] == ["inference[0]", "inference[1]"]
+    assert [ref.maker for ref in call.kwargs[0]["old"]] == ["inference[0]", "inference[1]"]
     assert call.kwargs[0]["settings"].needs_old_log_probs
 
 
@@ -351,7 +392,7 @@ def test_each_rank_gets_its_groups_however_many_ranks_a_role_has():
         assert given["num_steps"] == 2
         assert [ref.maker for ref in given["reference"]] == ["reference[0]"]
         assert [ref.maker for ref in given["critic"]] == [f"critic[{rank}]" for rank in range(4)]
-        assert given["inference"] == []
+        assert given["old"] == []
         assert given["record"] == case.samples.ids_in_training
 
 

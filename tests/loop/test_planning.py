@@ -265,6 +265,23 @@ def test_the_cache_of_a_small_engine_is_what_its_sequences_can_use():
     assert is_anything_offloaded(make_plan(offloading, "1x1xH200"))
 
 
+def test_models_that_fit_beside_everything_score_at_the_same_time():
+    config = loads(SMALL_ENGINE + "algorithm: {kl: {coef: 0.1}}")
+    assert [step.roles for step in make_plan(config, "1x1xH200").steps if step.phase == "prepare"] == [
+        ("reference", "actor")
+    ]
+    in_turn = [("reference",), ("actor",)]
+    for machines, is_logical, override in (
+        ("1x1xH200", True, ""),  # processes share CPUs
+        ("1x1", False, ""),  # memory is not known
+        ("1x1xH200", False, "reference: {enable_offload: true}"),
+    ):
+        made = make_plan(
+            loads(SMALL_ENGINE + "algorithm: {kl: {coef: 0.1}}\n" + override), machines, are_devices_logical=is_logical
+        )
+        assert [step.roles for step in made.steps if step.phase == "prepare"] == in_turn
+
+
 def test_the_cache_of_a_large_engine_fills_its_share():
     config = loads(SMALL_ENGINE.replace("max_length: 192", "max_length: 8192"))
     assert cache_limit(config, make_plan(config, "1x1xH200")) is None

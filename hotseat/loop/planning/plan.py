@@ -129,10 +129,24 @@ def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_lo
         made = plan(_with_pools(known, config), roles, flow)
     else:
         made = _on_assumed_nodes(config, roles, flow)
+    if config.flow is None and not are_devices_logical:
+        made = _with_scoring_together(made, roles)
     if machines is not None:
         _check_second_copies(config, made)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
     return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
+
+
+def _with_scoring_together(made: Plan, roles: list[RoleSpec]) -> Plan:
+    """Return the plan with roles that score at the same time instead of in turn, if all of them fit beside everything.
+
+    On a small model each is kept waiting by its own process rather than by the device.
+    """
+    if made.verdict != "fits" or is_anything_offloaded(made):
+        return made
+    phases = [replace(phase, order="together") if phase.name == "prepare" else phase for phase in made.flow.phases]
+    together = plan(made.inventory, roles, replace(made.flow, phases=tuple(phases)))
+    return together if together.verdict == "fits" and not is_anything_offloaded(together) else made
 
 
 def _check_second_copies(config: Config, made: Plan) -> None:

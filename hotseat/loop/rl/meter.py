@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hotseat.cluster import WorkerGroup
@@ -14,7 +14,7 @@ from hotseat.placement import Plan
 
 
 class PhaseMeter:
-    """Leases devices to a role for a phase, and measures how long it works and how much memory is used meanwhile."""
+    """Leases devices to roles for a phase, and measures how long they work and how much memory is used meanwhile."""
 
     def __init__(
         self, scheduler: DeviceScheduler, groups: Mapping[str, WorkerGroup[Movable]], plan: Plan, devices: DeviceWatch
@@ -34,15 +34,21 @@ class PhaseMeter:
         self._phase_s.clear()
         self._scheduler.spent()
 
+    def turns(self, phase: str, roles: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return these roles of a phase turn by turn: roles of one step of the plan work at the same time."""
+        steps = [step for step in self._plan.steps if step.phase == phase]
+        turns = (tuple(role for role in roles if role in step.roles) for step in steps)
+        return [turn for turn in turns if turn]
+
     @contextmanager
-    def lease(self, phase: str, role: str) -> Iterator[None]:
-        """Hold the devices on which `role` works in `phase`, and measure that work."""
-        with self._scheduler.lease(phase, role):
+    def lease(self, phase: str, *roles: str) -> Iterator[None]:
+        """Hold the devices on which roles work at the same time in `phase`, and measure that work."""
+        with self._scheduler.lease(phase, roles[0]):
             self._reset_peaks()
             started_s = time.monotonic()
             yield
             self._phase_s[phase] = self._phase_s.get(phase, 0.0) + time.monotonic() - started_s
-        self._record_peaks(phase, role)
+        self._record_peaks(phase, roles)
 
     def metrics(self) -> dict[str, float]:
         """Return seconds, memory and hand-overs of the step that ends now. `step_s` is the whole step's."""
@@ -59,11 +65,11 @@ class PhaseMeter:
         if has_gpu():
             memory_by_role(self._groups)
 
-    def _record_peaks(self, phase: str, role: str) -> None:
+    def _record_peaks(self, phase: str, roles: Sequence[str]) -> None:
         """Record peak memory per role and per device, excluding unused allocator cache."""
         peaks = self._devices.peaks_gib()
         for name, memory in memory_by_role(self._groups).items():
-            if name == role or not has_gpu():
+            if name in roles or not has_gpu():
                 self._memory[f"memory/{phase}/{name}"] = sum(held for held, _ in memory)
             for process, (_, unused) in zip(self._plan.role(name).processes, memory, strict=False):
                 # A process that spans several devices has several caches, so none can be subtracted from one device.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeVar
 
 from hotseat import faults
-from hotseat.cluster import WorkerGroup, as_arguments
+from hotseat.cluster import Pending, Ref, WorkerGroup, as_arguments
 from hotseat.config.batches import token_budget
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.launch import Groups
@@ -18,15 +17,11 @@ from hotseat.loop.rl.rollout import repeated
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.workers.experience import Share, assign
-from hotseat.loop.workers.models import ActorWorker, ModelWorker
+from hotseat.loop.workers.models import ActorWorker, BySample, ModelWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker
 
 Shares = list[list[Share]]  # for each data-parallel rank, references to its groups, typed as what they arrive as
-
-R = TypeVar("R")
-M = TypeVar("M", bound=ModelWorker)
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,10 @@ class Prepared:
 
 
 class PreparePhase:
-    """Has log-probs of the reference, values of the critic and old log-probs computed, then advantages."""
+    """Has log-probs of the reference, values of the critic and old log-probs computed, then advantages.
+
+    Roles that the plan puts into one step compute at the same time.
+    """
 
     def __init__(
         self, groups: Groups, stream: Stream, phase_settings: PhaseSettings, meter: PhaseMeter, samples: SampleLog
@@ -82,37 +80,56 @@ class PreparePhase:
         return shares, 1 + max(step for group in steps for step in group)
 
     def _make_experience(self, shares: Mapping[int, Shares], num_optimizer_steps: int) -> None:
-        def for_ranks(group: WorkerGroup[ModelWorker]) -> Shares:
-            return repeated(shares[group.size // self._num_model_parallel], self._num_model_parallel)
-
-        def compute(
-            role: str,
-            group: WorkerGroup[M] | None,
-            method: Callable[Concatenate[M, list[Share], P], R],
-            *args: P.args,
-            **kwargs: P.kwargs,
-        ) -> list[R]:
-            """Have a role compute its values of every sample in a lease of its own; empty without such a role."""
-            if group is None:
-                return []
-            with self._meter.lease("prepare", role):
-                values = group.scatter_and_keep(method, for_ranks(group), *args, **kwargs)
-            return as_arguments(values[:: self._num_model_parallel])
-
-        groups, policy = self._groups, self._settings.policy
-        scoring = policy.score, policy.temperature
-        reference = compute("reference", groups.reference, ModelWorker.score, *scoring)
-        values = compute("critic", groups.critic, CriticWorker.values, self._settings.critic)
-        old = compute("inference", groups.inference, ModelWorker.score, *scoring)
-        # With old log-probs at hand the actor computes nothing here.
-        with self._meter.lease("prepare", "actor") if groups.inference is None else nullcontext():
-            groups.actor.scatter(
+        scores: dict[str, list[BySample]] = {}
+        *earlier, last = self._turns()
+        for roles in earlier:
+            with self._meter.lease("prepare", *roles):
+                scores |= self._score(roles, shares)
+        with self._meter.lease("prepare", *last) if last else nullcontext():
+            # An actor that works alone scores in `ActorWorker.prepare`: that saves a call.
+            scores |= self._score(last if len(last) > 1 else (), shares)
+            self._groups.actor.scatter(
                 ActorWorker.prepare,
-                for_ranks(groups.actor),
+                self._for_ranks(self._groups.actor, shares),
                 num_steps=num_optimizer_steps,
-                settings=policy,
-                reference=reference,
+                settings=self._settings.policy,
+                reference=scores.get("reference", []),
                 record=self._samples.ids_in_training,
-                critic=values,
-                inference=old,
+                critic=scores.get("critic", []),
+                old=scores.get("inference") or scores.get("actor", []),
             )
+
+    def _turns(self) -> list[tuple[str, ...]]:
+        """Return the roles that score at the same time, turn by turn. In the last turn the actor works, if it has to.
+
+        With old log-probs of an inference role the actor computes nothing, and the last turn is empty.
+        """
+        groups = self._groups
+        present = [role for role in ("reference", "critic", "inference") if role in groups.models]
+        if groups.inference is not None:
+            return [*self._meter.turns("prepare", present), ()]
+        turns = self._meter.turns("prepare", [*present, "actor"])
+        if "actor" in turns[-1]:
+            return turns
+        others = (tuple(role for role in roles if role != "actor") for roles in turns)
+        return [*(roles for roles in others if roles), ("actor",)]
+
+    def _score(self, roles: Sequence[str], shares: Mapping[int, Shares]) -> dict[str, list[BySample]]:
+        """Have roles compute log-probs or values of every sample, all at once."""
+        groups, policy = self._groups, self._settings.policy
+        started: dict[str, Pending[Ref[BySample]]] = {}
+        for role in roles:
+            if role == "critic":
+                assert groups.critic is not None
+                started[role] = groups.critic.start_scatter_and_keep(
+                    CriticWorker.values, self._for_ranks(groups.critic, shares), self._settings.critic
+                )
+            elif role != "actor" or policy.needs_old_log_probs:
+                group = groups.models[role]
+                started[role] = group.start_scatter_and_keep(
+                    ModelWorker.score, self._for_ranks(group, shares), policy.score, policy.temperature
+                )
+        return {role: as_arguments(pending.result()[:: self._num_model_parallel]) for role, pending in started.items()}
+
+    def _for_ranks(self, group: WorkerGroup[ModelWorker], shares: Mapping[int, Shares]) -> Shares:
+        return repeated(shares[group.size // self._num_model_parallel], self._num_model_parallel)

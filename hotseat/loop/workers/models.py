@@ -287,19 +287,20 @@ class ActorWorker(ModelWorker):
         reference: Sequence[BySample],
         record: Sequence[str] = (),
         critic: Sequence[BySample] = (),
-        inference: Sequence[BySample] = (),
+        old: Sequence[BySample] = (),
     ) -> None:
         """Turn this rank's groups into the batches of the optimizer steps to come. Collective.
 
-        `reference`, `critic`, `inference`: log-probs and values of all samples from the ranks of these roles; empty
-        where there is no such role. `record`: ids of samples, of any rank, whose tokens `recorded` returns.
+        `reference`, `critic`: log-probs and values of all samples from the ranks of these roles; empty where there is
+        no such role. `old`: log-probs of the policy before the update; empty: this computes them, if they are needed.
+        `record`: ids of samples, of any rank, whose tokens `recorded` returns.
         """
         groups = groups_of(shares)
         batch = flatten(groups)
         if reference:
             batch = with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
         if settings.needs_old_log_probs:
-            old = inference or [self.score(shares, settings.score, settings.temperature)]
+            old = old or [self.score(shares, settings.score, settings.temperature)]
             batch = with_fields(batch, {OLD_LOG_PROBS: in_order(batch, old)})
         values = in_order(batch, critic) if critic else None
         batch = with_advantages(groups, batch, settings.advantages, self._add_moments, values)
