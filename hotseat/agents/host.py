@@ -310,7 +310,7 @@ def _checked(made: object, job: _Job) -> Outcome:
             if not math.isfinite(getattr(made, name)):
                 raise AgentError(f"the agent returned an episode with a {name} of {getattr(made, name)}")
     lengths = list(episode.turn_lengths)
-    num_sampled = sum(int(segment.mask.sum()) for segment in episode.segments)
+    num_sampled = episode.num_sampled
     if num_sampled == 0:
         raise AgentError("the agent returned an episode without a sampled token")
     if lengths and sum(lengths) != num_sampled:

@@ -21,6 +21,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -299,7 +300,7 @@ def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, s
 
     A context is what precedes the first token under the mask. None if all are different.
     """
-    owners = torch.arange(int(starts[-1]))
+    owners = np.arange(int(starts[-1]))  # slices of an array take a tenth of the time of a tensor's
     seen: dict[bytes, int] = {}
     tokens, is_sampled = token_ids.numpy(), mask.numpy()
     is_any = False
@@ -312,8 +313,8 @@ def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, s
         owner = seen.setdefault(tokens[begin : begin + size].tobytes(), segment)
         if owner != segment:
             is_any = True
-            owners[firsts[segment] : firsts[segment] + size] = torch.arange(firsts[owner], firsts[owner] + size)
-    return owners if is_any else None
+            owners[firsts[segment] : firsts[segment] + size] = np.arange(firsts[owner], firsts[owner] + size)
+    return torch.from_numpy(owners) if is_any else None
 
 
 def _cheapest(num_padded: float, num_packed: int, owners: Tensor | None, has_flash: bool) -> LayoutKind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -149,8 +150,8 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
     lengths = [length for facts in groups for length in facts.num_sampled]
     metrics = {
         "reward": statistics.fmean(rewards),
-        "reward_std": statistics.pstdev(rewards),
-        "group_reward_std": statistics.fmean(statistics.pstdev(facts.rewards) for facts in groups),
+        "reward_std": _standard_deviation(rewards),
+        "group_reward_std": statistics.fmean(_standard_deviation(facts.rewards) for facts in groups),
         "groups_alike": statistics.fmean(min(facts.rewards) == max(facts.rewards) for facts in groups),
         "length": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
@@ -166,3 +167,9 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
             extra[name] for facts in groups for extra in facts.extra if name in extra
         )
     return metrics
+
+
+def _standard_deviation(values: Sequence[float]) -> float:
+    """Return that of a population, in floats: `statistics.pstdev` computes in fractions, ten times as long."""
+    mean = statistics.fmean(values)
+    return math.sqrt(statistics.fmean((value - mean) ** 2 for value in values))

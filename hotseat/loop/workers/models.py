@@ -5,6 +5,7 @@ A method marked as collective waits for the other ranks of its role: all of them
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -182,14 +183,14 @@ class ModelWorker(BackendWorker):
 
     def score_canary(self, canary: Canary) -> list[float]:
         """Return log-probs of the canary's sampled tokens. Collective; every rank scores all of them."""
-        starts = zip(canary.sequences, canary.num_prompt, strict=True)
-        # One tensor, cut: making a thousand small ones takes noticeable time in every push.
+        # One tensor of each kind, cut: making a thousand small ones takes noticeable time in every push.
+        lengths = [len(sequence) for sequence in canary.sequences]
         token_ids = torch.tensor([token for sequence in canary.sequences for token in sequence])
-        batch = MicroBatch.from_segments(
-            token_ids.split([len(sequence) for sequence in canary.sequences]),
-            [torch.arange(len(sequence)) >= start for sequence, start in starts],
-            [f"canary {index}" for index in range(len(canary.sequences))],
-        )
+        mask = torch.ones(len(token_ids), dtype=torch.bool)
+        for end, length, start in zip(itertools.accumulate(lengths), lengths, canary.num_prompt, strict=True):
+            mask.numpy()[end - length : end - length + start] = False
+        names = [f"canary {index}" for index in range(len(lengths))]
+        batch = MicroBatch.from_segments(token_ids.split(lengths), mask.split(lengths), names)
         most = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
         pieces = split_by_tokens(batch, max([most, *map(len, canary.sequences)]))
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))

@@ -338,7 +338,7 @@ def facts_of(finished: Finished) -> GroupFacts:
         samples=tuple(sample.episode.key.sample for sample in samples),
         rewards=tuple(sample.reward for sample in samples),
         scores=tuple(sample.score for sample in samples),
-        num_sampled=tuple(sum(int(s.mask.sum()) for s in sample.episode.segments) for sample in samples),
+        num_sampled=tuple(sample.episode.num_sampled for sample in samples),
         num_tokens=tuple(sum(len(s.token_ids) for s in sample.episode.segments) for sample in samples),
         truncated=tuple(sample.episode.is_truncated for sample in samples),
         failures=finished.failures,
@@ -349,7 +349,6 @@ def facts_of(finished: Finished) -> GroupFacts:
 
 def _versions(episode: Episode) -> tuple[int, int]:
     """Return the oldest and the newest version of the weights that sampled tokens of an episode."""
-    # In numpy: small tensors take ten times as long, and there are some for every sample.
     sampled = [segment.versions.numpy()[segment.mask.numpy()] for segment in episode.segments]
     versions = sampled[0] if len(sampled) == 1 else np.concatenate(sampled)
     return int(versions.min()), int(versions.max())
