@@ -62,8 +62,9 @@ def make_plan(config: Config, inventory: str | Inventory | None = None, *, are_d
 
     are_devices_logical: everything runs on CPUs, and a device is only a place in the plan.
     """
-    made = with_budgets(config, inventory, are_devices_logical=are_devices_logical)
-    return _make_plan(made.config, inventory, are_devices_logical)
+    chosen = with_budgets(config, inventory, are_devices_logical=are_devices_logical).config
+    made = _make_plan(chosen, inventory, are_devices_logical)
+    return made if are_devices_logical else _with_scoring_together(chosen, made)
 
 
 def with_budgets(
@@ -129,24 +130,25 @@ def _make_plan(config: Config, inventory: str | Inventory | None, are_devices_lo
         made = plan(_with_pools(known, config), roles, flow)
     else:
         made = _on_assumed_nodes(config, roles, flow)
-    if config.flow is None and not are_devices_logical:
-        made = _with_scoring_together(made, roles)
     if machines is not None:
         _check_second_copies(config, made)
     no_effect = without_effect_on_cpus(config) if are_devices_logical else []
     return replace(made, warnings=(*made.warnings, *not_described(config), *_not_priced(config), *no_effect))
 
 
-def _with_scoring_together(made: Plan, roles: list[RoleSpec]) -> Plan:
+def _with_scoring_together(config: Config, made: Plan) -> Plan:
     """Return the plan with roles that score at the same time instead of in turn, if all of them fit beside everything.
 
     On a small model each is kept waiting by its own process rather than by the device.
     """
-    if made.verdict != "fits" or is_anything_offloaded(made):
+    if config.flow is not None or made.verdict != "fits" or is_anything_offloaded(made):
         return made
     phases = [replace(phase, order="together") if phase.name == "prepare" else phase for phase in made.flow.phases]
-    together = plan(made.inventory, roles, replace(made.flow, phases=tuple(phases)))
-    return together if together.verdict == "fits" and not is_anything_offloaded(together) else made
+    specs = role_specs(_with_dtype(config, made.inventory, False))
+    together = plan(made.inventory, specs, replace(made.flow, phases=tuple(phases)))
+    if together.verdict != "fits" or is_anything_offloaded(together):
+        return made
+    return replace(together, warnings=made.warnings)
 
 
 def _check_second_copies(config: Config, made: Plan) -> None:
