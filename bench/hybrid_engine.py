@@ -57,17 +57,36 @@ CASES = {
     "master": Case(
         "fp32 masters, engine and trainer offloaded in turn", steps=4, fp32_master=True, always_offloaded=True
     ),
+    "masters": Case("fp32 masters, everything stays", steps=6, fp32_master=True),
     "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
     "ppo": Case("PPO: actor, critic, reference, reward model, pure bf16", steps=10, kl=True, ppo=True),
     "8B": Case(
-        "Llama-3-8B's shape, pure bf16", model="8B", steps=2, micro_batch=8, memory_share=0.3, checkpointing=True
+        "Llama-3-8B's shape, pure bf16", model="8B", steps=3, micro_batch=8, memory_share=0.3, checkpointing=True
     ),
 }
-TRL = {  # checkpointing, micro-batch
-    "trl-ckpt-64": (True, 64),
-    "trl-ckpt-32": (True, 32),
-    "trl-32": (False, 32),
-    "trl-16": (False, 16),
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A run of TRL, and the case of Hotseat that it is compared with."""
+
+    beside: str
+    micro_batch: int
+    checkpointing: bool = False
+    dtype: str = "bfloat16"  # of the weights that it trains; float32: masters, computing in bf16
+    memory_share: float = 0.4
+    steps: int = 6
+
+
+TRL = {
+    "trl-ckpt-64": Peer("bf16", 64, checkpointing=True),
+    "trl-ckpt-32": Peer("bf16", 32, checkpointing=True),
+    "trl-32": Peer("bf16", 32),
+    "trl-16": Peer("bf16", 16),
+    "trl-masters-32": Peer("masters", 32, dtype="float32"),
+    "trl-masters-16": Peer("masters", 16, dtype="float32"),
+    "trl-8B-16": Peer("8B", 16, checkpointing=True, memory_share=0.3, steps=3),
+    "trl-8B-32": Peer("8B", 32, checkpointing=True, memory_share=0.3, steps=3),
 }
 
 CONFIG = """
@@ -368,33 +387,34 @@ def run_hotseat(directory: Path, name: str) -> dict[str, Any]:
     }
 
 
-def run_trl(directory: Path, name: str, num_steps: int = 2) -> dict[str, Any]:
-    make_model(directory, "1.5B")
-    is_checkpointed, micro_batch = TRL[name]
+def run_trl(directory: Path, name: str) -> dict[str, Any]:
+    peer = TRL[name]
+    model = CASES[peer.beside].model
+    make_model(directory, model)
 
     def reward(completions: list[str], **kwargs: Any) -> list[float]:
         return [sum(map(ord, text)) / 1e5 for text in completions]
 
     seconds = time_grpo(
-        directory / "1.5B",
-        directory / "1.5B" / "prompts.jsonl",
+        directory / model,
+        directory / model / "prompts.jsonl",
         directory / name,
         reward,
-        max_steps=num_steps,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=NUM_SAMPLES // micro_batch,
+        max_steps=peer.steps,
+        per_device_train_batch_size=peer.micro_batch,
+        gradient_accumulation_steps=NUM_SAMPLES // peer.micro_batch,
         num_generations=GROUP_SIZE,
         max_completion_length=NUM_NEW_TOKENS,
         bf16=True,
-        model_init_kwargs={"dtype": "bfloat16"},
-        gradient_checkpointing=is_checkpointed,
+        model_init_kwargs={"dtype": peer.dtype},
+        gradient_checkpointing=peer.checkpointing,
         use_vllm=True,
         vllm_mode="colocate",
         vllm_enable_sleep_mode=True,
-        vllm_gpu_memory_utilization=0.4,
+        vllm_gpu_memory_utilization=peer.memory_share,
         vllm_max_model_length=1024,
     )
-    return {"seconds": seconds, "step_s": min(seconds[1:])}
+    return {"seconds": seconds, "step_s": statistics.median(seconds[1:])}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -449,7 +469,7 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
         row = [phase, f"{seconds:.3f}", f"{seconds / step_s:.1%}", f"{peak_gib:.1f}" if peak_gib else ""]
         table.add_row(*row, f"{planned:.1f}" if planned else "", error, limit.get(phase, ""))
     table.add_row("other", f"{step_s - total:.3f}", f"{(step_s - total) / step_s:.1%}", "", "", "", "")
-    beside = f"; TRL {trl_s:.2f} s, {trl_s / step_s:.2f} times as long" if trl_s and name == "bf16" else ""
+    beside = f"; TRL {trl_s:.2f} s, {trl_s / step_s:.2f} times as long" if trl_s else ""
     table.add_row("step", f"{step_s:.3f}", "", "", "", "", f"{num_tokens / step_s:,.0f} sampled tokens/s{beside}")
     Console(width=150).print(table)
     gib, copied = median("handover/gib"), median("handover/gib_copied")
@@ -517,7 +537,8 @@ def main() -> None:
         print(f"{name}: {seconds:.2f} s/step")
     for name in CASES:
         if name in results and "limits" in results:
-            print_case(name, results[name], results["limits"], min(times.values(), default=None))
+            beside = [seconds for peer, seconds in times.items() if TRL[peer].beside == name]
+            print_case(name, results[name], results["limits"], min(beside, default=None))
 
 
 if __name__ == "__main__":
