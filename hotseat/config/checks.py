@@ -176,9 +176,19 @@ RULES: tuple[Rule, ...] = (
         _says("rewards come neither from reward.function nor from reward.url"),
     ),
     Rule(
-        ("reward.max_memory_gib", "reward.trial_timeout_s"),
+        ("reward.max_memory_gib",),
+        _rl_but(lambda c: _has_reward_file(c) or bool(c.reward.graders)),
+        _says("rewards come neither from reward.function nor from reward.graders"),
+    ),
+    Rule(
+        ("reward.trial_timeout_s",),
         _rl_but(_has_reward_file),
         _says("rewards do not come from reward.function"),
+    ),
+    Rule(
+        ("reward.sandbox",),
+        _rl_but(lambda c: any(grader.kind == "code" for grader in c.reward.graders)),
+        _says("no grader of reward.graders runs code (kind: code)"),
     ),
     Rule(
         ("algorithm.gamma",),
@@ -397,6 +407,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         )
     if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
         problems.append(("reward.clip", f"{list(reward.clip)}: the first must be below the second"))
+    problems += _grader_conflicts(config)
     if data.prompt_max_length is not None and data.prompt_max_length >= data.max_length:
         problems.append(
             (
@@ -540,6 +551,34 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
+def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of graders that lack an option of their kind, have one of another, or share a name."""
+    problems: list[tuple[str, str]] = []
+    own = {"pattern": "regex", "json_schema": "json", "partial": "code"}
+    names: set[str] = set()
+    for number, grader in enumerate(config.reward.graders):
+        at = f"reward.graders.{number}"
+        for option, kind in own.items():
+            if option in grader.model_fields_set and grader.kind != kind:
+                problems.append((f"{at}.{option}", f"has no effect on kind {grader.kind}; it is for kind {kind}"))
+            elif getattr(grader, option) is None and grader.kind == kind:
+                problems.append((f"{at}.{option}", f"not set: kind {kind} needs it"))
+        if grader.kind == "code" and "timeout_s" in grader.model_fields_set:
+            problems.append((f"{at}.timeout_s", "has no effect on kind code; set reward.sandbox.timeout_s"))
+        name = grader.name or grader.kind
+        if name in names or (name == "function" and config.reward.function is not None):
+            problems.append((f"{at}.name", f"{name!r} is taken: give each grader a name of its own"))
+        names.add(name)
+    sandbox = config.reward.sandbox
+    if sandbox.command is not None and not any("{folder}" in part for part in sandbox.command):
+        problems.append(("reward.sandbox.command", "no part of it contains {folder}, the folder with the code to run"))
+    if sandbox.command is not None and sandbox.python is not None:
+        problems.append(("reward.sandbox.python", "has no effect: reward.sandbox.command starts Python itself"))
+    if config.reward.graders and config.reward.model is not None:
+        problems.append(("reward.graders", "cannot be added to reward.model, which scores alone: set one of them"))
+    return problems
+
+
 def missing(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of required options that are not set."""
     problems: list[tuple[str, str]] = []
@@ -549,9 +588,13 @@ def missing(config: Config) -> list[tuple[str, str]]:
         problems.append(("data.path", "not set: give a file, a saved data set or a hub name"))
     if config.task == "rl":
         reward = config.reward
-        if reward.function is None and reward.url is None and reward.model is None and config.agent.path is None:
+        sources = (reward.function, reward.url, reward.model, config.agent.path)
+        if not reward.graders and all(source is None for source in sources):
             problems.append(
-                ("reward.function", "no source of rewards: set reward.function, reward.model or agent.path")
+                (
+                    "reward.function",
+                    "no source of rewards: set reward.function, reward.graders, reward.model or agent.path",
+                )
             )
         if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and config.rollout.samples_per_prompt < 2:
             problems.append(

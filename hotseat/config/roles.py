@@ -33,7 +33,9 @@ def has_reward_model(config: Config) -> bool:
     if config.task != "rl" or config.reward.model is not None:
         return config.task == "rl"
     reward = config.reward
-    has_other_source = reward.function is not None or reward.url is not None or config.agent.path is not None
+    has_other_source = (
+        reward.function is not None or reward.graders or reward.url is not None or config.agent.path is not None
+    )
     return "reward" in placed_roles(config) and not has_other_source
 
 

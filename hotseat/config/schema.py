@@ -195,9 +195,49 @@ class OverlongConfig(Section):
     """Penalty of an answer that reaches the limit."""
 
 
+class GraderConfig(Section):
+    kind: Literal["exact", "number", "math", "regex", "json", "code"]
+    """What judges an answer: its text, final number or formula, a pattern, a JSON schema, or tests of its code."""
+    name: str | None = None
+    """Name of its verdicts in metrics and samples; unset is `kind`."""
+    weight: float = 1.0
+    """Factor of its verdict, which is 0 to 1, in the reward."""
+    timeout_s: Seconds = 5.0
+    """Longest that the verdict on one answer may take; for `code`, `reward.sandbox` has the limits."""
+    pattern: str | None = None
+    """Regular expression that has to occur in the answer, for `regex`."""
+    json_schema: dict[str, Any] | None = None
+    """Schema that the answer has to fit, for `json`."""
+    partial: bool = False
+    """Give the share of passed tests instead of 1 for all and 0 otherwise, for `code`."""
+
+
+class SandboxConfig(Section):
+    command: list[str] | None = None
+    """Runner instead of bubblewrap; `{folder}` in it becomes the folder whose `main.py` it runs with Python."""
+    python: str | None = None
+    """Interpreter of generated code, with its packages; unset is Hotseat's own, without packages."""
+    timeout_s: Seconds = 20.0
+    """Longest that one test may take; code that takes longer has failed it."""
+    max_cpu_s: Seconds = 5.0
+    """CPU time of all processes of one test together."""
+    max_memory_mib: Annotated[int, Field(ge=64)] = 512
+    """Memory of all processes of one test together, and of each of them."""
+    max_processes: Positive = 32
+    """Processes and threads of one test."""
+    max_output_kib: Positive = 1024
+    """Output of one test; code that writes more has failed it."""
+    max_concurrent: Positive | None = None
+    """Tests that run at the same time on a node; unset is its number of cores."""
+
+
 class RewardConfig(Section):
     function: str | None = None
     """Python file with `reward_func(queries, prompts, labels)`."""
+    graders: list[GraderConfig] = []
+    """Built-in graders; the reward is the weighted sum of their verdicts, plus the reward of `function`, if set."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where the grader `code` runs generated code, and with which limits."""
     url: str | list[str] | None = None
     """HTTP endpoint, or several, that score samples."""
     model: str | None = None

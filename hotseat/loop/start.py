@@ -17,6 +17,7 @@ from rich.console import Console
 from hotseat.caches import keep_compiled
 from hotseat.cluster import started_template
 from hotseat.config import Config
+from hotseat.loop.setup.graders import try_sandbox
 from hotseat.loop.setup.refusals import refuse_at_once
 from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
@@ -29,6 +30,7 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
     keep_compiled()
     with make_view(config, launched) as view:
         notes = try_rewards(config, view.stage)
+        try_sandbox(config, view.stage)
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"
         env = thread_env(config.cluster.threads_per_process)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 FUNCTIONS = ("exact_match", "number_match")
 
-# Text of the tokens that end an answer, such as </s>, <|im_end|>, <eos>.
-_END_TOKENS = re.compile(r"(?:\s*<[|/]?[\w▁|-]+[|]?>)+\s*$")
+# Text of a token that ends an answer, such as </s>, <|im_end|>, <eos>.
+_END_TOKEN = re.compile(r"<[|/]?[\w▁|-]+[|]?>")
+_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d+)?")
 
 
@@ -40,13 +41,33 @@ def number_match(queries: Sequence[str], prompts: Sequence[str], labels: Sequenc
 def answer_of(query: str, prompt: str) -> str:
     """Return the text after the prompt, without end tokens and surrounding spaces."""
     answer = query[len(prompt) :] if query.startswith(prompt) else query
-    return _END_TOKENS.sub("", answer).strip()
+    while True:
+        answer = answer.strip()
+        start = answer.rfind("<")
+        if start < 0 or _END_TOKEN.fullmatch(answer, start) is None:
+            return answer
+        answer = answer[:start]
 
 
 def last_number(text: str) -> float | None:
     """Return the last number in a text, as a float; None if there is none."""
+    return _number(text, -1)
+
+
+def first_number(text: str) -> float | None:
+    """Return the first number in a text, as a float; None if there is none."""
+    return _number(text, 0)
+
+
+def last_block(text: str) -> str:
+    """Return the content of the last fenced block of a text; the whole text if there is none."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def _number(text: str, position: int) -> float | None:
     numbers = [part for part in _NUMBER.findall(text) if part]
     try:
-        return float(numbers[-1].replace(",", "")) if numbers else None
+        return float(numbers[position].replace(",", "")) if numbers else None
     except ValueError:
         return None

@@ -67,7 +67,14 @@ WITHOUT_EFFECT = {
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
     "reward.trial_timeout_s": ("reward: {url: u, trial_timeout_s: 2}", "rewards do not come from reward.function"),
-    "reward.max_memory_gib": ("reward: {url: u, max_memory_gib: 2}", "rewards do not come from reward.function"),
+    "reward.max_memory_gib": (
+        "reward: {url: u, max_memory_gib: 2}",
+        "rewards come neither from reward.function nor from reward.graders",
+    ),
+    "reward.sandbox.max_cpu_s": (
+        "reward: {function: f.py, sandbox: {max_cpu_s: 2}}",
+        "no grader of reward.graders runs code",
+    ),
     "env.enable_offload": ("env: {enable_offload: true}", "places no env"),
     "inference.enable_offload": ("inference: {enable_offload: true}", "places no inference"),
     "rollout.temperature": ("task: sft\nrollout: {temperature: 1}", "this is for rl"),

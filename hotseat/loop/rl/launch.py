@@ -19,6 +19,7 @@ from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.setup import settings
+from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS, SPOOL
@@ -185,5 +186,7 @@ def _host_settings(config: Config, spool: Path) -> HostSettings:
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
+        graders=graders_of(config),
+        sandbox=sandbox_of(config),
         spool=str(spool.absolute()) if config.overlap.staleness > 0 else None,
     )

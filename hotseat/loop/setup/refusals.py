@@ -14,6 +14,7 @@ from hotseat.config.built import not_built
 from hotseat.config.checks import missing
 from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.errors import NotBuiltError, UserError
+from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
 from hotseat.loop.setup.user_files import agent_problem, reward_problem
 from hotseat.loop.state.run_dir import check_name
@@ -30,6 +31,7 @@ def obstacles(config: Config) -> list[tuple[str, str]]:
     return [
         *missing(config),
         *_user_files(config),
+        *grader_obstacles(config),
         *_missing_models(config),
         *_missing_rows(config),
         *_missing_columns(config),

@@ -11,7 +11,7 @@ from typing import Any
 from hotseat.agents import AgentHost
 from hotseat.errors import RunError
 from hotseat.loop.workers.facts import Job
-from hotseat.rewards import RewardFunction, Score
+from hotseat.rewards import Graders, RewardFunction, Score
 from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode
 
 
@@ -31,7 +31,7 @@ class Scoring:
     waits_for_model: a reward model scores them later. ignores_agents: rewards that agents gave do not count.
     """
 
-    function: RewardFunction | None
+    function: RewardFunction | Graders | None
     waits_for_model: bool = False
     ignores_agents: bool = False
 
@@ -92,7 +92,7 @@ class Collecting:
         future.add_done_callback(lambda future: self._done.put((group, sample, future)))
 
 
-def _score(group: OpenGroup, function: RewardFunction | None) -> Future[Any]:
+def _score(group: OpenGroup, function: RewardFunction | Graders | None) -> Future[Any]:
     """Call the reward function once for the episodes that have no reward of their agent's own."""
     episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
     if not episodes:

@@ -26,7 +26,7 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.spool import Finished, Spool
-from hotseat.rewards import RewardFunction, Score
+from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score
 from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
@@ -49,6 +49,8 @@ class HostSettings:
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
     trust_remote_code: bool = False
+    graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `reward`
+    sandbox: SandboxSettings | None = None  # None: its defaults
     spool: str | None = None  # folder for finished groups; None: they stay in memory
 
 
@@ -66,7 +68,7 @@ class RolloutHost:
         )
         self._settings = settings
         self._agents: AgentHost | None = None
-        self._reward = None if settings.reward is None else _reward_function(settings.reward, settings)
+        self._reward = _reward(settings)
         self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
@@ -352,6 +354,18 @@ def _versions(episode: Episode) -> tuple[int, int]:
     sampled = [segment.versions.numpy()[segment.mask.numpy()] for segment in episode.segments]
     versions = sampled[0] if len(sampled) == 1 else np.concatenate(sampled)
     return int(versions.min()), int(versions.max())
+
+
+def _reward(settings: HostSettings) -> RewardFunction | Graders | None:
+    function = None if settings.reward is None else _reward_function(settings.reward, settings)
+    if not settings.graders:
+        return function
+    return Graders(
+        settings.graders,
+        sandbox=settings.sandbox,
+        function=function,
+        max_memory_bytes=settings.reward_max_bytes,
+    )
 
 
 def _reward_function(path: str, settings: HostSettings) -> RewardFunction:

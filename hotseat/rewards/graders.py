@@ -1,0 +1,343 @@
+"""Graders: built-in verdicts on answers, and their weighted sum as the reward."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hotseat import faults
+from hotseat.errors import RunError, UserError
+from hotseat.failed import Failed
+from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
+from hotseat.rewards.answers import Score
+from hotseat.rewards.builtin import answer_of
+from hotseat.rewards.code import grade_code
+from hotseat.rewards.function import RewardFunction
+from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
+
+_FILE = Path(__file__).with_name("_grading.py")
+# Function in _grading.py for each kind that compares text.
+_FUNCTIONS = {"exact": "exact", "number": "number", "math": "math", "regex": "regex", "json": "json_schema"}
+_PACKAGES = {"math": ("math_verify", "math-verify"), "json": ("jsonschema", "jsonschema")}
+_START_TIMEOUT_S = 120.0
+_MAX_KILLS = 3
+
+Part = list[Score | Failed]  # what one grader gives to a group, sample by sample
+
+
+@dataclass(frozen=True)
+class Grader:
+    """One grader of a reward. name: of its verdicts in metrics and samples. timeout_s: for each answer.
+
+    pattern: of `regex`. json_schema: of `json`. partial: of `code`, the share of passed tests counts.
+    """
+
+    kind: str
+    name: str
+    weight: float = 1.0
+    timeout_s: float = 5.0
+    pattern: str | None = None
+    json_schema: Any = None
+    partial: bool = False
+
+
+def grader_problem(grader: Grader) -> str | None:
+    """Return why a grader cannot work, as far as its options show; None if it can."""
+    if grader.kind == "regex":
+        try:
+            re.compile(grader.pattern or "")
+        except (re.error, OverflowError, RecursionError) as error:
+            return f"pattern {grader.pattern!r} is no regular expression of Python's re: {error}"
+    return _schema_problem(grader) if grader.kind == "json" and package_problem(grader.kind) is None else None
+
+
+def package_problem(kind: str) -> str | None:
+    """Return what has to be installed for a kind of grader on this machine; None if nothing is missing."""
+    module, package = _PACKAGES.get(kind, (None, None))
+    if module is None or find_spec(module) is not None:
+        return None
+    return f"kind {kind} needs the package {package}: pip install 'hotseat[graders]'"
+
+
+def _schema_problem(grader: Grader) -> str | None:
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
+    try:
+        validator_for(grader.json_schema).check_schema(grader.json_schema)
+    except SchemaError as error:
+        where = "/".join(map(str, error.absolute_path))
+        return f"json_schema is no JSON schema: {error.message}{f' (at {where})' if where else ''}"
+    return None
+
+
+class Graders:
+    """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
+
+    A `function` scores beside them, with weight 1. The constructor starts everything once: a missing package, or a
+    sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a process each, which
+    is ended and replaced if it does not answer in time. Generated code runs in the sandbox, `max_concurrent` programs
+    at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the reason.
+
+    One thread takes groups in the order of `submit` and has their texts judged; threads of a pool wait for the sandbox.
+    `close` wakes all of them.
+    """
+
+    def __init__(
+        self,
+        graders: Sequence[Grader],
+        *,
+        sandbox: SandboxSettings | None = None,
+        function: RewardFunction | None = None,
+        max_memory_bytes: int | None = None,
+    ):
+        self._texts = [grader for grader in graders if grader.kind in _FUNCTIONS]
+        self._codes = [grader for grader in graders if grader.kind == "code"]
+        self._function = function
+        self._max_memory_bytes = max_memory_bytes
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[_Group, Future[list[Part]]] | None] = queue.SimpleQueue()
+        self._sandbox: Sandbox | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        for grader in graders:
+            problem = package_problem(grader.kind) or grader_problem(grader)
+            if problem is not None:
+                raise UserError(f"grader {grader.name}: {problem}")
+        if self._codes:
+            settings = sandbox or SandboxSettings()
+            self._sandbox = Sandbox(settings)
+            self._sandbox.probe()
+            self._pool = ThreadPoolExecutor(settings.max_concurrent or os.cpu_count() or 1, "sandbox")
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._own, args=(started,), name="graders", daemon=True)
+        atexit.register(self.close)
+        self._thread.start()
+        try:
+            started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(
+        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+    ) -> Future[list[Score | Failed]]:
+        """Score one group; `ids` name the samples in messages."""
+        answers = [answer_of(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
+        group = _Group(answers, list(labels), [str(each) for each in ids])
+        total: Future[list[Score | Failed]] = Future()
+        texts: Future[list[Part]] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise RunError("graders: closed")
+            self._jobs.put((group, texts))
+            codes = [
+                (grader, self._pool.submit(self._run_code, grader, answer, label))
+                for grader in self._codes
+                for answer, label in zip(answers, labels, strict=True)
+                if self._pool is not None
+            ]
+        own = None if self._function is None else self._function.submit(queries, prompts, labels, ids)
+        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *([] if own is None else [own])]
+
+        def finish() -> None:
+            try:
+                parts = list(zip(self._texts, texts.result(), strict=True))
+                size = len(answers)
+                for index, grader in enumerate(self._codes):
+                    mine = codes[index * size : (index + 1) * size]
+                    parts.append((grader, [future.result() for _, future in mine]))
+                total.set_result(_sum(parts, None if own is None else own.result(), group.ids))
+            except CancelledError:
+                total.set_exception(RunError("graders: closed before they scored all samples"))
+            except BaseException as error:
+                total.set_exception(error)
+
+        _when_all_are_done(waits_for, finish)
+        return total
+
+    def close(self) -> None:
+        """End all processes of graders. Unfinished futures raise an error. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        atexit.unregister(self.close)
+        self._jobs.put(None)
+        if self._sandbox is not None:
+            self._sandbox.close()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        if self._thread is not threading.current_thread():
+            self._thread.join(10.0)
+        if self._function is not None:
+            self._function.close()
+
+    def __enter__(self) -> Graders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_code(self, grader: Grader, answer: str, label: str | None) -> Score | Failed:
+        assert self._sandbox is not None
+        try:
+            verdict = grade_code(self._sandbox, answer, label, partial=grader.partial)
+        except SandboxClosed:
+            raise RunError("graders: closed before they scored all samples") from None
+        return verdict if isinstance(verdict, Failed) else Score(verdict, verdict)
+
+    # --- in the owner thread ------------------------------------------------------------------------------------------
+
+    def _own(self, started: Future[None]) -> None:
+        """Have texts judged, group by group, until `close`. The worker processes end with this thread."""
+        judges = [_Judge(grader, self._max_memory_bytes, lambda: self._is_closed) for grader in self._texts]
+        try:
+            for judge in judges:
+                judge.start()
+            started.set_result(None)
+            while (job := self._jobs.get()) is not None:
+                group, future = job
+                try:
+                    future.set_result([judge.judge(group) for judge in judges])
+                except Closed:
+                    future.set_exception(RunError("graders: closed before they scored all samples"))
+                except BaseException as error:
+                    future.set_exception(error)
+        except BaseException as error:
+            started.set_exception(error)
+        finally:
+            for judge in judges:
+                judge.end()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    job = self._jobs.get_nowait()
+                    if job is not None:
+                        job[1].set_exception(RunError("graders: closed before they scored all samples"))
+
+
+@dataclass(frozen=True)
+class _Group:
+    answers: list[str]
+    labels: list[str | None]
+    ids: list[str]
+
+
+class _Judge:
+    """One grader that compares text, and its process. Used by the thread that owns it."""
+
+    def __init__(self, grader: Grader, max_memory_bytes: int | None, is_closed: Callable[[], bool]):
+        self._grader = grader
+        self._task = Task(str(_FILE), _FUNCTIONS[grader.kind], max_memory_bytes)
+        self._is_closed = is_closed
+        self._options = {"pattern": grader.pattern, "json_schema": grader.json_schema}
+        self._process: WorkerProcess | None = None
+
+    def start(self) -> WorkerProcess:
+        """Start the process, and have it import what it needs."""
+        try:
+            self._process = WorkerProcess(self._task, _START_TIMEOUT_S, self._is_closed)
+            faults.register("rewards", self._process.pid)
+            answer = self._process.call({"queries": [], "prompts": [], "labels": []}, _START_TIMEOUT_S)
+        except (NotLoaded, Died, Garbled, Late) as error:
+            self.end()
+            why = f"it did not start within {_START_TIMEOUT_S:g} s" if isinstance(error, Late) else str(error)
+            raise UserError(f"grader {self._grader.name}: {why}") from None
+        if "error" in answer:
+            self.end()
+            raise UserError(f"grader {self._grader.name}: cannot be used: {answer['error']}")
+        return self._process
+
+    def judge(self, group: _Group) -> Part:
+        return [self._judge_one(answer, label) for answer, label in zip(group.answers, group.labels, strict=True)]
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+    def _judge_one(self, answer: str, label: str | None) -> Score | Failed:
+        message = {"queries": [answer], "prompts": [self._options], "labels": [label]}
+        reason = ""
+        for _ in range(_MAX_KILLS + 1):
+            try:
+                if self._process is not None and not self._process.is_alive():
+                    self.end()
+                result = (self._process or self.start()).call(message, self._grader.timeout_s)
+            except Died as died:
+                self.end()
+                reason = str(died)
+                if died.is_from_outside:
+                    continue
+                return Failed(reason)
+            except Late:
+                self.end()
+                return Failed(f"no verdict within {self._grader.timeout_s:g} s")
+            except Garbled as error:
+                self.end()
+                return Failed(str(error))
+            except UserError as error:
+                return Failed(f"could not be started again: {error}")
+            except BaseException:
+                self.end()
+                raise
+            if "error" in result:
+                return Failed(f"raised {result['error']}")
+            [[verdict, problem]] = result["result"]
+            return Failed(problem) if verdict is None else Score(verdict, verdict)
+        return Failed(f"{reason}, {_MAX_KILLS + 1} times (is there enough memory?)")
+
+
+# --- the sum ----------------------------------------------------------------------------------------------------------
+
+
+def _sum(parts: Sequence[tuple[Grader, Part]], own: Part | None, ids: Sequence[str]) -> list[Score | Failed]:
+    """Return the reward of each sample: verdicts times weights, plus the function's reward."""
+    return [
+        _sum_of_sample([(grader, part[number]) for grader, part in parts], None if own is None else own[number], name)
+        for number, name in enumerate(ids)
+    ]
+
+
+def _sum_of_sample(
+    verdicts: Sequence[tuple[Grader, Score | Failed]], own: Score | Failed | None, sample: str
+) -> Score | Failed:
+    if isinstance(own, Failed):
+        return own
+    reward, score = (0.0, 0.0) if own is None else (own.reward, own.score)
+    extra = {} if own is None else {**own.extra, "function": own.reward}
+    for grader, verdict in verdicts:
+        if isinstance(verdict, Failed):
+            return Failed(f"grader {grader.name}: {verdict.reason} (sample {sample})")
+        if grader.name in extra:
+            return Failed(f"extra_logs of the reward function has {grader.name!r}, the name of a grader: rename one")
+        reward += grader.weight * verdict.reward
+        score += grader.weight * verdict.score
+        extra[grader.name] = verdict.reward
+    return Score(reward, score, extra)
+
+
+def _when_all_are_done(futures: Sequence[Future[Any]], finish: Callable[[], None]) -> None:
+    left = len(futures)
+    lock = threading.Lock()
+
+    def count(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            finish()
+
+    for future in futures:
+        future.add_done_callback(count)

@@ -1,0 +1,500 @@
+"""Runs generated Python code in a sandbox: bubblewrap's namespaces, limits, and a watch over all of its processes.
+
+The code sees the interpreter, the system's libraries and an empty folder in memory. It has no network, another user
+than root, and nothing of this process's environment. Its memory and CPU time are summed over its processes from
+outside; with its first process everything ends that it started, because they share a namespace of process ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from hotseat.errors import UserError
+from hotseat.rewards._seccomp import system_call_filter
+
+_INSIDE = Path(__file__).with_name("_inside.py")
+_STARTED = b"hotseat: started\n"
+_LOOK_EVERY_S = 0.02  # interval of looks at the processes: memory grows by some 100 MB meanwhile
+_MAX_ERROR_BYTES = 4096
+_MAX_OPEN_FILES = 64
+_CAP_SYS_ADMIN = 21
+_USERS = (0x70000000, 60000)  # first of the user ids for code that root starts; the second where ids end at 65535
+_FORBIDDEN = (
+    "Operation not permitted",
+    "Permission denied",
+    "No permissions to create",
+    "namespace failed",
+    "No space left on device",  # user.max_user_namespaces is 0
+)
+_PROBE = """
+import os, sys
+try:
+    devices = [line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]]
+except OSError:
+    devices = []
+print(os.getuid(), os.path.exists(sys.stdin.readline().strip()), [name for name in devices if name != "lo"])
+"""
+
+
+class SandboxError(Exception):
+    """The sandbox did not work; this says nothing about the code that it was to run."""
+
+
+class SandboxClosed(Exception):
+    """The owner does not want the result any more."""
+
+
+@dataclass(frozen=True)
+class SandboxSettings:
+    """Limits of generated code. Memory and CPU time are of all its processes together.
+
+    command: a runner instead of bubblewrap, with `{folder}` for the folder whose `main.py` it has to run.
+    python: the interpreter of the code, with its packages; None: the one of this process, without packages.
+    """
+
+    command: tuple[str, ...] | None = None
+    python: str | None = None
+    timeout_s: float = 20.0
+    max_cpu_s: float = 5.0
+    max_memory_bytes: int = 512 * 2**20
+    max_processes: int = 32
+    max_output_bytes: int = 2**20
+    max_concurrent: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run of generated code ended, and what it wrote to its standard output.
+
+    end: `exited`, with `exit_code` (minus the signal that ended it); or the limit that ended it.
+    """
+
+    end: Literal["exited", "time", "cpu", "memory", "processes", "output"]
+    exit_code: int | None
+    output: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return self.end == "exited" and self.exit_code == 0
+
+
+class Sandbox:
+    """Runs programs, any number of them at a time, each call in its caller's thread."""
+
+    def __init__(self, settings: SandboxSettings):
+        self._settings = settings
+        self._is_closed = threading.Event()
+        self._python: _Interpreter | None = None
+
+    def probe(self) -> None:
+        """Run a small program. Raises `UserError` if the sandbox does not work on this machine, with the cause."""
+        settings = self._settings
+        try:
+            self._check_machine()
+            with tempfile.NamedTemporaryFile() as outside:
+                run = self.run(_PROBE, outside.name)
+        except SandboxError as error:
+            raise UserError(f"the sandbox for generated code does not work on {platform.node()}: {error}") from None
+        text = run.output.decode(errors="replace").strip()
+        user, _, rest = text.partition(" ")
+        is_isolated = settings.command is not None or (user not in ("", "0") and rest == "False []")
+        if not run.is_success or not text or not is_isolated:
+            raise UserError(
+                f"the sandbox for generated code does not work on {platform.node()}: its trial ended by {run.end} with"
+                f" code {run.exit_code}; user, whether it sees files outside, network devices: {text or 'no output'}"
+            )
+
+    def run(self, program: str, stdin: str = "", call: str | None = None) -> Run:
+        """Run a program, or evaluate an expression after it, whose value is then the output as JSON.
+
+        Raises `SandboxError` if the program could not be run, and `SandboxClosed` after `close`.
+        """
+        with tempfile.TemporaryDirectory(prefix="hotseat-sandbox-") as name:
+            folder = Path(name)
+            runner = self._runner(folder)
+            (folder / "main.py").write_bytes(_INSIDE.read_bytes())
+            (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
+            (folder / "task.json").write_text(
+                json.dumps({"user": runner.inner_user, "limits": self._limits(), "call": call})
+            )
+            (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+            for path in (folder, *folder.iterdir()):
+                path.chmod(0o755)  # the code's user is another one
+            with (folder / "stdin").open("rb") as file:
+                (folder / "stdin").unlink()
+                return _Running(runner, file, self._settings, self._is_closed).result()
+
+    def close(self) -> None:
+        """End all running programs."""
+        self._is_closed.set()
+
+    def _limits(self) -> dict[str, int]:
+        """Return the limits of each process. The sums over processes are watched from outside."""
+        settings = self._settings
+        limits = {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_CPU": int(settings.max_cpu_s) + 1,
+            "RLIMIT_DATA": settings.max_memory_bytes,
+            "RLIMIT_FSIZE": settings.max_memory_bytes // 4,
+            "RLIMIT_NOFILE": _MAX_OPEN_FILES,
+        }
+        if settings.command is None:  # in another runner, the user may have other processes
+            limits["RLIMIT_NPROC"] = settings.max_processes
+        return limits
+
+    def _check_machine(self) -> None:
+        if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
+            raise SandboxError("this kernel does not list the children of a process in /proc (CONFIG_PROC_CHILDREN)")
+        if self._settings.command is None:
+            if shutil.which("bwrap") is None:
+                raise SandboxError(
+                    "bwrap is missing; install the package bubblewrap (apt-get install bubblewrap), or set"
+                    " reward.sandbox.command to another runner"
+                )
+            if system_call_filter(platform.machine()) is None:
+                raise SandboxError(
+                    f"there is no filter of system calls for {platform.machine()}: set reward.sandbox.command"
+                )
+
+    def _runner(self, folder: Path) -> _Runner:
+        settings = self._settings
+        if settings.command is not None:
+            return _Runner(tuple(part.replace("{folder}", str(folder)) for part in settings.command))
+        if self._python is None:
+            self._python = _interpreter(settings.python)
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise SandboxError("bwrap is missing")
+        return _bubblewrap(bwrap, self._python, folder, settings.max_memory_bytes)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Interpreter:
+    """The interpreter of generated code. folders: what it needs of the file system, apart from system libraries."""
+
+    command: tuple[str, ...]
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """The command that runs a folder's `main.py`. has_pipes: it is bubblewrap, and takes a filter and gives its child.
+
+    outer_user: the user to start it as; inner_user: the user that `main.py` becomes. None: no change.
+    """
+
+    command: tuple[str, ...]
+    has_pipes: bool = False
+    outer_user: int | None = None
+    inner_user: int | None = None
+
+
+def _interpreter(python: str | None) -> _Interpreter:
+    if python is None:
+        executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+        return _Interpreter((executable, "-s", "-S", "-B"), (executable, os.path.join(sys.base_prefix, "lib")))
+    ask = "import json, os, sys; print(json.dumps([sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)]))"
+    try:
+        answer = subprocess.run([python, "-c", ask], capture_output=True, timeout=60, check=True, text=True)
+        prefix, base, real = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise SandboxError(f"reward.sandbox.python {python} is no interpreter: {error}") from None
+    own = (prefix,) if prefix != base else (os.path.join(base, "lib"),)
+    return _Interpreter((os.path.abspath(python), "-s", "-B"), (*own, os.path.join(base, "lib"), real, python))
+
+
+def _bubblewrap(bwrap: str, python: _Interpreter, folder: Path, max_file_bytes: int) -> _Runner:
+    is_root = os.geteuid() == 0
+    user = _free_user() if is_root else None
+    # Root sets the sandbox up itself and leaves the user to `main.py`: bwrap can map only its own user into a new
+    # namespace, and outside that would still be root.
+    is_privileged = is_root and _has_capability(_CAP_SYS_ADMIN)
+    options = [
+        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        *("--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"),
+    ]
+    if is_privileged:
+        options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    else:
+        options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    for name, value in (
+        ("PATH", "/usr/bin"),
+        ("HOME", "/tmp"),
+        ("LANG", "C.UTF-8"),
+        ("PYTHONUTF8", "1"),
+        ("PYTHONHASHSEED", "0"),
+        ("OMP_NUM_THREADS", "1"),
+        ("OPENBLAS_NUM_THREADS", "1"),
+    ):
+        options += ["--setenv", name, value]
+    options += ["--dir", "/usr", "--dir", "/etc"]
+    for path in ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib64"):
+        if os.path.islink(path):
+            options += ["--symlink", os.readlink(path), path]
+        elif os.path.isdir(path):
+            options += ["--ro-bind", path, path]
+    options += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    seen: set[str] = set()
+    for source in dict.fromkeys(python.folders):
+        for parent in reversed(Path(source).parents[:-1]):  # bwrap itself would make them for root alone
+            if str(parent) not in seen and not str(parent).startswith(("/usr/lib", "/lib")):
+                options += ["--dir", str(parent)]
+            seen.add(str(parent))
+        if not source.startswith(("/usr/lib/", "/lib/")) and source != "/usr/lib":
+            options += ["--ro-bind", source, source]
+    size = str(max_file_bytes // 4)
+    options += [
+        *("--ro-bind", str(folder), "/program"),
+        *("--proc", "/proc", "--dev", "/dev"),
+        *("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--perms", "1777", "--size", size, "--tmpfs", "/tmp", "--chdir", "/tmp"),
+        *("--remount-ro", "/"),
+    ]
+    return _Runner(
+        (bwrap, *options, "--", *python.command, "/program/main.py"),
+        has_pipes=True,
+        outer_user=None if is_privileged else user,
+        inner_user=user if is_privileged else None,
+    )
+
+
+def _free_user() -> int:
+    """Return a user id that nobody else has: the number of processes is limited for each user."""
+    mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    first = _USERS[0] if any(start <= _USERS[0] < start + length for start, _, length in mapped) else _USERS[1]
+    return first + threading.get_native_id() % (2**22 if first == _USERS[0] else 5000)
+
+
+def _has_capability(number: int) -> bool:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> number & 1)
+    return False
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+class _Running:
+    """One run: starts the runner, reads its output, watches its processes, and ends all of them."""
+
+    def __init__(self, runner: _Runner, stdin: IO[bytes], settings: SandboxSettings, is_closed: threading.Event):
+        self._settings = settings
+        self._is_closed = is_closed
+        self._runner = runner
+        self._stdin = stdin
+        self._output = bytearray()
+        self._errors = bytearray()
+        self._info = bytearray()
+
+    def result(self) -> Run:
+        deadline_s = time.monotonic() + self._settings.timeout_s
+        with contextlib.ExitStack() as stack:
+            process, info = self._start(stack)
+            try:
+                end = self._watch(process, info, deadline_s)
+            finally:
+                self._end(process)
+        if not self._output.startswith(_STARTED):
+            raise SandboxError(self._problem(process.returncode, end))
+        return Run(end, process.returncode if end == "exited" else None, bytes(self._output[len(_STARTED) :]))
+
+    def _start(self, stack: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], int | None]:
+        command = list(self._runner.command)
+        pass_fds: tuple[int, ...] = ()
+        info = None
+        more: dict[str, Any] = {}
+        if self._runner.has_pipes:
+            rules = system_call_filter(platform.machine())
+            assert rules is not None
+            readable, writable = os.pipe()  # the filter is smaller than a pipe's buffer
+            os.write(writable, rules)
+            os.close(writable)
+            info, info_end = os.pipe()
+            os.set_blocking(info, False)
+            stack.callback(os.close, readable)
+            stack.callback(os.close, info)
+            pass_fds = (readable, info_end)
+            command[1:1] = ["--seccomp", str(readable), "--info-fd", str(info_end)]
+            if self._runner.outer_user is not None:
+                more = {"user": self._runner.outer_user, "group": self._runner.outer_user, "extra_groups": ()}
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=self._stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=pass_fds,
+                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/")},
+                start_new_session=True,
+                **more,
+            )
+        except OSError as error:
+            raise SandboxError(f"{command[0]} cannot be started: {error}") from None
+        finally:
+            if info is not None:
+                os.close(info_end)
+        stack.enter_context(process)
+        return process, info
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], info: int | None, deadline_s: float
+    ) -> Literal["exited", "time", "cpu", "memory", "processes", "output"]:
+        """Read what the processes write until they end, or pass a limit."""
+        settings = self._settings
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with selectors.DefaultSelector() as selector:
+            for stream, target, limit in (
+                (process.stdout.fileno(), self._output, settings.max_output_bytes + len(_STARTED)),
+                (process.stderr.fileno(), self._errors, None),
+                (info, self._info, _MAX_ERROR_BYTES),
+            ):
+                if stream is not None:
+                    os.set_blocking(stream, False)
+                    selector.register(stream, selectors.EVENT_READ, (target, limit))
+            next_look_s = time.monotonic()
+            while selector.get_map():
+                now_s = time.monotonic()
+                if self._is_closed.is_set():
+                    raise SandboxClosed
+                if now_s >= deadline_s:
+                    return "time"
+                if now_s >= next_look_s:
+                    # Never more than a fifth of the time goes into looking.
+                    over = _over_limit(process.pid, settings)
+                    next_look_s = time.monotonic() + max(_LOOK_EVERY_S, 4 * (time.monotonic() - now_s))
+                    if over is not None:
+                        return over
+                for key, _ in selector.select(max(0.0, min(next_look_s, deadline_s) - time.monotonic())):
+                    target, limit = key.data
+                    part = os.read(key.fd, 1 << 16)
+                    if not part:
+                        selector.unregister(key.fd)
+                    target += part
+                    if limit is None:
+                        del target[: max(0, len(target) - _MAX_ERROR_BYTES)]
+                    elif len(target) > limit:
+                        return "output"
+        while process.poll() is None:  # it has closed its output, and still runs
+            if self._is_closed.is_set():
+                raise SandboxClosed
+            if time.monotonic() >= deadline_s:
+                return "time"
+            over = _over_limit(process.pid, settings)
+            if over is not None:
+                return over
+            time.sleep(0.002)
+        return "exited"
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """End everything that is left, and wait until it is gone.
+
+        The end of the first process of a namespace ends all others, and bwrap, which waits for it, ends after them.
+        """
+        with contextlib.suppress(ValueError, KeyError):
+            child = json.loads(bytes(self._info))["child-pid"]
+            if process.poll() is None and child in _children(process.pid):
+                with contextlib.suppress(OSError):
+                    os.kill(child, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(10.0)
+        if process.poll() is None:
+            below = list(_below(process.pid))
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for pid in below:  # a runner may have made other groups
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def _problem(self, code: int | None, end: str) -> str:
+        """Return why the program was not run."""
+        said = self._errors.decode(errors="replace").strip() or "nothing"
+        name = os.path.basename(self._runner.command[0])
+        if self._runner.has_pipes and "Unknown option" in said:
+            return f"this bwrap is too old, it needs version 0.7 or later: it said {said}"
+        if self._runner.has_pipes and "source path" in said and "Permission denied" in said:
+            return (
+                f"its user cannot read the interpreter: bwrap said {said}; set reward.sandbox.python to one that every"
+                " user can read, such as /usr/bin/python3"
+            )
+        if self._runner.has_pipes and any(part in said for part in _FORBIDDEN):
+            return (
+                f"bwrap is installed, but user namespaces are forbidden here: it said {said}. On a machine of your own,"
+                " set the kernel's settings user.max_user_namespaces above 0 and, where they exist,"
+                " kernel.unprivileged_userns_clone=1 and kernel.apparmor_restrict_unprivileged_userns=0; start a"
+                " container with --security-opt seccomp=unconfined, or as root with --cap-add SYS_ADMIN; or set"
+                " reward.sandbox.command to another runner"
+            )
+        how = f"exited with code {code}" if end == "exited" else f"was ended by its limit of {end}"
+        return f"{name} {how} before it ran the code: it said {said}"
+
+
+def _over_limit(root: int, settings: SandboxSettings) -> Literal["cpu", "memory", "processes"] | None:
+    """Return the limit that the processes below `root` exceed together; None if they exceed none."""
+    memory, cpu_s, count = 0, 0.0, 0
+    for pid in _below(root):
+        count += 1
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            cpu_s += _cpu_s(pid)
+            memory += _memory(pid)
+    if memory > settings.max_memory_bytes:
+        return "memory"
+    if cpu_s > settings.max_cpu_s:
+        return "cpu"
+    # bwrap has one process inside; the kernel's own limit counts those of the user.
+    return "processes" if settings.command is None and count > settings.max_processes + 2 else None
+
+
+def _below(root: int) -> Iterator[int]:
+    """Yield the ids of all processes below one. Orphans stay below the first process of their namespace."""
+    waiting: list[int] = _children(root)
+    while waiting:
+        pid = waiting.pop()
+        yield pid
+        waiting += _children(pid)
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return children
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory(pid: int) -> int:
+    """Return the bytes of a process's own memory; a page that n processes share counts as an n-th of itself."""
+    names: Sequence[str] = ("Pss_Anon:", "Pss_Shmem:")
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except PermissionError:
+        names = ("RssAnon:", "RssShmem:")
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(tuple(names)))

@@ -1,0 +1,364 @@
+"""Generated code in the sandbox: attacks end, gain nothing and leave nothing; its own failures are told apart."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hotseat.errors import UserError
+from hotseat.failed import Failed
+from hotseat.rewards import Sandbox, SandboxError, SandboxSettings
+from hotseat.rewards import sandbox as sandbox_module
+from hotseat.rewards._seccomp import system_call_filter
+from hotseat.rewards.code import grade_code
+from hotseat.rewards.sandbox import Run, SandboxClosed
+
+TIGHT = SandboxSettings(
+    timeout_s=30.0, max_cpu_s=0.5, max_memory_bytes=128 << 20, max_processes=12, max_output_bytes=1 << 16
+)
+TESTS = json.dumps([{"input": "2 3\n", "output": "5\n"}, {"input": "10 -4\n", "output": "6"}])
+CALLS = json.dumps([{"call": "add(2, 3)", "result": 5}, {"call": "add(0.1, 0.2)", "result": 0.3}])
+
+WRITES_A_SUM = "a, b = map(int, input().split())\nprint(a + b)\n"
+DEFINES_ADD = "print('noise')\ndef add(a, b):\n    return a + b\n"
+
+# Name: (program, how it ends, its exit code where it exits).
+ATTACKS = {
+    "endless loop": ("while True: pass", "cpu", None),
+    "10 GB": ("x = bytearray(10 << 30)", "exited", 1),
+    "10 GB in a shared mapping": (
+        "import mmap\nm = mmap.mmap(-1, 10 << 30)\nfor _ in range(10240): m.write(b'x' * (1 << 20))",
+        "memory",
+        None,
+    ),
+    "10 GB in many processes": (
+        "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n        x = bytearray(b'x') * (60 << 20)\n"
+        "        time.sleep(600)\ntime.sleep(600)",
+        "memory",
+        None,
+    ),
+    "10 GB outside of any process": ("import os\nos.memfd_create('x')", "exited", 1),
+    "10 GB of files": (
+        "for n in range(100):\n    with open(f'/tmp/{n}', 'wb') as f: f.write(b'x' * (10 << 20))",
+        "exited",
+        1,
+    ),
+    "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "cpu", None),
+    "1,000 processes": (
+        "import os, time\nfor _ in range(1000):\n    if os.fork() == 0: time.sleep(600)",
+        "exited",
+        1,
+    ),
+    "a process left behind": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n    os._exit(0)",
+        "exited",
+        0,
+    ),
+    "flooded output": ("while True: print('x' * 1000)", "output", None),
+    "flooded errors": ("import sys\nfor _ in range(2000): sys.stderr.write('x' * 1000)", "exited", 0),
+    "network": ("import socket\nsocket.create_connection(('127.0.0.1', PORT), 5)", "exited", 1),
+    "other sockets": ("import socket\nsocket.socket(40, socket.SOCK_STREAM)", "exited", 1),
+    "new namespaces": ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "exited", 1),
+    "becoming root": ("import os\nos.setuid(0)", "exited", 1),
+    "raising limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (1000, 1000))",
+        "exited",
+        1,
+    ),
+    "killing what is outside": (
+        "import os, signal\nos.kill(-1, signal.SIGKILL)\nos.kill(OUTSIDE, signal.SIGKILL)",
+        "exited",
+        1,
+    ),
+    "a crash": ("import ctypes\nctypes.string_at(0)", "exited", 139),
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    made = Sandbox(TIGHT)
+    try:
+        made.probe()
+    except UserError as error:
+        pytest.skip(str(error))
+    return made
+
+
+def descendants() -> list[int]:
+    """Return the processes below this one, except those of the test runner itself."""
+    return list(sandbox_module._below(os.getpid()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_ends_and_leaves_nothing_running(sandbox, name, tmp_path):
+    program, end, code = ATTACKS[name]
+    before = set(descendants())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = program.replace("PORT", str(server.getsockname()[1])).replace("OUTSIDE", str(os.getpid()))
+        run = sandbox.run(program)
+    assert run.end == end
+    assert run.exit_code == code
+    assert set(descendants()) <= before
+
+
+@pytest.mark.slow
+def test_files_outside_can_be_neither_read_nor_written_nor_deleted(sandbox, tmp_path, monkeypatch):
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "id_rsa").write_text("secret")
+    run_dir = tmp_path / "runs"
+    run_dir.mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("API_TOKEN", "secret")
+    program = f"""
+import json, os, shutil
+for path in ({str(tmp_path)!r}, os.path.expanduser("~/.ssh"), {str(Path.home())!r} + "/.ssh", "/etc/passwd", "/home"):
+    print(os.path.exists(path))
+for action in (
+    lambda: open({str(run_dir / "metrics.jsonl")!r}, "w"),
+    lambda: os.remove({str(tmp_path / ".ssh" / "id_rsa")!r}),
+    lambda: open("/program/main.py", "w"),
+    lambda: open("/x", "w"),
+    lambda: os.remove(os.__file__),
+):
+    try:
+        action()
+        print("done")
+    except OSError:
+        print("refused")
+for folder in ("/program", os.path.dirname(json.__file__)):
+    shutil.rmtree(folder, ignore_errors=True)
+    print(len(os.listdir(folder)) > 0)
+print(os.environ.get("API_TOKEN"), "secret" in str(os.environ), sorted(os.listdir("/tmp")), os.getuid() == 0)
+print([pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) > 10])
+"""
+    run = sandbox.run(program)
+    assert run.is_success
+    lines = run.output.decode().splitlines()
+    assert lines == ["False"] * 5 + ["refused"] * 5 + ["True"] * 2 + ["None False [] False", "[]"]
+    assert (tmp_path / ".ssh" / "id_rsa").read_text() == "secret"
+    assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_right_code_gets_one_and_wrong_code_zero(sandbox):
+    assert grade_code(sandbox, WRITES_A_SUM, TESTS) == 1.0
+    assert grade_code(sandbox, f"Here it is:\n```python\n{WRITES_A_SUM}```\nDone.", TESTS) == 1.0
+    assert grade_code(sandbox, DEFINES_ADD, CALLS) == 1.0
+    assert grade_code(sandbox, "print(5)", TESTS) == 0.0
+    assert grade_code(sandbox, "print(5)", TESTS, partial=True) == 0.5
+    assert grade_code(sandbox, "this is no Python", TESTS) == 0.0
+    assert grade_code(sandbox, "while True: pass", TESTS) == 0.0
+
+
+CHEATS = {
+    "exit 0 early": "import os\nos._exit(0)",
+    "exit before the call": "import sys\nsys.exit(0)",
+    "everything is equal": (
+        "class Yes:\n    def __eq__(self, other): return True\ndef add(a, b): return Yes()\ninput = lambda: '1 1'"
+    ),
+    "patch the harness": (
+        "import json, os, sys\njson.dumps = lambda *_: 'true'\nsys.exit = os._exit\n"
+        "import builtins\nbuiltins.eval = lambda *_: True\ndef add(a, b): return True"
+    ),
+    "write a result of its own": (
+        "import os\nfor fd in range(3, 20):\n    try: os.write(fd, b'true')\n    except OSError: pass\nos._exit(0)"
+    ),
+    "look for the expected result": (
+        "import glob, os, sys\nfor path in glob.glob('/program/*') + ['/proc/self/environ', '/proc/self/cmdline']:\n"
+        "    print(open(path, errors='replace').read())\nfor k, v in os.environ.items(): print(v)\n"
+        "print(sys.argv)\nimport gc\nfor o in gc.get_objects():\n    if isinstance(o, dict): print(str(o)[:2000])"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheating_gets_nothing(sandbox, name):
+    for label in (TESTS, CALLS):
+        assert grade_code(sandbox, CHEATS[name], label, partial=True) == 0.0
+
+
+@pytest.mark.slow
+def test_the_expected_result_is_nowhere_in_the_sandbox(sandbox):
+    secret = "expected-8c1f"
+    label = json.dumps([{"input": "x", "output": secret}])
+    search = """
+import os
+for top in set(os.listdir("/")) - {"usr", "lib", "lib64", "proc", "dev", "root"}:
+    for folder, _, names in os.walk("/" + top):
+        for name in names:
+            print(open(os.path.join(folder, name), errors="replace").read())
+for name in ("environ", "cmdline", "mountinfo"):
+    print(open("/proc/self/" + name).read())
+print("searched")
+"""
+    assert grade_code(sandbox, search, label) == 0.0
+    output = sandbox.run(search, "x").output
+    assert output.endswith(b"searched\n")
+    assert secret.encode() not in output
+
+
+@pytest.mark.slow
+def test_the_code_has_another_user_outside_too_and_closing_ends_it():
+    closing = Sandbox(SandboxSettings(timeout_s=600.0, max_cpu_s=600.0))
+    try:
+        closing.probe()
+    except UserError as error:
+        pytest.skip(str(error))
+    before = set(descendants())
+    raised = []
+
+    def run() -> None:
+        try:
+            closing.run("import time\ntime.sleep(600)")
+        except SandboxClosed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not (users := users_of_python(set(descendants()) - before)) or (0 in users and os.geteuid() == 0):
+        time.sleep(0.01)  # until the interpreter has given up its rights, which it does before it runs the code
+    closing.close()
+    thread.join(60)
+    assert len(raised) == 1
+    assert set(descendants()) <= before
+
+
+def users_of_python(pids: set[int]) -> set[int]:
+    """Return the users of interpreters among processes, as this machine sees them."""
+    users = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().startswith("python"):
+                users.add(os.stat(f"/proc/{pid}/task").st_uid)
+    return users
+
+
+# --- without bubblewrap -----------------------------------------------------------------------------------------------
+
+
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a bwrap on the path that does what a script says."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "bwrap").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bin" / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+
+
+def probe_error() -> str:
+    with pytest.raises(UserError) as caught:
+        Sandbox(SandboxSettings()).probe()
+    return str(caught.value)
+
+
+def test_missing_and_forbidden_are_told_apart(tmp_path, monkeypatch):
+    fake(tmp_path, monkeypatch, "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    said = probe_error()
+    assert "bwrap is installed, but user namespaces are forbidden here" in said
+    assert "No permissions to create new namespace" in said
+    assert "reward.sandbox.command" in said
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = probe_error()
+    assert "bwrap is missing; install the package bubblewrap" in said
+    assert "forbidden" not in said
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'bwrap: Unknown option --size' >&2; exit 1", "this bwrap is too old, it needs version 0.7 or later"),
+        ('echo "bwrap: Can\'t find source path /x: Permission denied" >&2; exit 1', "set reward.sandbox.python"),
+        ("echo boom >&2; exit 3", "bwrap exited with code 3 before it ran the code: it said boom"),
+        (
+            "echo 'hotseat: started'; echo '0 True [eth0]'",
+            "user, whether it sees files outside, network devices: 0 True",
+        ),
+    ],
+)
+def test_a_sandbox_that_does_not_work_says_why(tmp_path, monkeypatch, script, said):
+    fake(tmp_path, monkeypatch, script)
+    assert said in probe_error()
+
+
+def test_code_that_could_not_run_is_a_failed_sample(tmp_path, monkeypatch):
+    fake(tmp_path, monkeypatch, "exit 1")
+    verdict = grade_code(Sandbox(SandboxSettings()), WRITES_A_SUM, TESTS)
+    assert isinstance(verdict, Failed)
+    assert verdict.reason.startswith("the sandbox failed: bwrap exited with code 1 before it ran the code")
+
+
+def test_an_interpreter_that_is_none_is_named(tmp_path):
+    with pytest.raises(SandboxError, match="reward.sandbox.python /no/python is no interpreter"):
+        Sandbox(SandboxSettings(python="/no/python")).run("print(1)")
+
+
+def test_another_runner_gets_the_folder(tmp_path):
+    runner = tmp_path / "runner"
+    runner.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$1"\n')
+    runner.chmod(0o755)
+    sandbox = Sandbox(SandboxSettings(command=(str(runner), "{folder}/main.py")))
+    sandbox.probe()
+    assert sandbox.run("print(input())", "hello") == Run("exited", 0, b"hello\n")
+    missing = Sandbox(SandboxSettings(command=("/no/runner", "{folder}")))
+    with pytest.raises(UserError, match="/no/runner cannot be started"):
+        missing.probe()
+
+
+def test_another_runner_and_all_it_started_are_ended(tmp_path):
+    runner = tmp_path / "runner"
+    runner.write_text('#!/bin/sh\nsetsid sleep 600 &\necho "hotseat: started"\nwait\n')
+    runner.chmod(0o755)
+    before = set(descendants())
+    run = Sandbox(SandboxSettings(command=(str(runner), "{folder}"), timeout_s=0.2)).run("print(1)")
+    assert run.end == "time"
+    assert set(descendants()) <= before
+
+
+def test_the_filter_refuses_where_it_should():
+    """The kernel's rules for filters, in short: run every number through the program."""
+    for machine, audit, memfd, clone, socket_call in (
+        ("x86_64", 0xC000003E, 319, 56, 41),
+        ("aarch64", 0xC00000B7, 279, 220, 198),
+    ):
+        program = system_call_filter(machine)
+        for number, argument, expected in (
+            (memfd, 0, "refused"),
+            (435, 0, "refused"),
+            (clone, 0x10000000, "refused"),
+            (clone, 0x003D0F00, "allowed"),
+            (socket_call, 40, "refused"),
+            (socket_call, 16, "refused"),
+            (socket_call, 1, "allowed"),
+            (socket_call, 2, "allowed"),
+            (socket_call, 10, "allowed"),
+            (0x40000000 + 1, 0, "refused"),
+            (1, 0, "allowed"),
+        ):
+            assert outcome(program, audit, number, argument) == expected, (machine, number, argument)
+        assert outcome(program, 0x40000003, 1, 0) == "killed"
+    assert system_call_filter("riscv64") is None
+
+
+def outcome(program: bytes, audit: int, number: int, argument: int) -> str:
+    """Interpret the filter's program."""
+    steps = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+    values = {0: number, 4: audit, 16: argument}
+    at = loaded = 0
+    while True:
+        code, if_true, if_false, value = steps[at]
+        at += 1
+        if code == 0x06:
+            return {0x7FFF0000: "allowed", 0x00050000: "refused", 0x80000000: "killed"}[value & 0xFFFF0000]
+        if code == 0x20:
+            loaded = values[value]
+        else:
+            is_true = {0x15: loaded == value, 0x35: loaded >= value, 0x45: bool(loaded & value)}[code]
+            at += if_true if is_true else if_false
