@@ -12,12 +12,16 @@ sandbox.probe()  # raises if bubblewrap is missing or may not be used on this ma
 
 def reward_of(answer, label):
     program = last_block(answer)
-    runs = [(test, sandbox.run(program, test.stdin, test.call)) for test in read_tests(label)]
-    if any(run.end in ("time", "cpu") for _, run in runs):
-        return -0.5
-    if not any(run.is_success for _, run in runs):
+    passed = []
+    has_crashed = True
+    for test in read_tests(label):
+        run = sandbox.run(program, test.stdin, test.call)
+        if run.end in ("time", "cpu"):
+            return -0.5
+        has_crashed = has_crashed and not run.is_success
+        passed.append(test.is_passed(run))
+    if has_crashed:
         return -1.0
-    passed = [test.is_passed(run) for test, run in runs]
     return 1.0 if all(passed) else 0.3 if any(passed) else 0.0
 
 

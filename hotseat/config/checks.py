@@ -557,7 +557,7 @@ def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
     own = {"pattern": "regex", "json_schema": "json", "partial": "code"}
     names: set[str] = set()
     for number, grader in enumerate(config.reward.graders):
-        at = f"reward.graders.{number}"
+        at = f"reward.graders[{number}]"
         for option, kind in own.items():
             if option in grader.model_fields_set and grader.kind != kind:
                 problems.append((f"{at}.{option}", f"has no effect on kind {grader.kind}; it is for kind {kind}"))

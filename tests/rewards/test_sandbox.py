@@ -192,12 +192,15 @@ def test_the_expected_result_is_nowhere_in_the_sandbox(sandbox):
     label = json.dumps([{"input": "x", "output": secret}])
     search = """
 import os
-for top in set(os.listdir("/")) - {"usr", "lib", "lib64", "proc", "dev", "root"}:
+for top in set(os.listdir("/")) - {"usr", "lib", "lib64", "etc", "proc", "dev", "root"}:
     for folder, _, names in os.walk("/" + top):
         for name in names:
             print(open(os.path.join(folder, name), errors="replace").read())
 for name in ("environ", "cmdline", "mountinfo"):
-    print(open("/proc/self/" + name).read())
+    try:
+        print(open("/proc/self/" + name).read())
+    except OSError:
+        pass
 print("searched")
 """
     assert grade_code(sandbox, search, label) == 0.0

@@ -48,7 +48,7 @@ def grader_obstacles(config: Config) -> Iterator[tuple[str, str]]:
         if problem is None and not _grades_elsewhere(config):
             problem = package_problem(grader.kind)
         if problem is not None:
-            yield f"reward.graders.{number}", problem
+            yield f"reward.graders[{number}]", problem
 
 
 def try_sandbox(config: Config, show: Callable[[str], object]) -> None:
