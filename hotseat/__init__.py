@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hotseat.api import Run, run
     from hotseat.config import Config
     from hotseat.errors import ConfigError, HotseatError, RunError, UserError
+    from hotseat.rewards import Sandbox, SandboxSettings
     from hotseat.types import (
         Completion,
         Episode,
@@ -49,6 +50,8 @@ __all__ = [
     "SampleFunction",
     "SampleKey",
     "Sampling",
+    "Sandbox",
+    "SandboxSettings",
     "ScoredEpisode",
     "Segment",
     "SingleTurn",
@@ -69,6 +72,7 @@ _HOMES = {
     "hotseat.api": ("Run", "run"),
     "hotseat.config": ("Config",),
     "hotseat.errors": ("ConfigError", "HotseatError", "RunError", "UserError"),
+    "hotseat.rewards": ("Sandbox", "SandboxSettings"),
     "hotseat.types": (
         *("Completion", "Episode", "Prompt", "SampleKey", "Sampling", "ScoredEpisode", "Segment", "TokenLayout"),
     ),

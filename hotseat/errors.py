@@ -13,6 +13,7 @@
         ├── WorkerError      a process of a group failed; carries its rank and traceback
         ├── ClusterError     Ray itself died, so no process can be reached any more
         ├── RewardError      too many rewards failed
+        ├── SandboxError     the sandbox did not run the generated code
         ├── WeightError      an engine does not serve the weights that were pushed
         ├── NonFiniteError   too many updates in a row were not finite
         ├── DeviceMemoryError   a micro-batch did not fit into the memory of its device
@@ -96,6 +97,10 @@ class ClusterError(RunError):
 
 class RewardError(RunError):
     """Too many rewards failed."""
+
+
+class SandboxError(RunError):
+    """The sandbox did not work; this says nothing about the code that it was to run."""
 
 
 class WeightError(RunError):

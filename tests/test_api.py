@@ -25,7 +25,17 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 PUBLIC = [
     *("Advantages", "Agent", "AgentError", "Completion", "Config", "ConfigError", "Environment", "Episode"),
     *("HotseatError", "PolicyLoss", "Prompt", "Run", "RunError", "SampleFunction", "SampleKey", "Sampling"),
-    *("ScoredEpisode", "Segment", "SingleTurn", "Step", "TokenLayout", "Transcript", "UserError"),
+    *(
+        "Sandbox",
+        "SandboxSettings",
+        "ScoredEpisode",
+        "Segment",
+        "SingleTurn",
+        "Step",
+        "TokenLayout",
+        "Transcript",
+        "UserError",
+    ),
     *("__version__", "demo", "run"),
 ]
 

@@ -591,10 +591,7 @@ def missing(config: Config) -> list[tuple[str, str]]:
         sources = (reward.function, reward.url, reward.model, config.agent.path)
         if not reward.graders and all(source is None for source in sources):
             problems.append(
-                (
-                    "reward.function",
-                    "no source of rewards: set reward.function, reward.graders, reward.model or agent.path",
-                )
+                ("reward.function", "no source of rewards: set reward.function, reward.model or agent.path")
             )
         if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and config.rollout.samples_per_prompt < 2:
             problems.append(

@@ -2,8 +2,7 @@
 
     RewardFunction   a user's `reward_func(queries, prompts, labels)`, in processes of its own
     Graders          built-in graders (`Grader`), whose weighted verdicts are the reward
-    Sandbox          runs generated code, within `SandboxSettings`; `SandboxError` if that did not work
-    read_tests       the tests of generated code in a label; `last_block`: the code in an answer
+    Sandbox          runs generated code, within `SandboxSettings`
     RewardTally      counts the failed rewards of a step, and checks that they are not too many
     Score            the reward of one sample; `hotseat.types.Failed` if there is none
 
@@ -11,22 +10,9 @@ A reward that failed is never a zero: its sample is dropped and counted.
 """
 
 from hotseat.rewards.answers import Score
-from hotseat.rewards.builtin import last_block
-from hotseat.rewards.code import read_tests
 from hotseat.rewards.function import RewardFunction
 from hotseat.rewards.graders import Grader, Graders
-from hotseat.rewards.sandbox import Sandbox, SandboxError, SandboxSettings
+from hotseat.rewards.sandbox import Sandbox, SandboxSettings
 from hotseat.rewards.tally import RewardTally
 
-__all__ = [
-    "Grader",
-    "Graders",
-    "RewardFunction",
-    "RewardTally",
-    "Sandbox",
-    "SandboxError",
-    "SandboxSettings",
-    "Score",
-    "last_block",
-    "read_tests",
-]
+__all__ = ["Grader", "Graders", "RewardFunction", "RewardTally", "Sandbox", "SandboxSettings", "Score"]

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hotseat.errors import SandboxError
 from hotseat.failed import Failed
 from hotseat.rewards.builtin import last_block
-from hotseat.rewards.sandbox import Run, Sandbox, SandboxError
+from hotseat.rewards.sandbox import Run, Sandbox
 
 _FORM = '[{"input": "2 3", "output": "5"}] or [{"call": "add(2, 3)", "result": 5}]'
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from hotseat.errors import UserError
+from hotseat.errors import SandboxError, UserError
 from hotseat.rewards._seccomp import system_call_filter
 
 _INSIDE = Path(__file__).with_name("_inside.py")
@@ -49,10 +49,6 @@ except OSError:
     devices = []
 print(os.getuid(), os.path.exists(sys.stdin.readline().strip()), [name for name in devices if name != "lo"])
 """
-
-
-class SandboxError(Exception):
-    """The sandbox did not work; this says nothing about the code that it was to run."""
 
 
 class SandboxClosed(Exception):

@@ -101,7 +101,7 @@ def test_the_example_for_numbers():
 @pytest.mark.usefixtures("_sandbox")
 def test_the_example_for_code():
     label = json.dumps([{"input": "2 3", "output": "5"}, {"input": "1 1", "output": "2"}])
-    answers = [ADDS, "print(5)", "print(0)", "while True: pass", "1 / 0"]
+    answers = [f"So:\n```python{ADDS}```", "print(5)", "print(0)", "while True: pass", "1 / 0"]
     found = scored(RewardFunction(EXAMPLES / "reward_func_code_gen.py", retries=0), answers, label)
     assert [each.reward for each in found] == [1, 0.3, 0, -0.5, -1]
     assert found[1].score == pytest.approx(0.65)

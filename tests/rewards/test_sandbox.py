@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hotseat.errors import UserError
+from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
-from hotseat.rewards import Sandbox, SandboxError, SandboxSettings
+from hotseat.rewards import Sandbox, SandboxSettings
 from hotseat.rewards import sandbox as sandbox_module
 from hotseat.rewards._seccomp import system_call_filter
 from hotseat.rewards.code import grade_code
