@@ -207,14 +207,21 @@ def _interpreter(python: str | None) -> _Interpreter:
     if python is None:
         executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
         return _Interpreter((executable, "-s", "-S", "-B"), (executable, os.path.join(sys.base_prefix, "lib")))
-    ask = "import json, os, sys; print(json.dumps([sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)]))"
+    ask = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
     try:
         answer = subprocess.run([python, "-c", ask], capture_output=True, timeout=60, check=True, text=True)
-        prefix, base, real = json.loads(answer.stdout)
+        prefix, base = json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise SandboxError(f"reward.sandbox.python {python} is no interpreter: {error}") from None
-    own = (prefix,) if prefix != base else (os.path.join(base, "lib"),)
-    return _Interpreter((os.path.abspath(python), "-s", "-B"), (*own, os.path.join(base, "lib"), real, python))
+    folders = [os.path.join(base, "lib"), *([prefix] if prefix != base else [])]
+    path = executable = os.path.abspath(shutil.which(python) or python)
+    while True:  # the interpreter of a virtual environment is a link, maybe to another one
+        if not any(Path(path).is_relative_to(folder) for folder in folders):
+            folders.append(path)
+        if not os.path.islink(path):
+            break
+        path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+    return _Interpreter((executable, "-s", "-B"), tuple(folders))
 
 
 def _bubblewrap(bwrap: str, python: _Interpreter, folder: Path, max_file_bytes: int) -> _Runner:
@@ -428,6 +435,12 @@ class _Running:
         name = os.path.basename(self._runner.command[0])
         if self._runner.has_pipes and "Unknown option" in said:
             return f"this bwrap is too old, it needs version 0.7 or later: it said {said}"
+        if self._runner.has_pipes and "mount proc" in said:
+            return (
+                f"bwrap is installed, but this container hides parts of /proc and forbids a new one: it said {said}."
+                " Start the container with --security-opt systempaths=unconfined (procMount: Unmasked in Kubernetes),"
+                " or set reward.sandbox.command to another runner"
+            )
         if self._runner.has_pipes and "source path" in said and "Permission denied" in said:
             return (
                 f"its user cannot read the interpreter: bwrap said {said}; set reward.sandbox.python to one that every"

@@ -68,6 +68,7 @@ def test_a_grader_that_cannot_judge_fails_the_sample_with_the_reason(graders):
 
 
 def test_answers_are_not_executed_and_later_samples_are_unaffected(graders, tmp_path):
+    """Scenario 44."""
     attack = ATTACK.format(tmp_path / "executed")
     found = scores(graders, [attack, f"#### {attack}", json.dumps({"age": attack}), "18"], "18")
     assert [each.reward for each in found] == [0, 0, 0, 11]
@@ -75,6 +76,7 @@ def test_answers_are_not_executed_and_later_samples_are_unaffected(graders, tmp_
 
 
 def test_a_catastrophic_pattern_is_cut_off_and_the_next_answer_is_judged():
+    """Scenario 52."""
     with Graders([Grader("regex", "letters", timeout_s=0.2, pattern=CATASTROPHE)]) as graders:
         late, right, wrong = scores(graders, ["a" * 60 + "b", "aaa", "bbb"], None)
         assert late == Failed("grader letters: no verdict within 0.2 s (sample 0/0/0)")
@@ -95,6 +97,7 @@ def test_an_answer_of_spaces_takes_no_time(graders):
 
 
 def test_a_process_killed_from_outside_is_replaced(graders):
+    """Scenario 52."""
     for pid in children():
         os.kill(pid, signal.SIGKILL)
     assert scores(graders, ["18"], "18")[0].reward == 11.0
@@ -215,6 +218,7 @@ def test_formulas_that_are_equal(math):
 
 
 def test_formulas_are_not_executed(math, tmp_path):
+    """Scenario 44."""
     attack = ATTACK.format(tmp_path / "executed")
     answers = [attack, f"${attack}$", rf"\boxed{{{attack}}}", f"the answer is {attack}", "18"]
     assert [each.reward for each in scores(math, answers, "18")] == [0, 0, 0, 0, 1]
@@ -222,6 +226,7 @@ def test_formulas_are_not_executed(math, tmp_path):
 
 
 def test_a_formula_that_takes_too_long_is_a_failed_sample_and_the_next_is_judged(math):
+    """Scenario 52."""
     late, right = scores(math, ["$9^{9^{9^{9}}} - 9^{9^{9^{8}}}$", "18"], "18")  # no signal interrupts this
     assert late == Failed("grader math: no verdict within 1 s (sample 0/0/0)")
     assert right.reward == 1.0

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -99,6 +100,7 @@ def descendants() -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_ends_and_leaves_nothing_running(sandbox, name, tmp_path):
+    """Scenario 51."""
     program, end, code = ATTACKS[name]
     before = set(descendants())
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -111,6 +113,7 @@ def test_an_attack_ends_and_leaves_nothing_running(sandbox, name, tmp_path):
 
 @pytest.mark.slow
 def test_files_outside_can_be_neither_read_nor_written_nor_deleted(sandbox, tmp_path, monkeypatch):
+    """Scenario 51."""
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "id_rsa").write_text("secret")
     run_dir = tmp_path / "runs"
@@ -182,6 +185,7 @@ CHEATS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheating_gets_nothing(sandbox, name):
+    """Scenario 51."""
     for label in (TESTS, CALLS):
         assert grade_code(sandbox, CHEATS[name], label, partial=True) == 0.0
 
@@ -245,6 +249,43 @@ def users_of_python(pids: set[int]) -> set[int]:
     return users
 
 
+@pytest.mark.slow
+def test_another_interpreter_brings_its_packages(sandbox):
+    with_packages = Sandbox(SandboxSettings(python=sys.executable))
+    with_packages.probe()
+    assert with_packages.run("import yaml\nprint(yaml.safe_load('[1, 2]'))") == Run("exited", 0, b"[1, 2]\n")
+    assert sandbox.run("import yaml").exit_code == 1
+
+
+RUNS_FOR_EVER = """
+from hotseat.rewards import Sandbox, SandboxSettings
+Sandbox(SandboxSettings(timeout_s=600.0, max_cpu_s=600.0)).run("import os, time\\nos.fork()\\ntime.sleep(600)")
+"""
+
+
+@pytest.mark.slow
+def test_nothing_outlives_the_process_that_started_it(sandbox):
+    """Scenario 51."""
+    process = subprocess.Popen([sys.executable, "-c", RUNS_FOR_EVER])
+    try:
+        while len(below := list(sandbox_module._below(process.pid))) < 4:  # bwrap twice, the code twice
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    deadline_s = time.monotonic() + 60.0
+    while left := [pid for pid in below if is_running(pid)]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
 # --- without bubblewrap -----------------------------------------------------------------------------------------------
 
 
@@ -279,6 +320,10 @@ def test_missing_and_forbidden_are_told_apart(tmp_path, monkeypatch):
     [
         ("echo 'bwrap: Unknown option --size' >&2; exit 1", "this bwrap is too old, it needs version 0.7 or later"),
         ('echo "bwrap: Can\'t find source path /x: Permission denied" >&2; exit 1', "set reward.sandbox.python"),
+        (
+            'echo "bwrap: Can\'t mount proc on /newroot/proc: Operation not permitted" >&2; exit 1',
+            "this container hides parts of /proc",
+        ),
         ("echo boom >&2; exit 3", "bwrap exited with code 3 before it ran the code: it said boom"),
         (
             "echo 'hotseat: started'; echo '0 True [eth0]'",
@@ -292,6 +337,7 @@ def test_a_sandbox_that_does_not_work_says_why(tmp_path, monkeypatch, script, sa
 
 
 def test_code_that_could_not_run_is_a_failed_sample(tmp_path, monkeypatch):
+    """Scenario 52."""
     fake(tmp_path, monkeypatch, "exit 1")
     verdict = grade_code(Sandbox(SandboxSettings()), WRITES_A_SUM, TESTS)
     assert isinstance(verdict, Failed)
