@@ -113,3 +113,24 @@ def test_a_run_with_graders_logs_each_of_them(task):
         assert sample["reward"] == pytest.approx(0.5 * extra["digit"] + 2 * extra["number"] + extra["function"])
     ledger = (run / "ledger.jsonl").read_text()
     assert "grader number: the label has no number: 'none'" in ledger
+
+
+@pytest.mark.slow
+def test_a_run_with_generated_code(task):
+    """Every answer is a program; the texts of digits and signs that are expressions pass, the others crash."""
+    from loop_cases import rl_yaml
+
+    from hotseat.loop.run import start
+    from hotseat.observe import read_lines
+
+    config = "{graders: [{kind: code}], sandbox: {max_cpu_s: 2}}"
+    try:
+        try_sandbox(loads(f"reward: {config}"), print)
+    except UserError as error:
+        pytest.skip(str(error))
+    rows = [{"input": f"{number}+1=", "label": [{"call": "2 + 3", "result": 5}]} for number in range(4)]
+    (task / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    start(loads(rl_yaml(task, reward=config), ["log.samples_every=1", "log.samples_per_step=16"]))
+    samples = read_lines(task / "runs" / "run" / "samples.jsonl")
+    assert {sample["reward"] for sample in samples} == {0.0, 1.0}
+    assert all(sample["extra"] == {"code": sample["reward"]} for sample in samples)

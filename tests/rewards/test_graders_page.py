@@ -13,6 +13,8 @@ from hotseat.config import loads
 from hotseat.errors import UserError
 from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.rewards import Graders, RewardFunction, Sandbox, SandboxSettings, Score
+from hotseat.rewards._worker import load, plain
+from hotseat.rewards.answers import read_answer
 from hotseat.types import Failed
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +114,10 @@ def test_the_example_for_conversations(tmp_path, monkeypatch):
     monkeypatch.setenv("QUALITY_MODEL", str(tmp_path / "classifier"))
     kind = "Of course, I am happy to help you, thank you for this great question, please ask again"
     rude = "You stupid idiot, I hate this, shut up, it is boring and useless, so go away, whatever"
-    found = scored(RewardFunction(EXAMPLES / "reward_func_conversation.py", retries=0), [kind, rude, "thank you"], None)
+    # Loaded as a worker process does, but in this one, which has imported transformers already.
+    reward_func = load(str(EXAMPLES / "reward_func_conversation.py"), "reward_func")
+    answers = [kind, rude, "thank you"]
+    found = read_answer(plain(reward_func([f"Q:{each}" for each in answers], ["Q:"] * 3, [None] * 3)), 3)
     assert found[0].reward > 0.9
     assert found[1].reward < 0.1
     assert 0.4 < found[2].reward < 0.5  # kind, and short
