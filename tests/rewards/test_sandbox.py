@@ -1,6 +1,7 @@
 """Generated code in the sandbox: attacks end, gain nothing and leave nothing; its own failures are told apart."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -247,6 +248,31 @@ def users_of_python(pids: set[int]) -> set[int]:
             if Path(f"/proc/{pid}/comm").read_text().startswith("python"):
                 users.add(os.stat(f"/proc/{pid}/task").st_uid)
     return users
+
+
+@pytest.mark.slow
+def test_without_the_rights_of_root_a_user_namespace_does_the_same(monkeypatch):
+    """Root without CAP_SYS_ADMIN, as in most containers; other users always run the sandbox in this way."""
+    if os.geteuid() != 0 or not Path("/usr/bin/python3").exists():
+        pytest.skip("needs root, and an interpreter that every user can read")
+    monkeypatch.setattr(sandbox_module, "_has_capability", lambda number: False)
+    unprivileged = Sandbox(dataclasses.replace(TIGHT, python="/usr/bin/python3"))
+    try:
+        unprivileged.probe()
+    except UserError as error:
+        pytest.skip(str(error))
+    assert grade_code(unprivileged, WRITES_A_SUM, TESTS) == 1.0
+    for name in (
+        "10 GB in many processes",
+        "1,000 processes",
+        "becoming root",
+        "new namespaces",
+        "a process left behind",
+    ):
+        program, end, code = ATTACKS[name]
+        before = set(descendants())
+        assert unprivileged.run(program) == Run(end, code, b"")
+        assert set(descendants()) <= before
 
 
 @pytest.mark.slow
