@@ -44,7 +44,7 @@ def test_openrlhfs_page_lists_every_flag_that_is_not_built():
 def test_options_mark_everything_that_is_not_built():
     marked = {option["key"] for option in options("") if option["not_built"]}
     assert marked >= {key for key in valid_keys() if feature_of(key)}
-    assert marked >= {"reward.url", "rollout.generate_batch_size", "env.enable_offload"}
+    assert marked >= {"data.image_key", "rollout.generate_batch_size", "env.enable_offload"}
 
 
 def test_no_error_recommends_what_is_not_built():

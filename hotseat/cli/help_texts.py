@@ -26,7 +26,8 @@ first steps:
   hotseat run rl.yaml name=hot rollout.temperature=1.2    the same with another setting, in runs/hot
 
 `hotseat COMMAND --help` describes a command. Configs are YAML; `hotseat options` lists every key.
-OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm and train_dpo.
+OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm,
+train_dpo and serve_rm.
 
 {EXIT_CODES}"""
 
@@ -71,6 +72,13 @@ the run is still training.""",
     "demo": """\
 example:
   hotseat demo --dir runs/demo                  about two minutes on two CPU cores""",
+    "serve-rm": """\
+examples:
+  hotseat serve-rm reward_model                 then reward.url=http://127.0.0.1:5000/get_reward in a run
+  HOTSEAT_REWARD_TOKEN=... hotseat serve-rm reward_model --host 0.0.0.0 --port 8000
+
+It answers OpenRLHF's requests (query, prompts, labels) and scores the texts of concurrent ones together. GET /health
+and GET /metrics (Prometheus) tell how it is. Ctrl-C or SIGTERM stops it once the open requests are answered.""",
     "plan": f"""\
 examples:
   hotseat plan rl.yaml --inventory 1x8xH100-80G

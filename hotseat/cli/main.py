@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hotseat import __version__, clock
-from hotseat.cli import completion, help_texts, new
+from hotseat.cli import completion, help_texts, new, serving
 from hotseat.cli.stopping import interrupted_by_sigterm, last_words
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
@@ -109,6 +109,10 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
     )
     demo.add_argument("--seed", type=int, default=0, help="the same seed gives the same curve (default: %(default)s)")
+
+    serving.add_arguments(
+        _command(commands, "serve-rm", serving.run_serve_rm, "serve a reward model by HTTP, for runs with reward.url")
+    )
 
     plan = _command(commands, "plan", _plan, "show where roles go, what is on which device when, and whether it fits")
     _takes_config(plan)

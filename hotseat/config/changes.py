@@ -86,6 +86,8 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             "train.on_spike",
             "reward.timeout_s",
             "reward.retries",
+            "reward.url",
+            "reward.max_open_requests",
             "reward.trial_timeout_s",
             "reward.max_failed_fraction",
             "reward.max_memory_gib",

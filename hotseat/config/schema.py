@@ -239,7 +239,7 @@ class RewardConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     """Where the grader `code` runs generated code, and with which limits."""
     url: str | list[str] | None = None
-    """HTTP endpoint, or several, that score samples."""
+    """Address of a reward server, or of several that share the work (OpenRLHF's protocol)."""
     model: str | None = None
     """Checkpoint of a reward model."""
     shape: dict[str, Any] | None = None
@@ -258,10 +258,12 @@ class RewardConfig(Section):
     """DAPO's penalty on answers close to the length limit."""
     truncation_penalty: Annotated[float, Field(le=1)] | None = None
     """Reward of an answer that did not end by itself: 0 to 1 multiplies it, below 0 replaces it; unset keeps it."""
-    timeout_s: Seconds = 60.0
-    """Longest that scoring one group may take."""
-    retries: NotNegative = 2
-    """Further attempts after a failed one."""
+    timeout_s: Seconds | None = None
+    """Longest that an attempt to score a group may take; unset is 60, with `url` 180."""
+    retries: NotNegative | None = None
+    """Further attempts after a failed one; unset is 2, with `url` 4."""
+    max_open_requests: Positive = 64
+    """Groups that a rollout host has scored by the servers of `url` at a time, one request each."""
     max_memory_gib: Annotated[float, Field(gt=0)] | None = 8.0
     """Memory that the process of a reward function may take for its data; unset is no bound."""
     trial_timeout_s: Amount = 10.0

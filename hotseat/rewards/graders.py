@@ -22,7 +22,7 @@ from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Tas
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function import RewardFunction
+from hotseat.rewards.scorer import Scorer
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
 
 _FILE = Path(__file__).with_name("_grading.py")
@@ -84,7 +84,7 @@ def _schema_problem(grader: Grader) -> str | None:
 class Graders:
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
-    A `function` scores beside them, with weight 1. The constructor starts everything once: a missing package, or a
+    A `function`, or servers, score beside them, with weight 1. The constructor starts everything once: a missing package, or a
     sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a process each, which
     is ended and replaced if it does not answer in time. Generated code runs in the sandbox, `max_concurrent` programs
     at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the reason.
@@ -98,7 +98,7 @@ class Graders:
         graders: Sequence[Grader],
         *,
         sandbox: SandboxSettings | None = None,
-        function: RewardFunction | None = None,
+        function: Scorer | None = None,
         max_memory_bytes: int | None = None,
     ):
         self._texts = [grader for grader in graders if grader.kind in _FUNCTIONS]

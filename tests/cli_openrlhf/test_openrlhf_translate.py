@@ -275,15 +275,15 @@ def test_an_empty_variable_is_none():
 def test_rewards_come_from_a_file_a_server_or_several():
     assert split("--remote_rm_url ./r.py").config.reward.function == "./r.py"
     one = split("--remote_rm_url http://h:5000/get_reward").config.reward
-    assert (one.url, one.timeout_s, one.retries) == ("http://h:5000/get_reward", 180.0, 4)
+    assert (one.url, one.timeout_s, one.retries) == ("http://h:5000/get_reward", None, None)  # 180 s, five attempts
     assert split("--remote_rm_url http://a,https://b").config.reward.url == ["http://a", "https://b"]
 
 
 @pytest.mark.parametrize("url", ["host:5000", "a.py,b.py", "a.py,http://h"])
 def test_a_reward_that_is_neither_is_refused(url):
     assert refused(f"--remote_rm_url {url}") == [
-        f"--remote_rm_url: given {url!r}, must be one .py file (http:// addresses joined by commas are understood, but"
-        " reward servers are not part of this version)"
+        f"--remote_rm_url: given {url!r}, must be one .py file, or addresses that begin with http:// or https://,"
+        " joined by commas"
     ]
 
 

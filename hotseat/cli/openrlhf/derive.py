@@ -21,7 +21,6 @@ VARIABLES_WITHOUT_EFFECT = {
 }
 TASKS_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
 WANDB_VARIABLE = "WANDB_API_KEY"
-REMOTE_TIMEOUT_S, REMOTE_RETRIES = 180.0, 4  # OpenRLHF tries a reward server five times, three minutes each
 
 
 @dataclass
@@ -271,14 +270,13 @@ def _reward(draft: ConfigDraft) -> None:
     places = [place.strip() for place in line[source].split(",")]
     if all(place.startswith(("http://", "https://")) for place in places):
         fields["reward.url"] = places[0] if len(places) == 1 else places
-        fields["reward.timeout_s"], fields["reward.retries"] = REMOTE_TIMEOUT_S, REMOTE_RETRIES
     elif len(places) == 1 and places[0].endswith(".py"):
         fields["reward.function"] = places[0]
     else:
         draft.refuse(
             source,
-            f"given {line[source]!r}, must be one .py file (http:// addresses joined by commas are understood, but"
-            " reward servers are not part of this version)",
+            f"given {line[source]!r}, must be one .py file, or addresses that begin with http:// or https://, joined by"
+            " commas",
         )
 
 

@@ -14,6 +14,7 @@ from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
+from hotseat.config.urls import as_list
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
@@ -28,6 +29,7 @@ from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWork
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
+from hotseat.rewards.addresses import bearer_token
 
 M = TypeVar("M", bound=Movable)
 
@@ -170,6 +172,7 @@ def _trainers(config: Config) -> dict[str, type[ModelWorker]]:
 
 def _host_settings(config: Config, spool: Path) -> HostSettings:
     assert config.actor.model is not None
+    timeout_s, retries = settings.reward_limits(config)
     return HostSettings(
         tokenizer=config.actor.model,
         run_seed=config.seed,
@@ -180,9 +183,12 @@ def _host_settings(config: Config, spool: Path) -> HostSettings:
         episode_timeout_s=config.agent.timeout_s,
         reward=config.reward.function,
         eval_reward=config.eval.reward,
-        reward_timeout_s=config.reward.timeout_s,
-        reward_retries=config.reward.retries,
+        reward_timeout_s=timeout_s,
+        reward_retries=retries,
         reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
+        reward_urls=tuple(as_list(config.reward.url)),
+        reward_token=bearer_token() if config.reward.url is not None else None,
+        reward_max_open=config.reward.max_open_requests,
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,

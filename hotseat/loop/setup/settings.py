@@ -28,6 +28,8 @@ from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import TransportPlan, choose_transports
 
+# Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
+FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 REFERENCE_FOLDER = "reference_log_probs"  # beside the runs, which share it
 
 
@@ -124,6 +126,16 @@ def reward_options(config: Config) -> TrainOptions:
         train_options(config, 0, is_trained=False),
         head="value",
         value_head_prefix=config.reward.value_head_prefix,
+    )
+
+
+def reward_limits(config: Config) -> tuple[float, int]:
+    """Return the deadline of an attempt to score a group, and the number of further attempts."""
+    timeout_s, retries = SERVER_LIMITS if config.reward.url is not None else FUNCTION_LIMITS
+    reward = config.reward
+    return (
+        timeout_s if reward.timeout_s is None else reward.timeout_s,
+        retries if reward.retries is None else reward.retries,
     )
 
 

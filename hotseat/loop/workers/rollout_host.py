@@ -10,7 +10,7 @@ import math
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.spool import Finished, Spool
-from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score
+from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
 from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
@@ -45,6 +45,9 @@ class HostSettings:
     reward_timeout_s: float
     reward_retries: int
     reward_max_bytes: int | None
+    reward_urls: tuple[str, ...] = ()  # servers that score instead of the function `reward`
+    reward_token: str | None = field(default=None, repr=False)  # for them
+    reward_max_open: int = 64  # requests to them at a time
     eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
@@ -68,7 +71,7 @@ class RolloutHost:
         )
         self._settings = settings
         self._agents: AgentHost | None = None
-        self._reward = _reward(settings)
+        self._reward = _run_scorer(settings)
         self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
@@ -278,9 +281,9 @@ class RolloutHost:
                 self._current.collecting.close()
         if self._agents is not None:
             self._agents.close()
-        for function in (self._reward, self._eval_reward):
-            if function is not None:
-                function.close()
+        for scorer in (self._reward, self._eval_reward):
+            if scorer is not None:
+                scorer.close()
 
     def _seed_agents(self, jobs: Sequence[Job]) -> None:
         """Seed the global generators, so that agents that use them in the same order draw the same after a resume."""
@@ -356,16 +359,31 @@ def _versions(episode: Episode) -> tuple[int, int]:
     return int(versions.min()), int(versions.max())
 
 
-def _reward(settings: HostSettings) -> RewardFunction | Graders | None:
-    function = None if settings.reward is None else _reward_function(settings.reward, settings)
+def _run_scorer(settings: HostSettings) -> Scorer | None:
+    """Return what scores the samples to learn from, and evaluations without a reward of their own."""
+    scorer = _function_or_servers(settings)
     if not settings.graders:
-        return function
+        return scorer
     return Graders(
         settings.graders,
         sandbox=settings.sandbox,
-        function=function,
+        function=scorer,
         max_memory_bytes=settings.reward_max_bytes,
     )
+
+
+def _function_or_servers(settings: HostSettings) -> Scorer | None:
+    if settings.reward_urls:
+        from hotseat.rewards.service import RewardService
+
+        return RewardService(
+            settings.reward_urls,
+            timeout_s=settings.reward_timeout_s,
+            retries=settings.reward_retries,
+            max_open=settings.reward_max_open,
+            token=settings.reward_token,
+        )
+    return None if settings.reward is None else _reward_function(settings.reward, settings)
 
 
 def _reward_function(path: str, settings: HostSettings) -> RewardFunction:
