@@ -16,6 +16,7 @@ class Server:
     num_open: int = 0  # requests without an answer yet
     num_failures: int = 0  # in a row
     is_reachable: bool = True
+    away_since_s: float | None = None  # since then it could not be reached, as far as requests have tried
     rests_until_s: float = 0.0  # others are preferred until then
     last_use: int = 0  # number of the request, over all servers
     problem: str = ""  # of the last failure
@@ -46,11 +47,23 @@ class Servers:
         chosen.num_open += 1
         return chosen
 
+    @property
+    def away_since_s(self) -> float | None:
+        """The time since which no server could be reached; None if one can, or nothing has tried."""
+        times = [each.away_since_s for each in self.all]
+        return None if None in times else max(time for time in times if time is not None)
+
+    def begin(self) -> None:
+        """Count anew how long servers are away: nothing has tried them for a while."""
+        for each in self.all:
+            each.away_since_s = None
+
     def answered(self, server: Server) -> None:
         """Note that a request was answered."""
         server.num_open -= 1
         server.num_failures = 0
         server.is_reachable = True
+        server.away_since_s = None
         server.rests_until_s = 0.0
         server.problem = ""
 
@@ -73,6 +86,7 @@ class Servers:
     def _note_failure(self, server: Server, now_s: float, problem: str, *, is_reachable: bool) -> None:
         server.num_open -= 1
         server.is_reachable = is_reachable
+        server.away_since_s = None if is_reachable else now_s if server.away_since_s is None else server.away_since_s
         server.problem = problem
         server.rests_until_s = now_s + min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**server.num_failures)
         server.num_failures = min(server.num_failures + 1, 30)

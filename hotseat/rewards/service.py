@@ -101,6 +101,7 @@ class RewardService:
         self._random = random.Random()  # not the global one, which agents draw from
         self._lock = threading.Lock()
         self._is_closed = False
+        self._num_jobs = 0  # that have no result yet
         started: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=self._serve, args=(started,), name="reward-service", daemon=True)
         self._thread.start()
@@ -168,6 +169,9 @@ class RewardService:
         """Score a job, and give the result to its future, whatever happens."""
         if not job.future.set_running_or_notify_cancel():
             return
+        if self._num_jobs == 0:
+            self._servers.begin()
+        self._num_jobs += 1
         try:
             async with self._places:
                 samples = await self._score(job)
@@ -178,28 +182,30 @@ class RewardService:
             job.future.set_exception(error)
         else:
             job.future.set_result(samples)
+        finally:
+            self._num_jobs -= 1
 
     async def _score(self, job: _Job) -> list[Score | Failed]:
         """Ask servers until one answers, or the attempts or the time to wait for one are used up."""
         num_attempts, problem = 0, ""
         last: Server | None = None
-        waits_since_s: float | None = None  # the request has not been taken since then
+        busy_since_s: float | None = None
         while True:
             now_s = self._loop.time()
+            # All requests have waited as long as the first: a server that is away for good is found out once.
+            waits_since_s = self._servers.away_since_s if busy_since_s is None else busy_since_s
             if waits_since_s is not None and now_s - waits_since_s >= self.timeout_s:
-                return self._failed(job, f"{self._servers.problems() or problem} (tried for {self.timeout_s:g} s)")
+                return self._failed(job, f"{problem or self._servers.problems()} (tried for {self.timeout_s:g} s)")
             server = self._servers.choose(now_s, last)
             if server is None:
-                waits_since_s = now_s if waits_since_s is None else waits_since_s
                 await asyncio.sleep(_LOOK_EVERY_S)
                 continue
             try:
                 samples = await self._ask(server.url, job)
             except _Unreachable as error:
-                waits_since_s = now_s if waits_since_s is None else waits_since_s
                 self._note_failure(server, str(error), is_reachable=False)
             except _Busy as error:
-                waits_since_s = now_s if waits_since_s is None else waits_since_s
+                busy_since_s = now_s if busy_since_s is None else busy_since_s
                 self._servers.released(server)
                 problem = f"{server.url}: {error}"
                 await asyncio.sleep(max(error.after_s, self._pause_s(1)))
@@ -207,7 +213,7 @@ class RewardService:
                 self._servers.answered(server)
                 return self._failed(job, f"{server.url}: {error}")
             except (_Broken, BadAnswer) as error:
-                waits_since_s, last = None, server
+                busy_since_s, last, problem = None, server, ""
                 self._note_failure(server, str(error), is_reachable=True)
                 num_attempts += 1
                 if num_attempts > self.retries:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -410,6 +411,14 @@ def test_openrlhfs_default_address_is_answered_with_what_to_set(folder, capsys, 
     assert "--load_in_4bit is not part of this version" in capsys.readouterr().err
     assert serve_rm.main(["--reward_pretrain", "m", "--use_ms"]) == 2
     assert "--use_ms is not part of this version" in capsys.readouterr().err
+
+
+def test_the_page_has_every_flag_of_serve_rm():
+    page = (Path(__file__).parents[2] / "docs" / "openrlhf.md").read_text()
+    table = page.partition("## `serve_rm`")[2].partition("## Every flag")[0]
+    listed = set(re.findall(r"`(--[\w.]+)`", table))
+    flags = {flag for action in serve_rm.make_parser()._actions for flag in action.option_strings}
+    assert flags - {"-h", "--help"} == listed
 
 
 def test_wrong_arguments_are_refused_before_a_model_loads(capsys):

@@ -346,6 +346,26 @@ def test_a_server_that_cannot_be_reached_is_tried_by_one_request_at_a_time():
     assert a.rests_until_s == 109 + 5
 
 
+def test_servers_are_away_since_the_last_of_them_could_be_reached():
+    servers = Servers(["a", "b"])
+    a, b = servers.all
+    a.num_open, b.num_open = 2, 2
+    servers.unreachable(a, 1.0, "refused")
+    assert servers.away_since_s is None
+    servers.unreachable(b, 2.0, "refused")
+    servers.unreachable(a, 3.0, "refused")
+    assert servers.away_since_s == 2.0
+    servers.begin()  # after a pause, in which one of them may have come back
+    assert servers.away_since_s is None
+    servers.unreachable(b, 9.0, "refused")
+    a.num_open += 1
+    servers.unreachable(a, 10.0, "refused")
+    assert servers.away_since_s == 10.0
+    servers.choose(100.0)
+    servers.answered(a)
+    assert servers.away_since_s is None
+
+
 def test_with_no_other_a_server_that_fails_is_asked_and_one_that_is_down_is_not():
     servers = Servers(["a"])
     [a] = servers.all
