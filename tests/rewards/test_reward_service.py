@@ -12,11 +12,11 @@ from aiohttp import web
 from reward_servers import WAIT_S, FakeServer, HeldPort, sevens
 
 from hotseat.errors import RunError, UserError
+from hotseat.failed import Failed
 from hotseat.rewards import Score
 from hotseat.rewards._servers import Servers
 from hotseat.rewards.addresses import TOKEN, bearer_token, connect_problems
 from hotseat.rewards.service import RewardService
-from hotseat.types import Failed
 
 SHORT_S = 0.2  # of what is to be waited for in vain
 
