@@ -18,7 +18,8 @@ from hotseat.rewards._servers import Servers
 from hotseat.rewards.addresses import TOKEN, bearer_token, connect_problems
 from hotseat.rewards.service import RewardService
 
-SHORT_S = 0.2  # of what is to be waited for in vain
+SHORT_S = 0.2  # of what is waited for in vain
+LONGER_S = 3.0  # likewise, where other requests have to be answered within it
 
 
 @pytest.fixture
@@ -142,11 +143,11 @@ def test_a_server_in_a_process_of_its_own(client):
     try:
         url = process.stdout.readline().strip()
         assert not connect_problems([url], WAIT_S)
-        service = client(type("At", (), {"url": url}), timeout_s=SHORT_S)
-        assert score(service) == [Score(1.0, 1.0), Score(2.0, 2.0)]
+        at = type("At", (), {"url": url})
+        assert score(client(at)) == [Score(1.0, 1.0), Score(2.0, 2.0)]
         process.kill()
         process.wait()
-        [reason] = reasons(score(service))
+        [reason] = reasons(score(client(at, timeout_s=SHORT_S)))
         assert reason.startswith(f"reward server {url}: ")
     finally:
         process.kill()
@@ -181,7 +182,7 @@ def test_a_server_that_is_down_for_ever_is_waited_for_as_long_as_an_attempt_may_
     """Scenario 27."""
     opened.append(HeldPort())
     [reason] = reasons(score(client(opened[0], timeout_s=SHORT_S, retries=4)))
-    assert reason.startswith(f"reward server {opened[0].url}: cannot be reached: ")
+    assert reason.startswith(f"reward server {opened[0].url}: ")
     assert reason.endswith(f" (tried for {SHORT_S:g} s); samples 0/0/0, 0/0/1")
 
 
@@ -197,6 +198,7 @@ def test_a_server_that_starts_or_is_busy_is_waited_for_and_costs_no_attempt(serv
     assert reason == f"reward server {busy.url}: status 429: later (tried for {SHORT_S:g} s); samples 0/0/0, 0/0/1"
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_holds_up_no_other_group(server, client):
     """Scenario 28: the deadline is that of the request, and others are answered meanwhile."""
 
@@ -205,7 +207,7 @@ def test_a_server_that_hangs_holds_up_no_other_group(server, client):
         return {}
 
     one = server(lambda number, message: hang() if message["query"][0].startswith("3+") else sevens(message))
-    service = client(one, timeout_s=SHORT_S)
+    service = client(one, timeout_s=LONGER_S)
     futures = [submit(service, number) for number in range(8)]
     for number, future in enumerate(futures):
         samples = future.result(WAIT_S)
@@ -213,7 +215,7 @@ def test_a_server_that_hangs_holds_up_no_other_group(server, client):
             assert samples == [Score(1.0, 1.0), Score(2.0, 2.0)]
         else:
             assert reasons(samples) == {
-                f"reward server {one.url}: no answer within {SHORT_S:g} s (1 attempt); samples 0/3/0, 0/3/1"
+                f"reward server {one.url}: no answer within {LONGER_S:g} s (1 attempt); samples 0/3/0, 0/3/1"
             }
 
 
