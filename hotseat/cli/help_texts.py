@@ -58,6 +58,14 @@ examples:
 
 KEY=VALUE is written as for `hotseat run`; without any, the run ends as if it had never been interrupted.
 """,
+    "replay": """\
+examples:
+  hotseat replay runs/rl-1                      the same weights, bit for bit, in runs/rl-1-replay-1
+  hotseat replay runs/rl-1 algorithm.clip_low=0.1
+
+For debugging: groups come from RUN_DIR/rollouts in the recorded order, so nothing is sampled, scored or evaluated. Exit
+code 1: the weights at its end are not those of the recorded run.
+""",
     "ledger": """\
 examples:
   hotseat ledger runs/rl-1

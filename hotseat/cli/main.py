@@ -94,6 +94,12 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
 
+    replay = _command(commands, "replay", _replay, "train a recorded run again from its kept groups, without engines")
+    replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
+    replay.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that are to differ from the run's"
+    )
+
     ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or show the history of one")
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     ledger.add_argument("--sample", metavar="PASS/PROMPT/SAMPLE", help="only this one, such as 0/17/3")
@@ -225,6 +231,14 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     start(config)
     return OK
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hotseat.cli.replay import run_replay
+
+    return run_replay(Path(arguments.run_dir), arguments.overrides)
 
 
 def _ledger(arguments: argparse.Namespace) -> int:

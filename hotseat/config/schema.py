@@ -668,6 +668,8 @@ class LogConfig(Section):
     """Steps between recordings of samples; the first step is always recorded."""
     samples_per_step: NotNegative = 8
     """Samples recorded in such a step, with values for every token, and as many of those that were dropped."""
+    keep_rollouts: bool = False
+    """Keep all groups in `rollouts`, for `hotseat replay`: 17 bytes for each token, and the texts."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
 

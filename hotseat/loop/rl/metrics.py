@@ -57,7 +57,9 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 
 
 def push_metrics(pushed: PushReport) -> dict[str, float]:
-    """Return version, size and times of a push."""
+    """Return version, size and times of a push. A replay, which has no engines, moves nothing."""
+    if pushed.num_buckets == 0:
+        return {"version": float(pushed.version)}
     return {
         "version": float(pushed.version),
         "sync/gb": pushed.num_bytes / 1e9,

@@ -49,7 +49,7 @@ class Collecting:
         self._agents = agents
         self._scoring = scoring
         self._reach = reach
-        self._done: SimpleQueue[tuple[OpenGroup, int | None, Future[Any]] | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[OpenGroup, int | None, Future[Any]] | RunError] = SimpleQueue()
 
     def add(self, jobs: Sequence[Job], sampling: Sampling) -> None:
         """Start the episodes of jobs. Returns at once."""
@@ -64,12 +64,12 @@ class Collecting:
     def next(self) -> tuple[OpenGroup, list[Score | Failed] | None]:
         """Wait for the next complete group: return it and the scores of its episodes, None if a model scores them.
 
-        Raises what an engine or a scorer raised, and `RunError` after `close`.
+        Raises what an engine or a scorer raised, and what `interrupt` was called with.
         """
         while True:
             item = self._done.get()
-            if item is None:
-                raise RunError("the rollout host is closed")
+            if isinstance(item, RunError):
+                raise item
             group, sample, future = item
             if sample is None:
                 return group, future.result()
@@ -84,9 +84,9 @@ class Collecting:
                 self._report(group, None, _score(group, self._scoring.scorer))
                 self._reach("scoring.during")
 
-    def close(self) -> None:
-        """End `next`, after what was complete before."""
-        self._done.put(None)
+    def interrupt(self, reason: RunError) -> None:
+        """Have `next` raise this once, after it has returned what is complete already."""
+        self._done.put(reason)
 
     def _report(self, group: OpenGroup, sample: int | None, future: Future[Any]) -> None:
         future.add_done_callback(lambda future: self._done.put((group, sample, future)))
