@@ -372,6 +372,12 @@ class FakeArrivals:
     def taken(self, step: int, batch: Any) -> None:
         self.batches[step] = batch
 
+    def begun(self, version: int, keys: Sequence[GroupKey]) -> None: ...
+
+    def arrived(self, facts: GroupFacts, reason: str | None) -> None: ...
+
+    def trained(self, version: int) -> None: ...
+
     def restored(self, step: int, state: Any) -> None:
         self.batches = {taken: batch for taken, batch in self.batches.items() if taken <= step}
 

@@ -215,7 +215,11 @@ def episodes_per_engine(config: Config) -> int:
     return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
 
 
-def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
+def policy_settings(
+    config: Config, optimizer_steps: int, kl_coefficient: float, version: int | None = None
+) -> PolicySettings:
+    """Return how the actor learns from a rollout. version: of the weights that learn, to measure the lag of tokens."""
+    version = version if config.overlap.staleness > 0 else None
     algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
     kind = correction_kind(config)
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
@@ -232,6 +236,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
             ratio_to="rollout" if kind == "rollout-ratio" else "old",
+            max_lag=0 if version is None else config.overlap.staleness,
         ),
         advantages=AdvantageSettings(
             estimator=algorithm.estimator,
@@ -255,6 +260,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         train=train_batches(config),
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
+        version=version,
     )
 
 

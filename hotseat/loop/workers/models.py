@@ -39,6 +39,7 @@ from hotseat.loop.workers.experience import (
     weighted,
     with_advantages,
     with_fields,
+    with_lags,
 )
 from hotseat.loop.workers.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.workers.proof import Canary, Proof
@@ -97,6 +98,7 @@ class PolicySettings:
     score: BatchSettings
     train: BatchSettings
     learns_from_every_sample: bool = False  # also from samples whose loss has no gradient
+    version: int | None = None  # of the weights that learn, to measure how old samples are; None: they are not
 
 
 class BackendWorker:
@@ -301,6 +303,8 @@ class ActorWorker(ModelWorker):
         """
         groups = groups_of(shares)
         batch = flatten(groups)
+        if settings.version is not None:
+            batch = with_lags(groups, batch, settings.version)
         if reference:
             batch = with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
         if settings.needs_old_log_probs:
