@@ -464,13 +464,6 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 " (reward.value_head_prefix) and would be lost: set both alike, or critic.model",
             )
         )
-    if rollout.generate_batch_size is not None and rollout.generate_batch_size < rollout.batch_size:
-        problems.append(
-            (
-                "rollout.generate_batch_size",
-                f"{rollout.generate_batch_size} is below rollout.batch_size, {rollout.batch_size}",
-            )
-        )
     if rollout.max_new_tokens is not None and rollout.max_new_tokens >= data.max_length:
         problems.append(
             (

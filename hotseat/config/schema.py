@@ -288,8 +288,6 @@ class RolloutConfig(Section):
     """Prompts per step."""
     samples_per_prompt: Positive = 1
     """Answers sampled for each prompt, which form its group."""
-    generate_batch_size: Positive | None = None
-    """Prompts kept in flight, to have enough after filtering; unset is `batch_size`."""
     micro_batch_size: Positive | Literal["auto"] = "auto"
     """Samples per rank in one forward when log-probs are computed; `auto`: as many tokens as fit on the device."""
     max_tokens_per_device: Positive | None = None

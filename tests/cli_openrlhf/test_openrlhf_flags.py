@@ -118,6 +118,7 @@ WITHOUT_A_FLAG = {
     "eval.reward",
     "flow",
     "inference.enable_offload",
+    "log.keep_rollouts",
     "log.samples_every",
     "log.samples_per_step",
     "name",
@@ -266,7 +267,7 @@ def test_the_table_is_for_users():
     assert not [name for name, meaning in rows.items() if "hotseat/" in meaning]
     assert rows["--lora_rank"] == "Rank of the adapters; 0 trains all weights. |"
     assert rows["--remote_rm_url"].endswith("or the address of a reward server. |")
-    assert rows["--vllm_generate_batch_size"] == "not built yet: sampling more prompts than a step needs |"
+    assert rows["--full_determinism"].startswith("not built yet: deterministic kernels")
     assert rows["--flash_attn"].startswith("no effect: ")
     assert rows["--local_rank"] == "set by `deepspeed` and `torchrun` for each process |"
     assert all(meaning.strip(" |") for meaning in rows.values())

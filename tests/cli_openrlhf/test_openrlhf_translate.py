@@ -378,10 +378,23 @@ def test_packing_is_off_unless_something_asks_for_it():
 
 
 def test_more_prompts_in_flight_than_a_batch_has():
-    assert split("--vllm_generate_batch_size 2048").config.rollout.generate_batch_size == 2048
-    assert split("--vllm_generate_batch_size 1024").config.rollout.generate_batch_size is None
+    """Prompts for two batches at a time, with two such in the queue: four batches ahead, trained beside two others."""
+
+    def ahead(text: str) -> tuple[int, int]:
+        overlap = split(f"--async_train --vllm_num_engines 2 {text}").config.overlap
+        assert overlap.queue is not None
+        return overlap.queue, overlap.staleness
+
+    assert ahead("--vllm_generate_batch_size 1024") == ahead("") == (0, 1)
+    assert ahead("--vllm_generate_batch_size 2048") == ahead("--vllm_generate_batch_size 1500") == (1, 3)
+    assert ahead("--vllm_generate_batch_size 2048 --async_queue_size 2") == (3, 5)
+    assert split("--vllm_generate_batch_size 1024").config.overlap.staleness == 0
     assert refused("--vllm_generate_batch_size 8") == [
         "--vllm_generate_batch_size: 8 is below --rollout_batch_size, 1024"
+    ]
+    assert refused("--vllm_generate_batch_size 2048") == [
+        "--vllm_generate_batch_size: 2048 is above --rollout_batch_size, 1024: sampling ahead of training takes"
+        " --async_train"
     ]
 
 

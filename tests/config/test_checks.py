@@ -228,7 +228,6 @@ def test_every_rule_speaks_of_keys_that_exist():
             "algorithm: {estimator: gae}\nreward: {model: m, value_head_prefix: value_head}",
             "'score', but the critic begins as reward.model, whose head is called 'value_head'",
         ),
-        ("rollout: {batch_size: 8, generate_batch_size: 4}", "4 is below rollout.batch_size, 8"),
         ("rollout: {max_new_tokens: 64}\ndata: {max_length: 64}", "leaves no room for a prompt"),
     ],
 )
