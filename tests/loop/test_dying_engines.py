@@ -22,7 +22,7 @@ TWO_ENGINES = "{runtime: local, inventory: 1x3, component_placement: {actor: 0, 
 
 
 class Engines(_local.LocalGroup):
-    """Engines that record their requests. The last one dies at its `fatal`-th fetch, with requests in flight.
+    """Engines that record their requests. The last one dies in a fetch from its `fatal`-th on, with requests in flight.
 
     From then on every call to it fails, as do those under way, until it is restarted.
     """
@@ -33,6 +33,7 @@ class Engines(_local.LocalGroup):
         self.submitted: list[tuple[int, str]] = []  # the rank, and the sample and turn
         self.log: list[str] = []
         self._num_fetches = 0
+        self._num_open = 0  # requests that the last engine has, and has not answered
         self._lock = threading.Lock()
         super().__init__(launch, rank_env)
 
@@ -49,6 +50,9 @@ class Engines(_local.LocalGroup):
         self._raise_if_dead(rank)
         result = super()._run(rank, method, args, *more, **kwargs)
         self._raise_if_dead(rank)
+        if method == "fetch" and rank == len(self.ranks) - 1:
+            with self._lock:
+                self._num_open -= len(result)
         return result
 
     def _record(self, rank: int, method: str, args: tuple) -> None:
@@ -56,11 +60,13 @@ class Engines(_local.LocalGroup):
             return
         if method == "submit":
             self.submitted += [(rank, each.id.partition("#")[0]) for each in args[1]]
+            self._num_open += len(args[1]) if rank == len(self.ranks) - 1 else 0
         if method in ("submit", "finish_load"):
             self.log.append(f"{method} {rank}")
         if method == "fetch" and rank == len(self.ranks) - 1:
             self._num_fetches += 1
-            if self._num_fetches == self.fatal:
+            if self.fatal and self._num_fetches >= self.fatal and self._num_open > 0:
+                self.fatal = 0
                 self.dead.add(rank)
                 self.log.append("died")
 
