@@ -22,8 +22,8 @@ from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Tas
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.scorer import Scorer
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
+from hotseat.rewards.scorer import Scorer
 
 _FILE = Path(__file__).with_name("_grading.py")
 # Function in _grading.py for each kind that compares text.

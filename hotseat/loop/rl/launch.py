@@ -86,7 +86,16 @@ def launch_groups(
     host = _host_settings(place.config, run_dir)
     if recording is not None:
         folder = str(recording.folder.absolute())
-        host = replace(host, agent=None, reward=None, eval_reward=None, graders=(), spool=folder, kept_rollouts=folder)
+        host = replace(
+            host,
+            agent=None,
+            reward=None,
+            eval_reward=None,
+            reward_urls=(),
+            graders=(),
+            spool=folder,
+            kept_rollouts=folder,
+        )
         engine = None
     with closing(Readiness(journal.progress)) as readiness:
         groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
