@@ -85,9 +85,10 @@ class Graders:
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
     A `function`, or servers, score beside them, with weight 1. The constructor starts everything once: a missing
-    package, or a sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a process each, which
-    is ended and replaced if it does not answer in time. Generated code runs in the sandbox, `max_concurrent` programs
-    at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the reason.
+    package, or a sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a
+    process each, which is ended and replaced if it does not answer in time. Generated code runs in the sandbox,
+    `max_concurrent` programs at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the
+    reason.
 
     One thread takes groups in the order of `submit` and has their texts judged; threads of a pool wait for the sandbox.
     `close` wakes all of them.

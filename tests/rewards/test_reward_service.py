@@ -13,7 +13,7 @@ from reward_servers import WAIT_S, FakeServer, HeldPort, sevens
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed
-from hotseat.rewards import Score
+from hotseat.rewards import Grader, Graders, Score, Scorer
 from hotseat.rewards._servers import Servers
 from hotseat.rewards.addresses import TOKEN, bearer_token, connect_problems
 from hotseat.rewards.service import RewardService
@@ -54,7 +54,7 @@ def client(opened):
     return make
 
 
-def submit(service: RewardService, number: int = 0, answers: tuple[str, ...] = ("7", "77")) -> Future:
+def submit(service: Scorer, number: int = 0, answers: tuple[str, ...] = ("7", "77")) -> Future:
     size = len(answers)
     ids = [f"0/{number}/{sample}" for sample in range(size)]
     return service.submit(
@@ -153,6 +153,17 @@ def test_a_server_in_a_process_of_its_own(client):
         process.kill()
         process.stdout.close()
         process.wait()
+
+
+@pytest.mark.slow
+def test_graders_are_added_to_what_a_server_gives(server, client):
+    graders = Graders([Grader("regex", "even", 10.0, pattern="77")], function=client(server()))
+    try:
+        one, two = submit(graders).result(WAIT_S)
+    finally:
+        graders.close()
+    assert (one.reward, two.reward) == (1.0, 12.0)
+    assert two.extra == {"even": 1.0, "function": 2.0}
 
 
 # --- servers that fail ------------------------------------------------------------------------------------------------
