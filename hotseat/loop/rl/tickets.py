@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,20 +16,28 @@ from hotseat.rewards import RewardTally
 from hotseat.types import Failed
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """A finished group and its ticket. `reason`: why it was dropped; None: it was kept."""
+
+    ticket: int
+    facts: GroupFacts
+    reason: str | None
+
+
 @dataclass
 class _Arrivals:
-    """Groups that have come since the last batch was taken: which were dropped and why, and failed rewards."""
+    """Groups that have come and belong to no batch yet, and their failed rewards."""
 
     tally: RewardTally
-    reasons: list[tuple[GroupKey, str | None]] = field(default_factory=list)  # None: the group was kept
-    dropped: list[tuple[GroupFacts, str]] = field(default_factory=list)
+    each: list[_Arrival] = field(default_factory=list)
+    num_dropped: int = 0
 
-    def add(self, facts: GroupFacts, reason: str | None) -> None:
-        """Count a group. `reason`: why it was dropped; None: it was kept."""
-        self.tally.add([*(Failed(why) for _, why in facts.failures), *facts.rewards])
-        self.reasons.append((facts.key, reason))
-        if reason is not None:
-            self.dropped.append((facts, reason))
+    def add(self, arrival: _Arrival) -> None:
+        """Count a group."""
+        self.tally.add([*(Failed(why) for _, why in arrival.facts.failures), *arrival.facts.rewards])
+        self.each.append(arrival)
+        self.num_dropped += arrival.reason is not None
 
 
 class Tickets:
@@ -83,7 +92,7 @@ class Tickets:
         ticket = self._tickets[facts.key]
         reason = self._filter.reason_to_drop(facts)
         self._record.arrived(facts, reason)
-        self._arrivals.add(facts, reason)
+        self._arrivals.add(_Arrival(ticket, facts, reason))
         if reason is None:
             self.pacer.arrive(ticket)
             self._facts[ticket] = facts
@@ -91,12 +100,12 @@ class Tickets:
             self.pacer.drop(ticket)
             del self._tickets[facts.key]
         pace, arrivals = self.pacer.pace, self._arrivals
-        if len(arrivals.reasons) >= pace.groups_per_step:
+        if len(arrivals.each) >= pace.groups_per_step:
             arrivals.tally.check()
         most = pace.groups_per_step * (1 + pace.staleness)
-        if len(arrivals.dropped) >= MAX_REFILLS * most:
-            reasons = [reason for _, reason in arrivals.dropped]
-            raise too_few_kept(len(arrivals.reasons), len(self._facts), most, reasons)
+        if arrivals.num_dropped >= MAX_REFILLS * most:
+            reasons = [each.reason for each in arrivals.each if each.reason is not None]
+            raise too_few_kept(len(arrivals.each), len(self._facts), most, reasons)
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -105,11 +114,16 @@ class Tickets:
         tickets = self.pacer.batch()
         assert not isinstance(tickets, Awaited), "the next batch is not complete"
         self.pacer.take(tickets)
-        batch = self._collected(tickets)
+        # In prompt order a group belongs to the step that its place in the order gives it, however early it came.
+        last = max(tickets) if self.pacer.pace.order == "prompt" else math.inf
+        batch = self._collected(tickets, [each for each in self._arrivals.each if each.ticket <= last])
         self._record.taken(step, batch)
         for facts in batch.groups:
             del self._facts[self._tickets.pop(facts.key)]
+        later = [each for each in self._arrivals.each if each.ticket > last]
         self._arrivals = self._no_arrivals()
+        for each in later:
+            self._arrivals.add(each)
         return batch
 
     def trained(self) -> None:
@@ -119,21 +133,22 @@ class Tickets:
 
     def unfinished(self) -> Collected:
         """Return the groups that no step has learned from."""
-        return self._collected(sorted(self._facts))
+        return self._collected(sorted(self._facts), self._arrivals.each)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     @property
     def finished_keys(self) -> list[GroupKey]:
         """Return the groups that a checkpoint has to hold: those that wait, and dropped ones not yet recorded."""
-        return [facts.key for facts in (*self._facts.values(), *(facts for facts, _ in self._arrivals.dropped))]
+        dropped = (each.facts for each in self._arrivals.each if each.reason is not None)
+        return [facts.key for facts in (*self._facts.values(), *dropped)]
 
     def state(self) -> dict[str, Any]:
         """Return the pacer, the prompts of its tickets, and what has come since the last batch, as JSON."""
         return {
             "pacer": self.pacer.state(),
             "tickets": [[ticket, *key] for key, ticket in self._tickets.items()],
-            "arrivals": [[*key, reason] for key, reason in self._arrivals.reasons],
+            "arrivals": [[*each.facts.key, each.reason, each.ticket] for each in self._arrivals.each],
         }
 
     def restore(self, state: Mapping[str, Any] | None, step: int, facts_of: Callable[[GroupKey], GroupFacts]) -> None:
@@ -153,15 +168,15 @@ class Tickets:
             )
         self._tickets = {(epoch, prompt): ticket for ticket, epoch, prompt in state["tickets"]}
         self._facts = {t: facts_of(key) for key, t in self._tickets.items() if t in self.pacer.waiting}
-        for epoch, prompt, reason in state["arrivals"]:
-            self._arrivals.add(facts_of((epoch, prompt)), reason)
+        for epoch, prompt, reason, *ticket in state["arrivals"]:  # older checkpoints have no tickets here
+            self._arrivals.add(_Arrival(ticket[0] if ticket else -1, facts_of((epoch, prompt)), reason))
         self.begin_again()
         self._begun = set(self._unbegun)
 
-    def _collected(self, tickets: Iterable[int]) -> Collected:
-        arrivals = self._arrivals
+    def _collected(self, tickets: Iterable[int], arrivals: Sequence[_Arrival]) -> Collected:
         groups = tuple(self._facts[ticket] for ticket in tickets)
-        return Collected(groups, len(arrivals.reasons), tuple(arrivals.dropped), arrivals.tally.num_failed)
+        dropped = tuple((each.facts, each.reason) for each in arrivals if each.reason is not None)
+        return Collected(groups, len(arrivals), dropped, sum(len(each.facts.failures) for each in arrivals))
 
     def _no_arrivals(self) -> _Arrivals:
         return _Arrivals(RewardTally(self._filter.max_failed_fraction))
