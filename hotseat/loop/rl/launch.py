@@ -19,7 +19,6 @@ from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.setup import settings
-from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS, SPOOL
@@ -70,7 +69,7 @@ def launch_groups(
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
     engine = settings.engine_settings(config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone)
-    host = _host_settings(place.config, run_dir / SPOOL)
+    host = settings.host_settings(place.config, run_dir / SPOOL)
     with closing(Readiness(journal.progress)) as readiness:
         groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
     return replace(groups, adapters_alone=adapters_alone)
@@ -166,27 +165,3 @@ def _trainers(config: Config) -> dict[str, type[ModelWorker]]:
         "inference": (InferenceWorker, has_inference(config)),
     }
     return {role: cls for role, (cls, is_present) in roles.items() if is_present}
-
-
-def _host_settings(config: Config, spool: Path) -> HostSettings:
-    assert config.actor.model is not None
-    return HostSettings(
-        tokenizer=config.actor.model,
-        run_seed=config.seed,
-        max_length=config.data.max_length,
-        agent=config.agent.path,
-        max_turns=config.agent.max_steps,
-        max_concurrent=config.agent.max_concurrent or settings.episodes_per_engine(config),
-        episode_timeout_s=config.agent.timeout_s,
-        reward=config.reward.function,
-        eval_reward=config.eval.reward,
-        reward_timeout_s=config.reward.timeout_s,
-        reward_retries=config.reward.retries,
-        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
-        has_reward_model=has_reward_model(config),
-        reward_tokenizer=config.reward.model if config.reward.retokenize else None,
-        trust_remote_code=config.trust_remote_code,
-        graders=graders_of(config),
-        sandbox=sandbox_of(config),
-        spool=str(spool.absolute()) if config.overlap.staleness > 0 else None,
-    )

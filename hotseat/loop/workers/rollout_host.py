@@ -68,7 +68,7 @@ class RolloutHost:
         )
         self._settings = settings
         self._agents: AgentHost | None = None
-        self._reward = _reward(settings)
+        self._reward = make_reward(settings)
         self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
@@ -356,7 +356,8 @@ def _versions(episode: Episode) -> tuple[int, int]:
     return int(versions.min()), int(versions.max())
 
 
-def _reward(settings: HostSettings) -> RewardFunction | Graders | None:
+def make_reward(settings: HostSettings) -> RewardFunction | Graders | None:
+    """Start the reward function and the graders of a host; None if it has neither."""
     function = None if settings.reward is None else _reward_function(settings.reward, settings)
     if not settings.graders:
         return function
