@@ -111,7 +111,7 @@ def test_settings_without_effect_are_refused(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("generate nowhere/model rows.jsonl", "there is no folder"),
+        ("generate ./nowhere/model rows.jsonl", "there is no folder"),
         ("generate model rowz.jsonl", "did you mean rows.jsonl?"),
         ("generate model rows.jsonl data.input_key=question", "has no 'question'"),
         ("generate model rows.jsonl --reward rewards.py", "there is no file rewards.py"),
@@ -124,7 +124,7 @@ def test_settings_without_effect_are_refused(folder):
         ("generate model rows.jsonl reward.model=model", "only training runs score with reward models"),
         ("eval model rows.jsonl", "no source of rewards"),
         ("eval model rows.jsonl --reward reward.py --output rows.jsonl", "rows.jsonl is a file: give a folder"),
-        ("chat nowhere/model", "there is no folder"),
+        ("chat ./nowhere/model", "there is no folder"),
         ("merge-lora model merged", "model is no adapter: there is no adapter_config.json"),
     ],
 )

@@ -51,7 +51,7 @@ def merge(base: str, adapter: Path, output: Path, *, is_reward_model: bool = Fal
         shapes = {name: tuple(each.shape) for name, each in kind.from_config(config).named_parameters()}
     num_layers = _check_fit(adapter, base, shapes)
     model = kind.from_pretrained(base, config=config, dtype=torch.bfloat16 if bf16 else "auto", use_safetensors=True)
-    merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()  # type: ignore[operator]
+    merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     merged.save_pretrained(output)
     tokenizer.save_pretrained(output)
     return num_layers
