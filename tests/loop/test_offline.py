@@ -49,6 +49,11 @@ def test_answers_are_written_in_prompt_order_and_a_selection_is_taken_from_the_s
     best = [max((row for row in rows if row["index"] == i), key=lambda row: row["reward"]) for i in range(8)]
     assert read_lines(here / "best.jsonl") == best
 
+    assert main(["generate", "model", "prompts.jsonl", *LENGTHS, "-n", "3", "--output", "plain.jsonl"]) == OK
+    plain = read_lines(here / "plain.jsonl")
+    assert [row["output"] for row in plain] == [row["output"] for row in rows]
+    assert not [row for row in plain if "reward" in row]
+
     flags = "--eval_task generate --pretrain model --dataset prompts.jsonl --prompt_max_len 8 --max_new_tokens 4"
     flags += " --best_of_n 3 --post_processor iter_dpo --remote_rm_url reward.py --iter 1 --rollout_batch_size 4 --bf16"
     assert batch_inference([*flags.split(), "--output_path", "pairs.jsonl", "--zero_stage", "2"]) == OK

@@ -21,7 +21,6 @@ from hotseat.config.precision import with_dtype
 from hotseat.data import digest_of
 from hotseat.errors import RewardError
 from hotseat.loop.offline.group_file import GroupFile, settings_of
-from hotseat.loop.offline.options import has_reward
 from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer, prompts_alone
@@ -66,9 +65,10 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
 class Answerer:
     """One engine in this process, with the agent and the rewards of a config. Use it as a context manager."""
 
-    def __init__(self, prepared: Prepared, logs: Path, view: LiveView):
-        """Load the model. logs: the folder for the log of vLLM."""
+    def __init__(self, prepared: Prepared, logs: Path, view: LiveView, *, needs_reward: bool):
+        """Load the model. logs: the folder for the log of vLLM. needs_reward: a sample without a reward has failed."""
         config = prepared.config
+        self._needs_reward = needs_reward
         self._host = settings.host_settings(config, None)
         agent = load_agent(
             self._host.agent, prepared.tokenizer, max_length=self._host.max_length, max_steps=self._host.max_turns
@@ -99,8 +99,8 @@ class Answerer:
 
         Scores are None without a reward. Only so many prompts are open at a time that the engine is full.
         """
-        # Without a function nobody scores: groups come back as those that wait for a reward model do.
-        scoring = Scoring(self._reward, waits_for_model=self._reward is None)
+        # Where nobody scores, groups come back as those that wait for a reward model do.
+        scoring = Scoring(self._reward, waits_for_model=self._reward is None and not self._needs_reward)
         collecting = Collecting(self._agents, scoring, faults.reach)
         waiting = iter([Job(prompt, epoch, num_samples) for prompt in prompts])
         num_ahead = max(2, -(-2 * self._host.max_concurrent // num_samples))
@@ -131,7 +131,13 @@ class Answerer:
 
 
 def answer_all(
-    prepared: Prepared, output: Path, view: LiveView, *, is_evaluation: bool = False, replace: bool = False
+    prepared: Prepared,
+    output: Path,
+    view: LiveView,
+    *,
+    needs_reward: bool,
+    is_evaluation: bool = False,
+    replace: bool = False,
 ) -> GroupFile:
     """Answer the prompts that have no answers in the file beside `output` yet, and return the file, which is complete.
 
@@ -145,7 +151,8 @@ def answer_all(
         if len(file):
             view.say(f"resumed: {len(file):,} of {quantity(len(prepared.prompts), 'prompt')} are answered already")
         if todo:
-            _answer(prepared, todo, file, output.parent / "logs", view, is_evaluation)
+            with Answerer(prepared, output.parent / "logs", view, needs_reward=needs_reward) as answerer:
+                _answer(prepared, answerer, todo, file, view, is_evaluation)
     except BaseException:
         file.__exit__(None, None, None)
         raise
@@ -153,7 +160,12 @@ def answer_all(
 
 
 def _answer(
-    prepared: Prepared, todo: Sequence[Prompt], file: GroupFile, logs: Path, view: LiveView, is_evaluation: bool
+    prepared: Prepared,
+    answerer: Answerer,
+    todo: Sequence[Prompt],
+    file: GroupFile,
+    view: LiveView,
+    is_evaluation: bool,
 ) -> None:
     config = prepared.config
     num_samples = config.eval.samples_per_prompt if is_evaluation else config.rollout.samples_per_prompt
@@ -161,18 +173,17 @@ def _answer(
     epoch = EVALUATION if is_evaluation else 0
     num_total, num_judged = len(prepared.prompts), len(file) * num_samples  # none of those in the file has failed
     failures: list[str] = []
-    with Answerer(prepared, logs, view) as answerer:
-        view.expect(num_total, {})
-        view.advance(len(file), "sampling")
-        view.begin()
-        for open_group, scores in answerer.answer(todo, epoch, num_samples, sampling):
-            group = _group(open_group, scores, prepared, is_evaluation)
-            file.add(group)
-            num_judged += num_samples
-            failures += [reason for _, reason in group["failures"]]
-            if num_judged >= MIN_JUDGED or len(file) == num_total:
-                _check_failures(failures, num_judged, config.reward.max_failed_fraction)
-            view.advance(len(file), _pace(group, has_reward(config)))
+    view.expect(num_total, {})
+    view.advance(len(file), "sampling")
+    view.begin()
+    for open_group, scores in answerer.answer(todo, epoch, num_samples, sampling):
+        group = _group(open_group, scores, prepared, is_evaluation)
+        file.add(group)
+        num_judged += num_samples
+        failures += [reason for _, reason in group["failures"]]
+        if num_judged >= MIN_JUDGED or len(file) == num_total:
+            _check_failures(failures, num_judged, config.reward.max_failed_fraction)
+        view.advance(len(file), _pace(group))
 
 
 def _check_failures(failures: Sequence[str], num_samples: int, max_fraction: float) -> None:
@@ -183,9 +194,9 @@ def _check_failures(failures: Sequence[str], num_samples: int, max_fraction: flo
         )
 
 
-def _pace(group: dict[str, Any], is_scored: bool) -> str:
-    rewards = [row["reward"] for row in group["rows"]]
-    return f"sampling, last reward {statistics.fmean(rewards):.3g}" if is_scored and rewards else "sampling"
+def _pace(group: dict[str, Any]) -> str:
+    rewards = [row["reward"] for row in group["rows"] if "reward" in row]
+    return f"sampling, last reward {statistics.fmean(rewards):.3g}" if rewards else "sampling"
 
 
 def _group(

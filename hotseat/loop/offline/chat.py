@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from hotseat.agents.transcript import decode
 from hotseat.config import Config
@@ -27,6 +28,7 @@ class Chat:
     """Conversation with an engine in this process. On a CPU the same words and the same seed get the same answers."""
 
     def __init__(self, config: Config, logs: Path, view: LiveView, system: str | None = None):
+        logging.disable_progress_bar()
         config = with_dtype(config, torch.cuda.is_available())
         view.stage("reading the tokenizer")
         self._tokenizer = load_tokenizer(config)

@@ -29,7 +29,7 @@ def evaluate(config: Config, folder: Path, view: LiveView, *, overwrite: bool = 
     prepared = prepare(config, view, is_evaluation=True)
     for note in prepared.notes:
         view.say(note)
-    with answer_all(prepared, folder / ANSWERS, view, is_evaluation=True, replace=overwrite) as file:
+    with answer_all(prepared, folder / ANSWERS, view, needs_reward=True, is_evaluation=True, replace=overwrite) as file:
         groups = [_facts(group) for group in file.groups()]
         metrics = measure(groups, config.eval.samples_per_prompt)
         _write(folder, prepared.config, file, groups, metrics)

@@ -38,7 +38,7 @@ def generate(
     prepared = prepare(config, view, first_row=first_row)
     for note in prepared.notes:
         view.say(note)
-    with answer_all(prepared, output, view, replace=overwrite) as file:
+    with answer_all(prepared, output, view, needs_reward=selection.needs_reward, replace=overwrite) as file:
         num_lines = write_lines(output, (line for group in file.groups() for line in selection.of(group["rows"])))
         generated = _counted(file, num_lines)
         file.remove()
