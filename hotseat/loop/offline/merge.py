@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.errors import UserError
+from hotseat.observe.noise import without_deepspeeds_greeting
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -52,7 +53,8 @@ def merge(base: str, adapter: Path, output: Path, *, is_reward_model: bool = Fal
     num_layers = _check_fit(adapter, base, shapes)
     model = kind.from_pretrained(base, config=config, dtype=torch.bfloat16 if bf16 else "auto", use_safetensors=True)
     merged: Any = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    merged.save_pretrained(output)
+    with without_deepspeeds_greeting():
+        merged.save_pretrained(output)
     tokenizer.save_pretrained(output)
     return num_layers
 
