@@ -28,7 +28,7 @@ from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.facts import EVALUATION, Job
 from hotseat.loop.workers.records import record_of
-from hotseat.loop.workers.rollout_host import make_reward
+from hotseat.loop.workers.rollout_host import make_scorer
 from hotseat.observe import LiveView
 from hotseat.rewards import Score
 from hotseat.types import Episode, Failed, Prompt, Sampling, ScoredEpisode
@@ -73,7 +73,7 @@ class Answerer:
         agent = load_agent(
             self._host.agent, prepared.tokenizer, max_length=self._host.max_length, max_steps=self._host.max_turns
         )
-        self._reward = make_reward(self._host)
+        self._reward = make_scorer(self._host)
         try:
             view.stage(f"loading {config.actor.model} into {config.rollout.engine}")
             self.engine = make_engine(

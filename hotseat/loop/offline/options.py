@@ -72,8 +72,9 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
 
 
 def has_reward(config: Config) -> bool:
-    """Tell whether answers get rewards: from a function, graders or an agent of the user's."""
-    return config.reward.function is not None or bool(config.reward.graders) or config.agent.path is not None
+    """Tell whether answers get rewards: from a function, servers, graders or an agent of the user's."""
+    reward = config.reward
+    return bool(reward.function or reward.url or reward.graders or config.agent.path)
 
 
 def _check_overrides(command: str, overrides: Sequence[str]) -> None:

@@ -18,10 +18,11 @@ from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
 from hotseat.loop.rl.recovery import start_up
+from hotseat.loop.rl.replay import NoWorkers, Recording
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
-from hotseat.loop.state.run_dir import LOGS, SPOOL
+from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
@@ -61,15 +62,38 @@ class Groups:
 
 
 def launch_groups(
-    place: OnCluster, algebra: BatchAlgebra, eos_token_ids: tuple[int, ...], run_dir: Path, journal: Journal
+    place: OnCluster,
+    algebra: BatchAlgebra,
+    eos_token_ids: tuple[int, ...],
+    run_dir: Path,
+    journal: Journal,
+    recording: Recording | None = None,
 ) -> Groups:
-    """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
+    """Start all roles and connect them. They start together, unless engines have to measure their devices first.
+
+    recording: of the run that is replayed, which takes neither engines nor rewards; None: groups are sampled.
+    """
     assert algebra.schedule_length is not None
     config = place.config
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
-    engine = settings.engine_settings(config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone)
-    host = settings.host_settings(place.config, run_dir / SPOOL)
+    engine: EngineSettings | None = settings.engine_settings(
+        config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone
+    )
+    host = settings.host_settings(place.config, run_dir)
+    if recording is not None:
+        folder = str(recording.folder.absolute())
+        host = replace(
+            host,
+            agent=None,
+            reward=None,
+            eval_reward=None,
+            reward_urls=(),
+            graders=(),
+            spool=folder,
+            kept_rollouts=folder,
+        )
+        engine = None
     with closing(Readiness(journal.progress)) as readiness:
         groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
     return replace(groups, adapters_alone=adapters_alone)
@@ -78,7 +102,7 @@ def launch_groups(
 def _launch(
     place: OnCluster,
     schedule_length: int,
-    engine: EngineSettings,
+    engine: EngineSettings | None,
     host: HostSettings,
     journal: Journal,
     readiness: Readiness,
@@ -108,11 +132,14 @@ def _launch(
         return group
 
     trust = config.trust_remote_code
-    engines = launch("rollout", EngineWorker, engine)
+    vllm = None if engine is None else engine.vllm
+    engines: WorkerGroup[EngineWorker] = (
+        NoWorkers("rollout") if engine is None else launch("rollout", EngineWorker, engine)
+    )
     # Where vLLM fills its memory share, it measures free memory: no other process may use the device meanwhile.
     # Trainers' processes start and load their libraries, but not their models.
-    fills_share = engine.vllm is not None and engine.vllm.cache_gib is None
-    needs_room = engine.vllm is not None and is_anything_offloaded(plan)
+    fills_share = vllm is not None and vllm.cache_gib is None
+    needs_room = vllm is not None and is_anything_offloaded(plan)
     measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
     early_hosts = launch_hosts() if measures_its_device else None
     if measures_its_device:
@@ -132,7 +159,7 @@ def _launch(
     if has_reference(config):
         options = settings.train_options(config, schedule_length, is_trained=False)
         reference = launch("reference", ModelWorker, config.reference.model or config.actor.model, options, trust)
-    if has_reward_model(config):
+    if has_reward_model(config) and engine is not None:
         reward = launch("reward", RewardWorker, config.reward.model, settings.reward_options(config), trust)
     if has_inference(config):
         options = settings.train_options(config, schedule_length, is_trained=False)
@@ -141,7 +168,7 @@ def _launch(
     hosts = launch_hosts() if early_hosts is None else early_hosts
     faults.reach("start-up")
     warming = []
-    if engine.vllm is not None and not measures_its_device and not are_devices_logical(cluster):
+    if vllm is not None and not measures_its_device and not are_devices_logical(cluster):
         # vLLM starts longest. Memory is no concern: everything fits beside everything.
         warming = [group.start(ModelWorker.warm_up, config.data.max_length) for group in (actor, reference) if group]
     start_up(engines, say_fault)
@@ -150,7 +177,8 @@ def _launch(
         group.ready()
     for warm_up in warming:
         warm_up.result()
-    hosts.call(RolloutHost.connect, engines)
+    if engine is not None:
+        hosts.call(RolloutHost.connect, engines)
     have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
     return Groups(engines, actor, hosts, critic, reference, reward, inference, by_role, have_gpus, measures_its_device)
 

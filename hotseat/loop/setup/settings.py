@@ -11,10 +11,12 @@ from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import compares_with_reference, has_inference, has_reward_model, is_base_reference
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
+from hotseat.config.urls import as_list
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import VLLM_SLOTS, CacheLimit
 from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
+from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
@@ -24,12 +26,15 @@ from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.rollout_host import HostSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
+from hotseat.rewards.addresses import bearer_token
 from hotseat.rollout import vllm_versions
 from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import TransportPlan, choose_transports
 
+# Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
+FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 REFERENCE_FOLDER = "reference_log_probs"  # beside the runs, which share it
 
 
@@ -129,6 +134,16 @@ def reward_options(config: Config) -> TrainOptions:
     )
 
 
+def reward_limits(config: Config) -> tuple[float, int]:
+    """Return the deadline of an attempt to score a group, and the number of further attempts."""
+    timeout_s, retries = SERVER_LIMITS if config.reward.url is not None else FUNCTION_LIMITS
+    reward = config.reward
+    return (
+        timeout_s if reward.timeout_s is None else reward.timeout_s,
+        retries if reward.retries is None else reward.retries,
+    )
+
+
 def _adamw(optimizer: OptimizerConfig) -> AdamW:
     return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
 
@@ -205,9 +220,13 @@ def episodes_per_engine(config: Config) -> int:
     return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
 
 
-def host_settings(config: Config, spool: Path | None) -> HostSettings:
-    """Return the settings of rollout hosts. spool: the folder for finished groups where rollout runs ahead."""
+def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
+    """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
     assert config.actor.model is not None
+    timeout_s, retries = reward_limits(config)
+    is_kept = run_dir is not None and config.log.keep_rollouts
+    is_spooled = is_kept or (run_dir is not None and config.overlap.staleness > 0)
+    folder = Path() if run_dir is None else run_dir.absolute()
     return HostSettings(
         tokenizer=config.actor.model,
         run_seed=config.seed,
@@ -218,19 +237,27 @@ def host_settings(config: Config, spool: Path | None) -> HostSettings:
         episode_timeout_s=config.agent.timeout_s,
         reward=config.reward.function,
         eval_reward=config.eval.reward,
-        reward_timeout_s=config.reward.timeout_s,
-        reward_retries=config.reward.retries,
+        reward_timeout_s=timeout_s,
+        reward_retries=retries,
         reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
+        reward_urls=tuple(as_list(config.reward.url)),
+        reward_token=bearer_token() if config.reward.url is not None else None,
+        reward_max_open=config.reward.max_open_requests,
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
         graders=graders_of(config),
         sandbox=sandbox_of(config),
-        spool=str(spool.absolute()) if spool is not None and config.overlap.staleness > 0 else None,
+        spool=str(folder / SPOOL) if is_spooled else None,
+        kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
     )
 
 
-def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
+def policy_settings(
+    config: Config, optimizer_steps: int, kl_coefficient: float, version: int | None = None
+) -> PolicySettings:
+    """Return how the actor learns from a rollout. version: of the weights that learn, to measure the lag of tokens."""
+    version = version if config.overlap.staleness > 0 else None
     algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
     kind = correction_kind(config)
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
@@ -247,6 +274,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
             ratio_to="rollout" if kind == "rollout-ratio" else "old",
+            max_lag=0 if version is None else config.overlap.staleness,
         ),
         advantages=AdvantageSettings(
             estimator=algorithm.estimator,
@@ -270,6 +298,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         train=train_batches(config),
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
+        version=version,
     )
 
 

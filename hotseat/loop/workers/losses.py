@@ -32,6 +32,7 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"  # the engine's
 REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
 RETURNS = "returns"  # what the critic learns
+LAGS = "lags"  # versions by which the oldest weights in a token's context are behind; absent without staleness
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class PolicyObjective:
     """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token.
 
     ratio_to: denominator of GSPO's ratio, the probabilities before the update (`old`) or the engine's (`rollout`).
+    max_lag: the largest lag of a token; above 0, gaps between engine and trainer are also measured for each lag.
     """
 
     ratio: Literal["ppo", "gspo"]
@@ -62,6 +64,7 @@ class PolicyObjective:
     kl_coefficient: float  # 0: the KL is not in the loss
     entropy_coefficient: float | None  # None: the entropy is not computed
     ratio_to: Literal["old", "rollout"] = "old"
+    max_lag: int = 0
 
     @property
     def needs_entropy(self) -> bool:
@@ -109,6 +112,10 @@ class PolicyObjective:
         metrics["engine_gap_mean"] = -gap.sum()
         metrics["engine_gap_max"] = gap.abs().max() if len(gap) else 0.0
         metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), mask)
+        if self.max_lag:
+            lags, zeros = batch.fields[LAGS].long(), gap.new_zeros(self.max_lag + 1, dtype=torch.float64)
+            metrics["engine_gap_lags"] = zeros.index_add(0, lags, gap.detach().abs().double())
+            metrics["tokens_lags"] = zeros.index_add(0, lags, mask.double())
         corrected = torch.zeros_like(mask)
         if self.correction is not None:
             correction = correction_weights(
