@@ -64,7 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--repetition_penalty", type=float, default=1.0, help="only 1")
     add("--best_of_n", type=int, default=1, help="answers to each prompt")
     add("--post_processor", choices=("rs", "csft", "iter_dpo", "null"), help="what is written of each prompt")
-    add("--remote_rm_url", help="reward file, for --post_processor: sampling and scoring are one command here")
+    add(
+        "--remote_rm_url",
+        help="reward file or servers: sampling and scoring are one command here",
+    )
     add("--tp_size", type=int, default=1, help="devices of vLLM")
     add("--enable_prefix_caching", action="store_true", help="reuse the cache of common prefixes (vLLM)")
     add("--iter", type=int, help="use rows iter * rollout_batch_size to (iter + 1) * rollout_batch_size")
@@ -134,6 +137,7 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.iter is not None:
         end = (arguments.iter + 1) * arguments.rollout_batch_size
         max_samples = end if max_samples is None else min(end, max_samples)
+    is_served = (arguments.remote_rm_url or "").startswith(("http://", "https://"))
     is_vllm = arguments.eval_task == "generate_vllm"
     return {
         "rollout.engine": _TASKS[arguments.eval_task],
@@ -152,7 +156,8 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
         "data.label_key": arguments.label_key,
         "data.input_template": arguments.input_template,
         "data.apply_chat_template": arguments.apply_chat_template or None,
-        "reward.function": arguments.remote_rm_url,
+        "reward.function": None if is_served else arguments.remote_rm_url,
+        "reward.url": arguments.remote_rm_url.split(",") if is_served else None,
         "train.dtype": "bf16" if arguments.bf16 or arguments.param_dtype else None,
         "seed": arguments.seed,
     }

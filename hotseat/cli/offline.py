@@ -16,6 +16,7 @@ from hotseat.loop.offline.group_file import partial_path
 from hotseat.loop.offline.options import has_reward, offline_config, refuse
 from hotseat.loop.offline.selection import Selection, check_output
 from hotseat.loop.setup.graders import try_sandbox
+from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.loop.setup.reward_trial import try_rewards
 from hotseat.observe import LiveView
 from hotseat.words import quantity
@@ -150,10 +151,12 @@ def _view(title: str) -> LiveView:
 
 
 def _try_user_code(config: Config, view: LiveView) -> None:
-    """Call reward files once, before a model loads. Raises `UserError` for those that cannot work."""
+    """Try reward files, the sandbox and reward servers before a model loads. Raises `UserError` if they cannot work."""
     for note in try_rewards(config, view.stage):
         view.say(note)
     try_sandbox(config, view.stage)
+    for note in check_reward_servers(config, view.stage):
+        view.say(note)
 
 
 @contextmanager

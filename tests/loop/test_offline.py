@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from reward_servers import FakeServer
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -237,6 +238,19 @@ def test_a_conversation(here):
     assert shown[3] == shown[0]  # the same words from the beginning, and the same seed
     assert shown[2] == "(a new conversation)"
     assert "/new begins anew" in shown[4]
+
+
+def test_reward_servers_score_answers(here):
+    server = FakeServer()
+    flags = "--eval_task generate --pretrain model --dataset prompts.jsonl --prompt_max_len 8 --max_new_tokens 4"
+    flags += f" --best_of_n 3 --post_processor rs --remote_rm_url {server.url} --output_path best.jsonl"
+    try:
+        assert batch_inference(flags.split()) == OK
+    finally:
+        server.close()
+    assert [row["reward"] for row in read_lines(here / "best.jsonl")] == [
+        row["output"].count("7") for row in read_lines(here / "best.jsonl")
+    ]
 
 
 @pytest.mark.long
