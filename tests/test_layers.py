@@ -69,7 +69,7 @@ ROWS_OF = {
 # Inside of `loop`, from the top: files and folders.
 ROOMS = (
     ("start",),
-    ("run",),
+    ("run", "offline"),
     ("rl", "supervised", "serving"),
     ("opening",),
     ("preflight",),

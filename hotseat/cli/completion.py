@@ -22,6 +22,9 @@ _BY_NAME: dict[str, Takes] = {
     "DIR": "folder",
     "FILE": "file",
     "MODEL": "folder",
+    "OUTPUT": "folder",
+    "PROMPTS": "file",
+    "DATA": "file",
     "SECTION": "key",
     "KEY": "key",
 }

@@ -27,7 +27,7 @@ first steps:
 
 `hotseat COMMAND --help` describes a command. Configs are YAML; `hotseat options` lists every key.
 OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm,
-train_dpo and serve_rm.
+train_dpo, serve_rm, batch_inference and lora_combiner.
 
 {EXIT_CODES}"""
 
@@ -77,6 +77,33 @@ examples:
 
 The page is one file and opens without a server; `hotseat run` writes it at its end, too. It can also be written while
 the run is still training.""",
+    "generate": f"""\
+examples:
+  hotseat generate tiny_model prompts.jsonl data.apply_chat_template=true --max-new-tokens 8
+  hotseat generate runs/rl-1/model prompts.jsonl --config rl.yaml --reward reward.py -n 8 --keep best
+  hotseat generate runs/rl-1/model prompts.jsonl --config rl.yaml -n 8 --keep pairs --output pairs.jsonl
+
+A line has the prompt as `input`, the answer as `output`, and its reward, if there is one. A command that was stopped or
+killed resumes when it is repeated: answers are kept in FILE.partial until all are there.
+
+{EXIT_CODES}""",
+    "eval": f"""\
+examples:
+  hotseat eval runs/rl-1/model held_out.jsonl --config rl.yaml --output eval/rl-1
+  hotseat eval tiny_model held_out.jsonl data.label_key=label --reward exact_match -n 16 --temperature 1
+
+An answer with a reward of 1 or more is right. DIR gets answers.jsonl, metrics.jsonl and report.html; `hotseat report`
+compares several such folders. A command that was stopped or killed resumes when it is repeated.
+
+{EXIT_CODES}""",
+    "chat": """\
+example:
+  hotseat chat runs/sft-1/model --temperature 0.7 --max-new-tokens 256
+
+Answers appear when they are complete. The model's chat template is used, or data.chat_template.""",
+    "merge-lora": """\
+example:
+  hotseat merge-lora runs/sft-1/adapter merged --base tiny_model""",
     "demo": """\
 example:
   hotseat demo --dir runs/demo                  about two minutes on two CPU cores""",

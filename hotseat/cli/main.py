@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hotseat import __version__, clock
-from hotseat.cli import completion, help_texts, new, serving
+from hotseat.cli import completion, help_texts, new, offline_arguments, serving
 from hotseat.cli.stopping import interrupted_by_sigterm, last_words
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
@@ -30,17 +30,22 @@ def main(argv: Sequence[str]) -> int:
     """Run one subcommand and return its exit code."""
     clock.begin()
     arguments = parse(argv)
+    return reported("hotseat", lambda: int(arguments.run(arguments)))
+
+
+def reported(command: str, run: Callable[[], int]) -> int:
+    """Run a command and return its exit code, with errors and interruptions reported on standard error."""
     try:
         with interrupted_by_sigterm():
-            return int(arguments.run(arguments))
+            return run()
     except UserError as error:
-        print(f"hotseat: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return REFUSED
     except HotseatError as error:
-        print("\n".join([f"hotseat: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print("\n".join([f"{command}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt as interrupt:
-        print(last_words("hotseat", interrupt), file=sys.stderr)
+        print(last_words(command, interrupt), file=sys.stderr)
         return STOPPED
 
 
@@ -108,6 +113,17 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     report.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="directory of a run; several are compared")
     report.add_argument(
         "--output", metavar="FILE", help="where the page goes (default: RUN_DIR/report.html; for several, report.html)"
+    )
+
+    offline_arguments.add_generate_arguments(
+        _command(commands, "generate", _generate, "answer prompts with a model, and write JSON lines")
+    )
+    offline_arguments.add_eval_arguments(
+        _command(commands, "eval", _eval, "measure a model: accuracy, pass@k and lengths, and a page of its answers")
+    )
+    offline_arguments.add_chat_arguments(_command(commands, "chat", _chat, "talk to a model in the terminal"))
+    offline_arguments.add_merge_arguments(
+        _command(commands, "merge-lora", _merge_lora, "add a LoRA adapter to its base model, and write a plain model")
     )
 
     demo = _command(commands, "demo", _demo, "make a small model and a task; train it by SFT, then by GRPO")
@@ -259,6 +275,30 @@ def _report(arguments: argparse.Namespace) -> int:
     default = run_dirs[0] / "report.html" if len(run_dirs) == 1 else Path("report.html")
     print(write_report(run_dirs, Path(arguments.output) if arguments.output else default))
     return OK
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.offline import run_generate
+
+    return run_generate(arguments)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.offline import run_eval
+
+    return run_eval(arguments)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.offline import run_chat
+
+    return run_chat(arguments)
+
+
+def _merge_lora(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.offline import run_merge
+
+    return run_merge(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@
 All problems of the data raise one `DataError` that names file, line and key. None of this needs a model.
 """
 
+from hotseat.data._chat import ChatTemplate
 from hotseat.data.examples import Example, ExampleReport, make_examples
 from hotseat.data.lost import check_lost
 from hotseat.data.order import PromptOrder, digest_of
@@ -18,6 +19,7 @@ from hotseat.data.prompts import PromptReport, make_prompts
 from hotseat.data.rows import Row, load_rows
 
 __all__ = [
+    "ChatTemplate",
     "Example",
     "ExampleReport",
     "Pair",

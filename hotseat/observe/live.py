@@ -43,6 +43,8 @@ class LiveView:
         self._started_s = self._phase_started_s = time.monotonic()
         self._processes: Callable[[], list[str]] | None = None
         self._every_s = every_s
+        self._advanced_s = self._started_s  # when a line last told how far it is
+        self._first_step = 0  # steps that were done when the clock started
         self._reporting: threading.Event | None = None  # ends the thread that prints lines about processes
 
     @property
@@ -77,6 +79,7 @@ class LiveView:
     def begin(self) -> None:
         """Start the clock for the remaining time, at the begin of the first step."""
         self._started_s = time.monotonic()
+        self._first_step = self._step
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and self._live is None:
@@ -116,15 +119,26 @@ class LiveView:
         cells += [shown.format(values[name]) for name, shown in self._columns.items() if values.get(name) is not None]
         self._console.print("  ".join(cells), highlight=False, markup=False, soft_wrap=True)
 
+    def advance(self, step: int, phase: str) -> None:
+        """Show how many steps are done, without a line for each; where there is no terminal, a line now and then."""
+        self._step, self._phase = step, phase
+        now_s = time.monotonic()
+        if not self._console.is_terminal and now_s - self._advanced_s >= self._every_s:
+            self._advanced_s = now_s
+            eta = self.eta_s()
+            left = f", {_duration(eta)} to go" if eta is not None else ""
+            self.progress(f"{self._title} {step:,}/{self._num_steps:,}: {phase}{left}")
+
     def say(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def eta_s(self) -> float | None:
         """Estimate the remaining seconds from the pace so far."""
-        if not self._step:
+        num_done = self._step - self._first_step
+        if num_done <= 0:
             return None
-        return (time.monotonic() - self._started_s) / self._step * (self._num_steps - self._step)
+        return (time.monotonic() - self._started_s) / num_done * (self._num_steps - self._step)
 
     def _status(self) -> Group:
         grid = Table.grid(padding=(0, 2))

@@ -14,23 +14,20 @@ from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
-from hotseat.config.urls import as_list
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
 from hotseat.loop.setup import settings
-from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
-from hotseat.loop.state.run_dir import LOGS, ROLLOUTS, SPOOL
+from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
-from hotseat.rewards.addresses import bearer_token
 
 M = TypeVar("M", bound=Movable)
 
@@ -83,7 +80,7 @@ def launch_groups(
     engine: EngineSettings | None = settings.engine_settings(
         config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone
     )
-    host = _host_settings(place.config, run_dir)
+    host = settings.host_settings(place.config, run_dir)
     if recording is not None:
         folder = str(recording.folder.absolute())
         host = replace(
@@ -196,33 +193,3 @@ def _trainers(config: Config) -> dict[str, type[ModelWorker]]:
         "inference": (InferenceWorker, has_inference(config)),
     }
     return {role: cls for role, (cls, is_present) in roles.items() if is_present}
-
-
-def _host_settings(config: Config, run_dir: Path) -> HostSettings:
-    assert config.actor.model is not None
-    timeout_s, retries = settings.reward_limits(config)
-    is_spooled = config.overlap.staleness > 0 or config.log.keep_rollouts
-    return HostSettings(
-        tokenizer=config.actor.model,
-        run_seed=config.seed,
-        max_length=config.data.max_length,
-        agent=config.agent.path,
-        max_turns=config.agent.max_steps,
-        max_concurrent=config.agent.max_concurrent or settings.episodes_per_engine(config),
-        episode_timeout_s=config.agent.timeout_s,
-        reward=config.reward.function,
-        eval_reward=config.eval.reward,
-        reward_timeout_s=timeout_s,
-        reward_retries=retries,
-        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
-        reward_urls=tuple(as_list(config.reward.url)),
-        reward_token=bearer_token() if config.reward.url is not None else None,
-        reward_max_open=config.reward.max_open_requests,
-        has_reward_model=has_reward_model(config),
-        reward_tokenizer=config.reward.model if config.reward.retokenize else None,
-        trust_remote_code=config.trust_remote_code,
-        graders=graders_of(config),
-        sandbox=sandbox_of(config),
-        spool=str((run_dir / SPOOL).absolute()) if is_spooled else None,
-        kept_rollouts=str((run_dir / ROLLOUTS).absolute()) if config.log.keep_rollouts else None,
-    )

@@ -119,6 +119,25 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
     return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
 
 
+def prompts_alone(
+    config: Config, tokenizer: Any, *, is_evaluation: bool, first_row: int = 0
+) -> tuple[list[Prompt], list[str]]:
+    """Return the prompts of `data`, or of `eval`, and notes for the user, where nothing is trained.
+
+    first_row: rows before it are left out.
+    """
+    data, evaluation = config.data, config.eval
+    section = evaluation if is_evaluation else data
+    assert section.path is not None
+    rows = load_rows(
+        section.path, split=section.split, probs=data.probs, seed=config.seed, max_samples=section.max_samples
+    )
+    if first_row >= len(rows):
+        raise UserError(f"{section.path} has {len(rows):,} rows, none from row {first_row:,} on")
+    prompts, report = _prompts(config, tokenizer, rows[first_row:])
+    return prompts, [_described("prompts", report), *_lost(config, report, None)]
+
+
 @dataclass(frozen=True)
 class SupervisedData:
     """Objective and data of a supervised run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ MODEL_FOLDER = "model"  # folder of a run with its exported model
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text", "webdataset", "xml")
 
 
-def obstacles(config: Config) -> list[tuple[str, str]]:
-    """List (key, message) of everything that would stop a run and can be seen in the config and in files."""
+def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str, str]]:
+    """List (key, message) of everything that would stop a run and can be seen in the config and in files.
+
+    optional: keys that a run must set, but the command of this config need not.
+    """
     return [
-        *missing(config),
+        *((key, message) for key, message in missing(config) if key not in optional),
         *_user_files(config),
         *grader_obstacles(config),
         *_missing_models(config),
@@ -39,9 +42,12 @@ def obstacles(config: Config) -> list[tuple[str, str]]:
     ]
 
 
-def refuse_at_once(config: Config) -> None:
-    """Raise one error with everything that would stop a run and can be seen in the config and in files."""
-    absent = obstacles(config)
+def refuse_at_once(config: Config, optional: Collection[str] = ()) -> None:
+    """Raise one error with everything that would stop a run and can be seen in the config and in files.
+
+    optional: as for `obstacles`.
+    """
+    absent = obstacles(config, optional)
     text = ""
     if absent:
         text += "this run cannot start:\n" + "".join(f"  {key}: {message}\n" for key, message in absent)

@@ -9,19 +9,24 @@ from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max_new_tokens, max_sampled_tokens
 from hotseat.config.precision import dtype_of
-from hotseat.config.roles import compares_with_reference, has_inference, is_base_reference
+from hotseat.config.roles import compares_with_reference, has_inference, has_reward_model, is_base_reference
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
+from hotseat.config.urls import as_list
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import VLLM_SLOTS, CacheLimit
+from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
+from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
 from hotseat.loop.workers.reference import ReferenceSettings
+from hotseat.loop.workers.rollout_host import HostSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
+from hotseat.rewards.addresses import bearer_token
 from hotseat.rollout import vllm_versions
 from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
@@ -213,6 +218,39 @@ def engine_settings(
 def episodes_per_engine(config: Config) -> int:
     """Return how many episodes keep an engine full: one half is sampled while agents and rewards handle the other."""
     return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
+
+
+def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
+    """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
+    assert config.actor.model is not None
+    timeout_s, retries = reward_limits(config)
+    is_kept = run_dir is not None and config.log.keep_rollouts
+    is_spooled = is_kept or (run_dir is not None and config.overlap.staleness > 0)
+    folder = Path() if run_dir is None else run_dir.absolute()
+    return HostSettings(
+        tokenizer=config.actor.model,
+        run_seed=config.seed,
+        max_length=config.data.max_length,
+        agent=config.agent.path,
+        max_turns=config.agent.max_steps,
+        max_concurrent=config.agent.max_concurrent or episodes_per_engine(config),
+        episode_timeout_s=config.agent.timeout_s,
+        reward=config.reward.function,
+        eval_reward=config.eval.reward,
+        reward_timeout_s=timeout_s,
+        reward_retries=retries,
+        reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
+        reward_urls=tuple(as_list(config.reward.url)),
+        reward_token=bearer_token() if config.reward.url is not None else None,
+        reward_max_open=config.reward.max_open_requests,
+        has_reward_model=has_reward_model(config),
+        reward_tokenizer=config.reward.model if config.reward.retokenize else None,
+        trust_remote_code=config.trust_remote_code,
+        graders=graders_of(config),
+        sandbox=sandbox_of(config),
+        spool=str(folder / SPOOL) if is_spooled else None,
+        kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
+    )
 
 
 def policy_settings(

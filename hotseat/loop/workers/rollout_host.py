@@ -73,7 +73,7 @@ class RolloutHost:
         )
         self._settings = settings
         self._agents: AgentHost | None = None
-        self._reward = _run_scorer(settings)
+        self._reward = make_scorer(settings)
         self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
@@ -432,7 +432,7 @@ def _versions(episode: Episode) -> tuple[int, int]:
     return int(versions.min()), int(versions.max())
 
 
-def _run_scorer(settings: HostSettings) -> Scorer | None:
+def make_scorer(settings: HostSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
     scorer = _function_or_servers(settings)
     if not settings.graders:

@@ -1,0 +1,171 @@
+"""`hotseat generate`, `eval`, `chat` and `merge-lora`: checks before a model loads, and what is printed at the end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hotseat.config import Config
+from hotseat.errors import UserError
+from hotseat.loop.offline.group_file import partial_path
+from hotseat.loop.offline.options import has_reward, offline_config, refuse
+from hotseat.loop.offline.selection import Selection, check_output
+from hotseat.loop.setup.graders import try_sandbox
+from hotseat.loop.setup.reward_servers import check_reward_servers
+from hotseat.loop.setup.reward_trial import try_rewards
+from hotseat.observe import LiveView
+from hotseat.words import quantity
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    selection = Selection(arguments.keep, arguments.min_reward)
+    output = Path(arguments.output)
+    flags = {**_sampling(arguments, "rollout"), "rollout.samples_per_prompt": arguments.samples, **_reward(arguments)}
+    config = offline_config(
+        "generate", arguments.model, arguments.data, file=arguments.config, flags=flags, overrides=arguments.overrides
+    )
+    if selection.needs_reward and not has_reward(config):
+        option = "--min-reward" if arguments.keep == "all" else f"--keep {arguments.keep}"
+        raise UserError(f"{option} compares rewards, and there are none: give --reward FILE, or reward.graders")
+    if arguments.keep == "pairs" and config.rollout.samples_per_prompt < 2:
+        raise UserError("--keep pairs compares the answers to a prompt, and there is one: give --samples 2 or more")
+    check_output(output, arguments.overwrite)
+    generate_with(config, output, selection, overwrite=arguments.overwrite, command="hotseat generate")
+    return 0
+
+
+def generate_with(
+    config: Config, output: Path, selection: Selection, *, overwrite: bool, command: str, first_row: int = 0
+) -> None:
+    """Refuse what cannot work; then generate, and print what was written."""
+    refuse(config, needs_reward=False)
+    with _view("generate") as view, _resumable(output, command):
+        _try_user_code(config, view)
+        view.stage("loading torch and transformers")
+        from hotseat.loop.offline.generate import generate
+
+        made = generate(config, output, selection, view, overwrite=overwrite, first_row=first_row)
+    failed = f", {made.num_failed:,} failed" if made.num_failed else ""
+    answers = f"{quantity(made.num_samples, 'answer')} to {quantity(made.num_prompts, 'prompt')}{failed}"
+    print(f"{output}: {quantity(made.num_lines, 'line')} of {answers}")
+
+
+def run_eval(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.output)
+    answers = folder / "answers.jsonl"
+    flags = {**_sampling(arguments, "eval"), "eval.samples_per_prompt": arguments.samples, **_reward(arguments)}
+    config = offline_config(
+        "eval", arguments.model, arguments.data, file=arguments.config, flags=flags, overrides=arguments.overrides
+    )
+    if folder.is_file():
+        raise UserError(f"--output {folder} is a file: give a folder")
+    check_output(answers, arguments.overwrite)
+    refuse(config, needs_reward=True)
+    with _view("eval") as view, _resumable(answers, "hotseat eval"):
+        _try_user_code(config, view)
+        view.stage("loading torch and transformers")
+        from hotseat.loop.offline.evaluate import REPORT, evaluate
+
+        metrics = evaluate(config, folder, view, overwrite=arguments.overwrite)
+    width = max(map(len, metrics))
+    for name, value in metrics.items():
+        print(f"{name:<{width}}  {value:.4g}")
+    print(f"{folder / REPORT}")
+    return 0
+
+
+def run_merge(arguments: argparse.Namespace) -> int:
+    merge_with(
+        arguments.base,
+        Path(arguments.adapter),
+        Path(arguments.output),
+        is_reward_model=arguments.reward_model,
+        bf16=arguments.bf16,
+    )
+    return 0
+
+
+def merge_with(base: str | None, adapter: Path, output: Path, *, is_reward_model: bool, bf16: bool) -> None:
+    """Refuse what cannot be merged; then merge, and print what was written."""
+    from hotseat.loop.offline.merge import base_of, merge
+
+    model = base_of(adapter, base, output)
+    with _view("merge-lora") as view:
+        view.stage(f"adding {adapter} to {model}")
+        num_layers = merge(model, adapter, output, is_reward_model=is_reward_model, bf16=bf16)
+    print(f"{output}: {model} with {quantity(num_layers, 'layer')} of {adapter} merged")
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    config = offline_config(
+        "chat",
+        arguments.model,
+        file=arguments.config,
+        flags={**_sampling(arguments, "rollout"), "data.apply_chat_template": True},
+        overrides=arguments.overrides,
+    )
+    refuse(config, needs_reward=False, needs_data=False)
+    console = Console()
+    with _view("chat") as view:
+        view.stage("loading torch and transformers")
+        from hotseat.loop.offline.chat import Chat, converse
+
+        chat = Chat(config, Path("logs"), view, arguments.system)
+    console.print("/new begins another conversation, /exit or Ctrl-D ends", style="dim")
+    try:
+        with suppress(EOFError):
+            converse(chat, _lines(console), lambda text: console.print(text, markup=False, highlight=False))
+    finally:
+        chat.close()
+    return 0
+
+
+def _lines(console: Console) -> Iterator[str]:
+    while True:
+        yield console.input("[bold]> [/bold]")
+
+
+# --- parts of several commands ----------------------------------------------------------------------------------------
+
+
+def _sampling(arguments: argparse.Namespace, section: str) -> dict[str, Any]:
+    return {
+        "rollout.engine": arguments.engine,
+        f"{section}.temperature": arguments.temperature,
+        "rollout.max_new_tokens": arguments.max_new_tokens,
+    }
+
+
+def _reward(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"reward.function": arguments.reward}
+
+
+def _view(title: str) -> LiveView:
+    """Make a view on standard error: standard output has the result."""
+    return LiveView(title, console=Console(stderr=True))
+
+
+def _try_user_code(config: Config, view: LiveView) -> None:
+    """Try reward files, the sandbox and reward servers before a model loads. Raises `UserError` if they cannot work."""
+    for note in try_rewards(config, view.stage):
+        view.say(note)
+    try_sandbox(config, view.stage)
+    for note in check_reward_servers(config, view.stage):
+        view.say(note)
+
+
+@contextmanager
+def _resumable(output: Path, command: str) -> Iterator[None]:
+    """Say to a person who stops the command how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        partial = partial_path(output)
+        if partial.exists():
+            interrupt.add_note(f"{partial} has the answers so far: the same {command} command resumes")
+        raise

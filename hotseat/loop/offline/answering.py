@@ -1,0 +1,249 @@
+"""Answers to prompts from one engine in this process, scored by the user's reward: shared by all that sample."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers.utils import logging
+
+from hotseat import faults
+from hotseat.agents import AgentHost, load_agent
+from hotseat.agents.transcript import decode
+from hotseat.config import Config
+from hotseat.config.precision import with_dtype
+from hotseat.data import digest_of
+from hotseat.errors import RewardError
+from hotseat.loop.offline.group_file import GroupFile, settings_of
+from hotseat.loop.rl.sample_records import ChosenSample, written
+from hotseat.loop.setup import settings
+from hotseat.loop.setup.inputs import check_models, eos_token_ids, load_tokenizer, prompts_alone
+from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
+from hotseat.loop.workers.engines import make_engine
+from hotseat.loop.workers.facts import EVALUATION, Job
+from hotseat.loop.workers.records import record_of
+from hotseat.loop.workers.rollout_host import make_scorer
+from hotseat.observe import LiveView
+from hotseat.rewards import Score
+from hotseat.types import Episode, Failed, Prompt, Sampling, ScoredEpisode
+from hotseat.words import quantity
+
+MIN_JUDGED = 64  # samples before too many failures end the command
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is checked before a model loads."""
+
+    config: Config
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    prompts: list[Prompt]
+    notes: list[str]
+
+
+def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, first_row: int = 0) -> Prepared:
+    """Read the tokenizer and the prompts, and check the model. Raises `UserError` if anything is wrong with them.
+
+    first_row: of the data; those before it are left out.
+    """
+    logging.disable_progress_bar()
+    view.stage("reading the tokenizer and the prompts")
+    config = with_dtype(config, torch.cuda.is_available())
+    tokenizer = load_tokenizer(config)
+    check_models(config)
+    prompts, notes = prompts_alone(config, tokenizer, is_evaluation=is_evaluation, first_row=first_row)
+    return Prepared(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
+
+
+class Answerer:
+    """One engine in this process, with the agent and the rewards of a config. Use it as a context manager."""
+
+    def __init__(self, prepared: Prepared, logs: Path, view: LiveView, *, needs_reward: bool):
+        """Load the model. logs: the folder for the log of vLLM. needs_reward: a sample without a reward has failed."""
+        config = prepared.config
+        self._needs_reward = needs_reward
+        self._host = settings.host_settings(config, None)
+        agent = load_agent(
+            self._host.agent, prepared.tokenizer, max_length=self._host.max_length, max_steps=self._host.max_turns
+        )
+        self._reward = make_scorer(self._host)
+        try:
+            view.stage(f"loading {config.actor.model} into {config.rollout.engine}")
+            self.engine = make_engine(
+                settings.engine_settings(config, prepared.eos_token_ids, logs), 0, lambda stage: view.stage(stage)
+            )
+        except BaseException:
+            if self._reward is not None:
+                self._reward.close()
+            raise
+        self._agents = AgentHost(
+            agent,
+            self.engine.submit,
+            run_seed=config.seed,
+            max_concurrent=self._host.max_concurrent,
+            timeout_s=self._host.episode_timeout_s,
+            abort=self.engine.abort,
+        )
+
+    def answer(
+        self, prompts: Sequence[Prompt], epoch: int, num_samples: int, sampling: Sampling
+    ) -> Iterator[tuple[OpenGroup, Sequence[Score | Failed] | None]]:
+        """Yield each prompt's samples as they are complete, with the scores of those that the agent did not score.
+
+        Scores are None without a reward. Only so many prompts are open at a time that the engine is full.
+        """
+        # Where nobody scores, groups come back as those that wait for a reward model do.
+        scoring = Scoring(self._reward, waits_for_model=self._reward is None and not self._needs_reward)
+        collecting = Collecting(self._agents, scoring, faults.reach)
+        waiting = iter([Job(prompt, epoch, num_samples) for prompt in prompts])
+        num_ahead = max(2, -(-2 * self._host.max_concurrent // num_samples))
+        num_open = self._add(collecting, list(islice(waiting, num_ahead)), sampling)
+        while num_open:
+            yield collecting.next()
+            num_open += self._add(collecting, list(islice(waiting, 1)), sampling) - 1
+
+    def close(self) -> None:
+        self._agents.close()
+        self.engine.close()
+        if self._reward is not None:
+            self._reward.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def _add(collecting: Collecting, jobs: list[Job], sampling: Sampling) -> int:
+        if jobs:
+            collecting.add(jobs, sampling)
+        return len(jobs)
+
+
+def answer_all(
+    prepared: Prepared,
+    output: Path,
+    view: LiveView,
+    *,
+    needs_reward: bool,
+    is_evaluation: bool = False,
+    replace: bool = False,
+) -> GroupFile:
+    """Answer the prompts that have no answers in the file beside `output` yet, and return the file, which is complete.
+
+    A group is a line with `index`, `rows` (a sample each, as `hotseat generate` writes them) and `failures`; in an
+    evaluation also with `records`, which are lines of a run's `samples.jsonl`.
+    """
+    config = prepared.config
+    file = GroupFile(output, settings_of(config, digest_of(prepared.prompts)), replace=replace)
+    try:
+        todo = [prompt for prompt in prepared.prompts if prompt.index not in file]
+        if len(file):
+            view.say(f"resumed: {len(file):,} of {quantity(len(prepared.prompts), 'prompt')} are answered already")
+        if todo:
+            with Answerer(prepared, output.parent / "logs", view, needs_reward=needs_reward) as answerer:
+                _answer(prepared, answerer, todo, file, view, is_evaluation)
+    except BaseException:
+        file.__exit__(None, None, None)
+        raise
+    return file
+
+
+def _answer(
+    prepared: Prepared,
+    answerer: Answerer,
+    todo: Sequence[Prompt],
+    file: GroupFile,
+    view: LiveView,
+    is_evaluation: bool,
+) -> None:
+    config = prepared.config
+    num_samples = config.eval.samples_per_prompt if is_evaluation else config.rollout.samples_per_prompt
+    sampling = settings.eval_sampling(config) if is_evaluation else settings.sampling(config)
+    epoch = EVALUATION if is_evaluation else 0
+    num_total, num_judged = len(prepared.prompts), len(file) * num_samples  # none of those in the file has failed
+    failures: list[str] = []
+    view.expect(num_total, {})
+    view.advance(len(file), "sampling")
+    view.begin()
+    for open_group, scores in answerer.answer(todo, epoch, num_samples, sampling):
+        group = _group(open_group, scores, prepared, is_evaluation)
+        file.add(group)
+        num_judged += num_samples
+        failures += [reason for _, reason in group["failures"]]
+        if num_judged >= MIN_JUDGED or len(file) == num_total:
+            _check_failures(failures, num_judged, config.reward.max_failed_fraction)
+        view.advance(len(file), _pace(group))
+
+
+def _check_failures(failures: Sequence[str], num_samples: int, max_fraction: float) -> None:
+    if len(failures) > max_fraction * num_samples:
+        raise RewardError(
+            f"{len(failures):,} of {quantity(num_samples, 'sample')} failed, more than reward.max_failed_fraction"
+            f" {max_fraction:g} allows; the last: {failures[-1]}"
+        )
+
+
+def _pace(group: dict[str, Any]) -> str:
+    rewards = [row["reward"] for row in group["rows"] if "reward" in row]
+    return f"sampling, last reward {statistics.fmean(rewards):.3g}" if rewards else "sampling"
+
+
+def _group(
+    group: OpenGroup, scores: Sequence[Score | Failed] | None, prepared: Prepared, is_evaluation: bool
+) -> dict[str, Any]:
+    """Make the line of a group."""
+    prompt, tokenizer = group.job.prompt, prepared.tokenizer
+    given = iter(scores or ())
+    rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
+    failures: list[tuple[int, str]] = []
+    for sample, outcome in enumerate(group.outcomes):
+        scored: ScoredEpisode | None = None
+        if isinstance(outcome, ScoredEpisode):
+            scored = outcome
+        elif isinstance(outcome, Episode) and scores is not None:
+            score = next(given)
+            if isinstance(score, Failed):
+                failures.append((sample, score.reason))
+                continue
+            scored = ScoredEpisode(outcome, score.reward, score.score, score.extra)
+        elif isinstance(outcome, Failed):
+            failures.append((sample, outcome.reason))
+            continue
+        episode = outcome if scored is None else scored.episode
+        row: dict[str, Any] = {
+            "index": prompt.index,
+            "sample": sample,
+            "input": prompt.text,
+            "output": answer_text(episode, prompt, tokenizer, prepared.eos_token_ids),
+            "num_tokens": episode.num_sampled,
+            "is_truncated": episode.is_truncated,
+        }
+        row |= {} if prompt.label is None else {"label": prompt.label}
+        row |= {"source": prompt.source} if prompt.source else {}
+        if scored is not None:
+            row |= {"reward": scored.reward, "score": scored.score, "extra": dict(scored.extra)}
+        rows.append(row)
+        if is_evaluation and scored is not None:
+            is_right = "right" if scored.reward >= 1 else "wrong"
+            records.append(written(0, ChosenSample(episode.key, is_right), record_of(scored, prompt, tokenizer), None))
+    line: dict[str, Any] = {"index": prompt.index, "rows": rows, "failures": failures}
+    return line | ({"records": records} if is_evaluation else {})
+
+
+def answer_text(episode: Episode, prompt: Prompt, tokenizer: Any, eos: Sequence[int]) -> str:
+    """Return what follows the prompt as text, without the token that ends it: trainers add that themselves."""
+    text = episode.query.removeprefix(prompt.text)
+    last = int(episode.segments[-1].token_ids[-1])
+    return text.removesuffix(decode(tokenizer, [last])) if last in eos else text
