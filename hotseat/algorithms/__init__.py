@@ -26,7 +26,7 @@ from hotseat.algorithms.aggregation import Aggregation, StepTotals, loss_weights
 from hotseat.algorithms.corrections import Correction, CorrectionWeights, correction_weights
 from hotseat.algorithms.filtering import reason_to_drop
 from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, estimate_kl
-from hotseat.algorithms.policy_loss import PolicyLoss, entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.policy_loss import PolicyLoss, cispo_loss, entropy_bonus, gspo_loss, ppo_loss
 from hotseat.algorithms.shaping import clip_rewards, normalise_rewards, overlong_penalty, penalise_truncation
 from hotseat.algorithms.supervised_loss import (
     PairwiseKind,
@@ -59,6 +59,7 @@ __all__ = [
     "StepTotals",
     "ValueLoss",
     "answer_nll",
+    "cispo_loss",
     "clip_rewards",
     "compute_advantages",
     "correction_weights",

@@ -216,6 +216,11 @@ RULES: tuple[Rule, ...] = (
         _says("algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound"),
     ),
     Rule(
+        ("algorithm.dual_clip",),
+        _rl_but(lambda c: c.algorithm.policy_loss != "cispo"),
+        _says("algorithm.policy_loss is cispo, whose weights algorithm.clip_high bounds for every advantage"),
+    ),
+    Rule(
         ("algorithm.filtering.low", "algorithm.filtering.high"),
         _rl_but(lambda c: c.algorithm.filtering.enabled),
         _says("algorithm.filtering.enabled is false"),
@@ -514,12 +519,12 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
                 " rollout-ratio, which takes that ratio to the engine's probabilities, or policy_loss ppo",
             )
         )
-    if algorithm.policy_loss == "ppo" and correction.kind == "rollout-ratio":
+    if algorithm.policy_loss != "gspo" and correction.kind == "rollout-ratio":
         problems.append(
             (
                 "algorithm.correction.kind",
-                "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or"
-                " seq-mask-tis",
+                f"rollout-ratio is the correction of algorithm.policy_loss gspo, and it is {algorithm.policy_loss}: set"
+                " tis, icepop or seq-mask-tis",
             )
         )
     if uses_k1_loss(config) and not kl.allow_k1_loss:

@@ -117,6 +117,11 @@ def maths_notes(config: Config) -> list[str]:
     if used != own:
         whose = algorithm.estimator if own == "constant" else algorithm.policy_loss
         notes.append(f"algorithm.aggregation is {used}; {whose}'s own is {own}, which is used if it is unset")
+    if algorithm.policy_loss == "cispo" and algorithm.clip_low < 1:
+        notes.append(
+            f"algorithm.clip_low is {algorithm.clip_low:g}: cispo's weights are at least {1 - algorithm.clip_low:g};"
+            " the paper's have no lower bound, which is clip_low 1"
+        )
     if uses_k1_loss(config):
         notes.append(
             "warning: algorithm.kl.estimator is k1 as a loss, whose gradient is zero on average whatever the reference:"

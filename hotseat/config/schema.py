@@ -456,8 +456,8 @@ class AlgorithmConfig(Section):
     """GAE's lambda."""
     std_norm: bool = True
     """Divide advantages by their deviation, where the estimator does."""
-    policy_loss: Literal["ppo", "gspo"] = "ppo"
-    """Ratio per token (ppo) or per sequence (gspo)."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """Clipped ratio per token (ppo) or per sequence (gspo), or a log-prob weighted by a clipped ratio (cispo)."""
     clip_low: Share = 0.2
     """The ratio is clipped at 1 minus this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2

@@ -34,6 +34,7 @@ CALLS = {
     "turn_ends": lambda: al.turn_ends(LAYOUT),
     "estimate_kl": lambda: al.estimate_kl(TOKENS[0], TOKENS[1], LAYOUT.mask, "k3"),
     "ppo_loss": lambda: al.ppo_loss(*TOKENS[:3], LAYOUT.mask, **CLIP, dual_clip=3.0).loss,
+    "cispo_loss": lambda: al.cispo_loss(*TOKENS[:3], LAYOUT.mask, **CLIP).loss,
     "gspo_loss": lambda: al.gspo_loss(*TOKENS[:3], LAYOUT, **CLIP).loss,
     "correction_weights": lambda: al.correction_weights(*TOKENS[:2], LAYOUT, "seq-mask-tis", low=0.5, high=2.0).weights,
     "value_loss": lambda: al.value_loss(*TOKENS[:3], LAYOUT.mask, clip=0.2).loss,

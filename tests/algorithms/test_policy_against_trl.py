@@ -7,6 +7,7 @@ import torch
 from algorithm_cases import assert_close, make_layout, numbers
 
 from hotseat.algorithms import (
+    cispo_loss,
     clip_rewards,
     compute_advantages,
     correction_weights,
@@ -89,6 +90,15 @@ def test_gspo_equals_trl_sequence_level(trl, seed):
     our_loss = _step_loss(gspo_loss(ours, old, advantages, LAYOUT, **CLIP).loss, "sequence_mean")
     their_loss = trl.grpo_loss("grpo", LAYOUT, theirs, old, advantages, **CLIP, level="sequence")
     _assert_same(our_loss, their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cispo_equals_trl(trl, seed):
+    ours, theirs, old, advantages = _inputs(seed)
+    result = cispo_loss(ours, old, advantages, LAYOUT.mask, eps_low=1.0, eps_high=0.28)
+    assert result.clipped.any()
+    their_loss = trl.grpo_loss("cispo", LAYOUT, theirs, old, advantages, eps_high=1.28)
+    _assert_same(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))

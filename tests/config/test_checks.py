@@ -25,6 +25,7 @@ WITHOUT_EFFECT = {
         "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio, high: 2}}",
         "clip_low and clip_high bound",
     ),
+    "algorithm.dual_clip": ("algorithm: {policy_loss: cispo, dual_clip: 3}", "policy_loss is cispo"),
     "algorithm.filtering.high": ("algorithm: {filtering: {high: 0.9}}", "enabled is false"),
     "reward.overlong.penalty_factor": ("reward: {overlong: {penalty_factor: 2}}", "buffer_length is 0"),
     "train.deepspeed.zpg": ("train: {deepspeed: {zpg: 8}}", "train.backend is fsdp"),
@@ -168,6 +169,7 @@ def test_every_rule_speaks_of_keys_that_exist():
             "algorithm: {correction: {kind: rollout-ratio}}",
             "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or",
         ),
+        ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gspo, and it is cispo: set tis"),
         (
             "algorithm: {kl: {coef: 0.1, as_loss: true, estimator: k1}}",
             "k1 as a loss regularises nothing: its gradient is zero on average, whatever the reference; set k2 or k3",

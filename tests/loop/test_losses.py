@@ -68,6 +68,16 @@ def test_old_log_probs_clip_the_ratio():
     assert metrics["clipped"] == 1
 
 
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    given = outputs(0.0, -0.5, -1.0)
+    loss, metrics = objective(ratio="cispo")(given, batch(**{OLD_LOG_PROBS: [0.0, -1.0, -1.0]}))
+    # Weights 1.2 (ratio e^0.5) and 1: -(1.2 x 1 x -0.5 + 1 x -2 x -1) / 2
+    assert loss.item() == pytest.approx(-0.7)
+    loss.backward()
+    assert given.log_probs.grad.tolist() == pytest.approx([0.0, -0.6, 1.0])
+    assert metrics["clipped"] == 1
+
+
 def test_the_gap_to_the_engine_is_counted_and_corrected():
     # Trainer says -1 + log 4: the engine sampled it with a quarter of that; bounded at 2.
     old = [0.0, -1.0 + torch.log(torch.tensor(4.0)).item(), -1.0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from hotseat.algorithms import (
     Correction,
     KlEstimator,
+    cispo_loss,
     correction_weights,
     entropy_bonus,
     estimate_kl,
@@ -40,7 +41,7 @@ class PolicyTerms:
 
     loss: Tensor
     metrics: Mapping[str, Tensor | float]
-    clipped: Tensor  # [num_tokens] bool: the ratio left the clip range, and the token has no gradient
+    clipped: Tensor  # [num_tokens] bool: the ratio left the clip range; the token has no gradient, or less (cispo)
     corrected: Tensor  # [num_tokens] bool: its weight was changed because engine and trainer disagree
 
 
@@ -51,7 +52,7 @@ class PolicyObjective:
     ratio_to: denominator of GSPO's ratio, the probabilities before the update (`old`) or the engine's (`rollout`).
     """
 
-    ratio: Literal["ppo", "gspo"]
+    ratio: Literal["ppo", "gspo", "cispo"]
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -90,15 +91,17 @@ class PolicyObjective:
         log_probs, mask = outputs.log_probs, batch.mask
         assert log_probs is not None
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
-        clip: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high, "dual_clip": self.dual_clip}
-        rollout = batch.fields[ROLLOUT_LOG_PROBS]
+        clip: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
+        advantages, rollout = batch.fields[ADVANTAGES], batch.fields[ROLLOUT_LOG_PROBS]
         if self.ratio == "gspo":
             base = rollout if self.ratio_to == "rollout" else None
             surrogate = gspo_loss(
-                log_probs, old, batch.fields[ADVANTAGES], batch.layout, ratio_base_log_probs=base, **clip
+                log_probs, old, advantages, batch.layout, ratio_base_log_probs=base, dual_clip=self.dual_clip, **clip
             )
+        elif self.ratio == "cispo":
+            surrogate = cispo_loss(log_probs, old, advantages, mask, **clip)
         else:
-            surrogate = ppo_loss(log_probs, old, batch.fields[ADVANTAGES], mask, **clip)
+            surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, **clip)
         loss = surrogate.loss
         metrics: dict[str, Tensor | float] = {
             "clipped": surrogate.clipped.sum(),
