@@ -22,7 +22,14 @@ from hotseat.algorithms.advantages import (
     place_rewards,
     turn_ends,
 )
-from hotseat.algorithms.aggregation import Aggregation, StepTotals, loss_weights, step_totals, weighted_sum
+from hotseat.algorithms.aggregation import (
+    Aggregation,
+    StepTotals,
+    loss_weights,
+    mask_truncated,
+    step_totals,
+    weighted_sum,
+)
 from hotseat.algorithms.corrections import Correction, CorrectionWeights, correction_weights
 from hotseat.algorithms.filtering import reason_to_drop
 from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, estimate_kl
@@ -75,6 +82,7 @@ __all__ = [
     "ipo_loss",
     "leave_one_out",
     "loss_weights",
+    "mask_truncated",
     "moments",
     "normalise_by",
     "normalise_globally",

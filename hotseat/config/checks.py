@@ -98,6 +98,7 @@ _RL_MATHS = tuple(
         "clip_high",
         "dual_clip",
         "aggregation",
+        "mask_truncated",
         "entropy_coef",
         "kl",
         "correction",

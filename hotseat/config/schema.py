@@ -466,6 +466,8 @@ class AlgorithmConfig(Section):
     """Bound on the loss of negative advantages; unset is none."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """Mean of token losses: over a step's tokens, per episode, or by a constant; unset is that of the loss's paper."""
+    mask_truncated: bool = False
+    """Leave answers that did not end by themselves out of the policy's loss; they still count in baselines."""
     entropy_coef: Amount | None = None
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0

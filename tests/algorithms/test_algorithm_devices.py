@@ -39,6 +39,7 @@ CALLS = {
     "correction_weights": lambda: al.correction_weights(*TOKENS[:2], LAYOUT, "seq-mask-tis", low=0.5, high=2.0).weights,
     "value_loss": lambda: al.value_loss(*TOKENS[:3], LAYOUT.mask, clip=0.2).loss,
     "loss_weights": lambda: al.loss_weights(LAYOUT, "sequence_mean"),
+    "mask_truncated": lambda: al.mask_truncated(LAYOUT, GROUPS),
     "episode_log_probs": lambda: al.episode_log_probs(TOKENS[0], LAYOUT),
     "dpo_loss": lambda: al.dpo_loss(*[EPISODES] * 4, beta=0.1).loss,
     "answer_nll": lambda: al.answer_nll(EPISODES, GROUPS),

@@ -18,6 +18,7 @@ from hotseat.algorithms import (
     gspo_loss,
     leave_one_out,
     loss_weights,
+    mask_truncated,
     ppo_loss,
     weighted_sum,
 )
@@ -182,6 +183,17 @@ def test_an_empty_episode_counts_in_trl_and_not_here(trl):
     ours = _step_loss(ppo_loss(log_probs, log_probs, advantages, layout.mask, **CLIP).loss, "sequence_mean", layout)
     theirs = trl.grpo_loss("grpo", layout, log_probs, log_probs, advantages, **CLIP)
     assert_close(ours * 2, theirs * 3)
+
+
+def test_masking_truncated_answers_equals_trl(trl):
+    truncated, rewards = [False, True, True, False], numbers(15, 4)
+    layout = make_layout([[[1] * 3]] * 4)
+    theirs = trl.generated_batch(
+        trl.GRPOTrainer, rewards, 2, old_log_probs=numbers(16, 4, 3), scale_rewards="none", truncated=truncated
+    )
+    assert mask_truncated(layout, torch.tensor(truncated)).reshape(4, 3).tolist() == theirs["completion_mask"].tolist()
+    # Masked answers still count in baselines.
+    assert_close(group_mean_centred(rewards, torch.tensor([0, 0, 1, 1])), theirs["advantages"])
 
 
 @pytest.mark.parametrize("seed", range(3))

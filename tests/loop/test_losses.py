@@ -1,6 +1,7 @@
 """The objective of an update: its terms, put together."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,3 +178,10 @@ def test_with_a_kl_or_entropy_term_every_sample_counts():
     assert objective(entropy_coefficient=0.0).samples_with_gradient(nothing) is None  # logged, of all samples
     compared = three_samples([0.0] * 4, **{REFERENCE_LOG_PROBS: torch.zeros(8)})
     assert objective().samples_with_gradient(compared) is None
+
+
+def test_samples_without_a_token_to_learn_from_need_no_gradient_whatever_is_logged():
+    samples = three_samples([1.0] * 4)
+    masked = replace(samples, mask=samples.mask & (torch.arange(8) >= int(samples.offsets[1])))  # all but sample a
+    for changes in ({}, {"entropy_coefficient": 0.1}):
+        assert objective(**changes).samples_with_gradient(masked) == [1, 2, 3]

@@ -235,6 +235,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             max_sampled=max_sampled_tokens(config),
         ),
         aggregation=aggregation(config),
+        mask_truncated=algorithm.mask_truncated,
         max_epochs=config.train.max_epochs,
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
         needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered(config) or has_inference(config),

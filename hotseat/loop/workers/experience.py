@@ -22,6 +22,7 @@ from hotseat.algorithms import (
     compute_advantages,
     estimate_kl,
     loss_weights,
+    mask_truncated,
     overlong_penalty,
     penalise_truncation,
     step_totals,
@@ -215,6 +216,12 @@ def with_advantages(
     )
     learned = {} if values is None else {RETURNS: advantages.returns}
     return with_fields(batch, {ADVANTAGES: advantages.advantages, **learned})
+
+
+def without_truncated(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
+    """Return the batch with the tokens of truncated episodes masked. Their advantages were computed before."""
+    truncated = torch.tensor([sample.episode.is_truncated for group in groups for sample in group.samples])
+    return replace(batch, mask=mask_truncated(batch.layout, truncated))
 
 
 def with_fields(batch: MicroBatch, fields: Mapping[str, Tensor]) -> MicroBatch:

@@ -72,12 +72,13 @@ class PolicyObjective:
         """Return the segments of samples whose loss can have a gradient; None: all of them.
 
         Where all answers to a prompt have the same reward, their advantages are exactly zero, and so is their gradient:
-        it need not be computed. With a KL or an entropy, in the loss or only logged, every sample counts.
+        it need not be computed. With a KL or an entropy, in the loss or only logged, every sample counts that has a
+        token to learn from.
         """
-        if REFERENCE_LOG_PROBS in batch.fields or self.needs_entropy:
-            return None
-        layout = batch.layout
-        is_token = (batch.mask & (batch.fields[ADVANTAGES] != 0)).to(torch.int64)
+        layout, learned = batch.layout, batch.mask
+        if REFERENCE_LOG_PROBS not in batch.fields and not self.needs_entropy:
+            learned = learned & (batch.fields[ADVANTAGES] != 0)
+        is_token = learned.to(torch.int64)
         num_tokens = torch.zeros(layout.num_episodes, dtype=torch.int64).index_add_(0, layout.token_episode, is_token)
         chosen: list[int] = (num_tokens[layout.segment_episode] > 0).nonzero().squeeze(-1).tolist()
         return chosen if len(chosen) < batch.num_segments else None

@@ -36,6 +36,7 @@ from hotseat.loop.workers.experience import (
     weighted,
     with_advantages,
     with_fields,
+    without_truncated,
 )
 from hotseat.loop.workers.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
 from hotseat.loop.workers.proof import Canary, Proof
@@ -94,6 +95,7 @@ class PolicySettings:
     score: BatchSettings
     train: BatchSettings
     learns_from_every_sample: bool = False  # also from samples whose loss has no gradient
+    mask_truncated: bool = False  # leave truncated episodes out of the loss
 
 
 class BackendWorker:
@@ -309,6 +311,8 @@ class ActorWorker(ModelWorker):
             self._returns = by_sample([batch], [batch.fields[RETURNS]])
             batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
         self._recorder = self._start_recording(batch, settings, record) if record else None
+        if settings.mask_truncated:
+            batch = without_truncated(groups, batch)
         self._steps = cut_into_steps(batch, steps_of(shares), num_steps)
         self._totals = self._add_totals(self._steps)
 
