@@ -30,7 +30,15 @@ from hotseat.algorithms.aggregation import (
     step_totals,
     weighted_sum,
 )
-from hotseat.algorithms.corrections import Correction, CorrectionWeights, correction_weights
+from hotseat.algorithms.corrections import (
+    Correction,
+    CorrectionWeights,
+    Rejection,
+    WeightTotals,
+    correction_weights,
+    rejection_weights,
+    weight_totals,
+)
 from hotseat.algorithms.filtering import reason_to_drop
 from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, estimate_kl
 from hotseat.algorithms.policy_loss import PolicyLoss, cispo_loss, entropy_bonus, gspo_loss, ppo_loss
@@ -63,8 +71,10 @@ __all__ = [
     "PairwiseKind",
     "PolicyLoss",
     "PreferenceLoss",
+    "Rejection",
     "StepTotals",
     "ValueLoss",
+    "WeightTotals",
     "answer_nll",
     "cispo_loss",
     "clip_rewards",
@@ -94,10 +104,12 @@ __all__ = [
     "place_rewards",
     "ppo_loss",
     "reason_to_drop",
+    "rejection_weights",
     "sft_loss",
     "simpo_loss",
     "step_totals",
     "turn_ends",
     "value_loss",
+    "weight_totals",
     "weighted_sum",
 ]

@@ -19,7 +19,7 @@ from hotseat.config.roles import (
     is_base_reference,
     placed_roles,
 )
-from hotseat.config.schema import Config, OptimizerConfig
+from hotseat.config.schema import Config, CorrectionConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation",
     ),
     Rule(
-        ("algorithm.correction.low", "algorithm.correction.high"),
+        ("algorithm.correction.low", "algorithm.correction.high", "algorithm.correction.normalise"),
         _rl_but(lambda c: correction_kind(c) != "none"),
         _says("algorithm.correction.kind is none"),
     ),
@@ -215,6 +215,21 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.correction.low", "algorithm.correction.high"),
         _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
         _says("algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound"),
+    ),
+    Rule(
+        ("algorithm.correction.normalise",),
+        _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
+        _says("algorithm.correction.kind is rollout-ratio, which has no weights"),
+    ),
+    Rule(
+        ("algorithm.correction.reject_high",),
+        _rl_but(lambda c: c.algorithm.correction.reject is not None),
+        _says("algorithm.correction.reject is not set, so no answer is dropped"),
+    ),
+    Rule(
+        ("algorithm.correction.reject_low",),
+        _rl_but(lambda c: c.algorithm.correction.reject == "k1"),
+        _says("algorithm.correction.reject is not k1; the other divergences have no lower bound"),
     ),
     Rule(
         ("algorithm.dual_clip",),
@@ -512,12 +527,14 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
                 " usually 0.5 and 5",
             )
         )
-    if algorithm.policy_loss == "gspo" and correction.kind not in (None, "none", "rollout-ratio"):
+    if correction.reject is not None:
+        problems += _rejection_conflicts(correction)
+    if algorithm.policy_loss == "gspo" and correction.kind in ("tis", "icepop", "seq-mask-tis"):
         problems.append(
             (
                 "algorithm.correction.kind",
                 f"{correction.kind} weighs tokens, and algorithm.policy_loss gspo has one ratio per sequence: set"
-                " rollout-ratio, which takes that ratio to the engine's probabilities, or policy_loss ppo",
+                " rollout-ratio, which takes that ratio to the engine's probabilities, or seq-tis, or policy_loss ppo",
             )
         )
     if algorithm.policy_loss != "gspo" and correction.kind == "rollout-ratio":
@@ -555,6 +572,25 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     return problems
+
+
+def _rejection_conflicts(correction: CorrectionConfig) -> list[tuple[str, str]]:
+    """Return (key, message) of bounds by which every answer, or none, would be dropped."""
+    low, high = correction.reject_low, correction.reject_high
+    if high is None:
+        usual = (
+            "2 keeps geometric means between 0.5 and 2" if correction.reject == "k1" else "0.1 is loose, 0.01 strict"
+        )
+        return [("algorithm.correction.reject_high", f"has to be set with reject {correction.reject}: {usual}")]
+    if correction.reject == "k1" and not (1 / high if low is None else low) <= 1 <= high:
+        return [
+            (
+                "algorithm.correction.reject_high",
+                f"answers on which engine and trainer agree have the ratio 1, which is outside"
+                f" [{1 / high if low is None else low:g}, {high:g}]: set reject_low below 1 and reject_high above 1",
+            )
+        ]
+    return []
 
 
 def _grader_conflicts(config: Config) -> list[tuple[str, str]]:

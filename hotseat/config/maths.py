@@ -11,7 +11,7 @@ from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
-CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"]
+CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"]
 
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
 

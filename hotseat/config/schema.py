@@ -404,12 +404,20 @@ class KlConfig(Section):
 
 
 class CorrectionConfig(Section):
-    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] | None = None
+    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"] | None = None
     """Correction of the gap between engine and trainer; unset is none, with staleness tis (gspo: rollout-ratio)."""
     low: Amount = 0.5
     """Lower bound of the ratio."""
     high: Amount = 5.0
     """Upper bound of the ratio."""
+    normalise: bool = False
+    """Divide the weights by their mean over the step."""
+    reject: Literal["k1", "k2", "k3"] | None = None
+    """Drop answers by the mean of this divergence between engine and trainer over their tokens; unset drops none."""
+    reject_low: Amount | None = None
+    """Lower bound of the geometric mean of the ratio, for k1; unset is 1 / `reject_high`."""
+    reject_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper bound: of the geometric mean of the ratio for k1, of the mean divergence for k2 and k3."""
 
 
 class FilteringConfig(Section):

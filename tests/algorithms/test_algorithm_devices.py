@@ -37,6 +37,7 @@ CALLS = {
     "cispo_loss": lambda: al.cispo_loss(*TOKENS[:3], LAYOUT.mask, **CLIP).loss,
     "gspo_loss": lambda: al.gspo_loss(*TOKENS[:3], LAYOUT, **CLIP).loss,
     "correction_weights": lambda: al.correction_weights(*TOKENS[:2], LAYOUT, "seq-mask-tis", low=0.5, high=2.0).weights,
+    "rejection_weights": lambda: al.rejection_weights(*TOKENS[:2], LAYOUT, "k3", high=0.5),
     "value_loss": lambda: al.value_loss(*TOKENS[:3], LAYOUT.mask, clip=0.2).loss,
     "loss_weights": lambda: al.loss_weights(LAYOUT, "sequence_mean"),
     "mask_truncated": lambda: al.mask_truncated(LAYOUT, GROUPS),

@@ -141,7 +141,15 @@ def test_entropy_bonus_equals_trl_under_token_mean(trl):
     _assert_same(_step_loss(token_losses, "token_mean"), their_loss, ours, theirs)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("tis", "token_truncate"), ("icepop", "token_mask")])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("tis", "token_truncate"),
+        ("icepop", "token_mask"),
+        ("seq-tis", "sequence_truncate"),
+        ("seq-icepop", "sequence_mask"),
+    ],
+)
 def test_corrections_and_their_place_in_the_loss_equal_trl(trl, kind, mode):
     layout = make_layout([[[1] * 5]] * 4)
     ours, theirs, old, advantages = _inputs(7, layout)
@@ -158,6 +166,7 @@ def test_corrections_and_their_place_in_the_loss_equal_trl(trl, kind, mode):
         low=0.6,
         high=1.5,
     )["importance_sampling_ratio"]
+    their_weights = their_weights.expand(4, 5)  # a sequence's weight is one number
     assert_close(weights.reshape(4, 5), their_weights)
 
     token_losses = weights * ppo_loss(ours, old, advantages, layout.mask, **CLIP).loss

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hotseat.algorithms import WeightTotals
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
+    CORRECTION_SCALES,
     OLD_LOG_PROBS,
     REFERENCE_LOG_PROBS,
     ROLLOUT_LOG_PROBS,
@@ -88,6 +90,20 @@ def test_the_gap_to_the_engine_is_counted_and_corrected():
     assert metrics["corrected"] == 1
 
 
+def test_weights_are_normalised_and_answers_rejected_beside_them():
+    old = [0.0, -1.0 + math.log(4), -1.0]
+    fields = {OLD_LOG_PROBS: old, CORRECTION_SCALES: [0.5] * 3}
+    assert objective(correction="tis").correction_totals(batch(**fields)) == WeightTotals(3.0, 2)
+    loss, _ = objective(correction="tis")(outputs(*old), batch(**fields))
+    assert loss.item() == pytest.approx((-1.0 * 2 + 2.0) / 2 * 0.5)
+    # The geometric mean of the ratios 4 and 1 is 2.
+    for high, expected, rejected in ((1.9, 0.0, 2), (2.1, (-1.0 + 2.0) / 2, 0)):
+        strict = objective(rejection="k1", rejection_high=high)
+        loss, metrics = strict(outputs(*old), batch(**{OLD_LOG_PROBS: old}))
+        assert loss.item() == pytest.approx(expected)
+        assert (metrics["rejected"], metrics["corrected"]) == (rejected, rejected)
+
+
 def test_gspo_is_corrected_by_one_ratio_to_the_engine():
     """Log π − log π_rollout is 0.3 and −0.1 on the two tokens: the ratio is e^0.1 for both, and no weight besides."""
     given, corrected = outputs(0.0, -0.7, -1.1), objective(ratio="gspo", ratio_to="rollout")
@@ -146,7 +162,7 @@ def three_samples(advantages: list[float], **fields) -> MicroBatch:
     )
 
 
-@pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask-tis"])
+@pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop"])
 def test_corrections_of_micro_batches_are_those_of_the_whole_step(correction):
     """The engine's gap of sample b is 1.5 and -1.3 in its two segments: 0.1 on average, which keeps all of it."""
     old = torch.tensor([0.0, 0.2, 0.0, 1.5, 0.0, -1.3, 0.0, 2.5])

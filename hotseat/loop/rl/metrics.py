@@ -9,7 +9,7 @@ from hotseat.algorithms.quantiles import quantile
 from hotseat.loop.rl.push import PushReport
 from hotseat.train.backend import UpdateReport
 
-_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy")
+_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "rejected", "kl", "entropy")
 
 
 def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:

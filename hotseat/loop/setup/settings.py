@@ -216,6 +216,9 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             correction=None if kind == "none" or kind == "rollout-ratio" else kind,
             correction_low=correction.low,
             correction_high=correction.high,
+            rejection=correction.reject,
+            rejection_low=correction.reject_low,
+            rejection_high=correction.reject_high,
             kl_estimator=kl_estimator(config),
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
@@ -236,9 +239,16 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         ),
         aggregation=aggregation(config),
         mask_truncated=algorithm.mask_truncated,
+        normalises_corrections=correction.normalise,
         max_epochs=config.train.max_epochs,
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
-        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered(config) or has_inference(config),
+        needs_old_log_probs=(
+            optimizer_steps > 1
+            or kl_in_reward > 0
+            or is_filtered(config)
+            or has_inference(config)
+            or correction.normalise
+        ),
         temperature=config.rollout.temperature,
         score=score_batches(config),
         train=train_batches(config),

@@ -11,15 +11,20 @@ from torch import Tensor
 
 from hotseat.algorithms import (
     Correction,
+    CorrectionWeights,
     KlEstimator,
+    Rejection,
+    WeightTotals,
     cispo_loss,
     correction_weights,
     entropy_bonus,
     estimate_kl,
     gspo_loss,
     ppo_loss,
+    rejection_weights,
     sft_loss,
     value_loss,
+    weight_totals,
     weighted_sum,
 )
 from hotseat.algorithms.quantiles import count_sizes
@@ -31,6 +36,7 @@ ADVANTAGES = "advantages"
 OLD_LOG_PROBS = "old_log_probs"  # absent where the ratio is exactly one, and the current log-probs stand for them
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # the engine's
 REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
+CORRECTION_SCALES = "correction_scales"  # present where corrections are normalised: 1 / their mean over the step
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
 RETURNS = "returns"  # what the critic learns
 
@@ -63,6 +69,9 @@ class PolicyObjective:
     kl_coefficient: float  # 0: the KL is not in the loss
     entropy_coefficient: float | None  # None: the entropy is not computed
     ratio_to: Literal["old", "rollout"] = "old"
+    rejection: Rejection | None = None  # drops answers; the bounds are those of `rejection_weights`
+    rejection_low: float | None = None
+    rejection_high: float | None = None
 
     @property
     def needs_entropy(self) -> bool:
@@ -115,11 +124,17 @@ class PolicyObjective:
         metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), mask)
         corrected = torch.zeros_like(mask)
         if self.correction is not None:
-            correction = correction_weights(
-                old, rollout, batch.layout, self.correction, low=self.correction_low, high=self.correction_high
-            )
-            loss = loss * correction.weights
+            correction = self._corrections(old, batch, self.correction)
+            loss = loss * correction.weights * batch.fields.get(CORRECTION_SCALES, 1.0)
             corrected = correction.changed
+        if self.rejection is not None:
+            assert self.rejection_high is not None
+            bounds = {"low": self.rejection_low, "high": self.rejection_high}
+            kept = rejection_weights(old, rollout, batch.layout, self.rejection, **bounds)
+            loss = loss * kept
+            metrics["rejected"] = (mask & (kept == 0)).sum()
+            corrected = corrected | (mask & (kept == 0))
+        if self.correction is not None or self.rejection is not None:
             metrics["corrected"] = corrected.sum()
         if REFERENCE_LOG_PROBS in batch.fields:
             kl = estimate_kl(log_probs, batch.fields[REFERENCE_LOG_PROBS], mask, self.kl_estimator)
@@ -131,6 +146,16 @@ class PolicyObjective:
             if self.entropy_coefficient:
                 loss = loss + entropy_bonus(outputs.entropy, mask, self.entropy_coefficient)
         return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
+
+    def correction_totals(self, batch: MicroBatch) -> WeightTotals:
+        """Add up the correction weights of one rank's part of a step, which has old log-probs."""
+        assert self.correction is not None
+        weights = self._corrections(batch.fields[OLD_LOG_PROBS], batch, self.correction).weights
+        return weight_totals(weights, batch.layout, self.correction)
+
+    def _corrections(self, old: Tensor, batch: MicroBatch, kind: Correction) -> CorrectionWeights:
+        rollout = batch.fields[ROLLOUT_LOG_PROBS]
+        return correction_weights(old, rollout, batch.layout, kind, low=self.correction_low, high=self.correction_high)
 
 
 @dataclass(frozen=True)

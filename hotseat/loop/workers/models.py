@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, RunError
@@ -38,7 +38,13 @@ from hotseat.loop.workers.experience import (
     with_fields,
     without_truncated,
 )
-from hotseat.loop.workers.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
+from hotseat.loop.workers.losses import (
+    CORRECTION_SCALES,
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    PolicyObjective,
+)
 from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.loop.workers.records import Recorder, TokenRecord
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
@@ -96,6 +102,7 @@ class PolicySettings:
     train: BatchSettings
     learns_from_every_sample: bool = False  # also from samples whose loss has no gradient
     mask_truncated: bool = False  # leave truncated episodes out of the loss
+    normalises_corrections: bool = False  # to mean 1 over each optimizer step
 
 
 class BackendWorker:
@@ -315,6 +322,8 @@ class ActorWorker(ModelWorker):
             batch = without_truncated(groups, batch)
         self._steps = cut_into_steps(batch, steps_of(shares), num_steps)
         self._totals = self._add_totals(self._steps)
+        if settings.normalises_corrections:
+            self._steps = self._with_correction_scales(settings.objective)
 
     def returns(self) -> BySample:
         """Return the critic's targets for the prepared samples of this rank, by sample id. They are kept no longer."""
@@ -421,6 +430,16 @@ class ActorWorker(ModelWorker):
     def close(self) -> None:
         self._sender.close()
         super().close()
+
+    def _with_correction_scales(self, objective: PolicyObjective) -> list[MicroBatch | None]:
+        """Return the steps with the factor that brings each one's correction weights to mean 1. Collective."""
+        local = [WeightTotals(0.0, 0) if batch is None else objective.correction_totals(batch) for batch in self._steps]
+        everyone = self._backend.gather_facts(local, "add up the correction weights of each optimizer step")
+        totals = [sum(parts, start=WeightTotals(0.0, 0)) for parts in zip(*everyone, strict=True)]
+        return [
+            None if batch is None else with_fields(batch, {CORRECTION_SCALES: torch.full([batch.num_tokens], of.scale)})
+            for batch, of in zip(self._steps, totals, strict=True)
+        ]
 
     def _add_moments(self, local: Moments) -> Moments:
         everyone = self._backend.gather_facts(local, "add up the moments of the advantages")
