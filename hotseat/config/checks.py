@@ -108,7 +108,7 @@ _RL_MATHS = tuple(
 
 RULES: tuple[Rule, ...] = (
     Rule((*_SAMPLING_KEYS, *_RL_MATHS), *_task("rl")),
-    Rule(("data.label_key", "train.num_episodes", "actor.enable_offload"), *_task("rl")),
+    Rule(("data.label_key", "data.sampler", "train.num_episodes", "actor.enable_offload"), *_task("rl")),
     Rule(("data.output_key", "data.multiturn", "data.pretrain_mode"), *_task("sft")),
     Rule(("data.chosen_key", "data.rejected_key", "data.prompt_key"), *_task("rm", "dpo")),
     Rule(("data.input_key",), *_task("rl", "sft")),
@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("algorithm.std_norm",),
-        _rl_but(lambda c: c.algorithm.estimator not in ("rloo", "dr_grpo")),
+        _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce", "reinforce_baseline", "group_norm")),
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation",
     ),
     Rule(
@@ -233,8 +233,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("algorithm.dual_clip",),
-        _rl_but(lambda c: c.algorithm.policy_loss != "cispo"),
-        _says("algorithm.policy_loss is cispo, whose weights algorithm.clip_high bounds for every advantage"),
+        _rl_but(lambda c: c.algorithm.policy_loss in ("ppo", "gspo")),
+        lambda c: f"algorithm.policy_loss is {c.algorithm.policy_loss}; this is for ppo and gspo",
     ),
     Rule(
         ("algorithm.filtering.low", "algorithm.filtering.high"),
@@ -501,6 +501,14 @@ def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
     overlap, problems = config.overlap, []
     if config.task != "rl" or overlap.staleness == 0:
         return []
+    if config.data.sampler is not None:
+        problems.append(
+            (
+                "data.sampler",
+                f"overlap.staleness is {overlap.staleness}: the scores that a sampler gets would depend on which"
+                " answers arrive first; set overlap.staleness to 0, or leave data.sampler unset",
+            )
+        )
     if overlap_queue(config) > overlap.staleness:
         problems.append(
             (

@@ -17,6 +17,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+FunctionPath = Annotated[str, Field(pattern=r"^.+\.py:\w+$")]
 
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 
@@ -377,6 +378,8 @@ class DataConfig(Section):
     """Learn from every assistant turn, not from the last one only (sft)."""
     pretrain_mode: bool = False
     """Learn from every token (sft)."""
+    sampler: FunctionPath | None = None
+    """Your own function, `my.py:function`, that chooses each step's prompts, such as a curriculum (rl)."""
     prompt_max_length: Positive | None = None
     """Longest prompt that is kept; unset: `max_length` less `rollout.max_new_tokens` if that is set, else its half."""
     max_length: Positive = 2048
@@ -456,16 +459,18 @@ class RewardModellingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] = "group_norm"
-    """Advantage estimator; `gae` is PPO and brings a critic."""
+    estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] | FunctionPath = (
+        "group_norm"
+    )
+    """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
     gamma: Fraction = 1.0
     """Discount per sampled token (gae and reinforce)."""
     gae_lambda: Fraction = 1.0
     """GAE's lambda."""
     std_norm: bool = True
     """Divide advantages by their deviation, where the estimator does."""
-    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """Clipped ratio per token (ppo) or per sequence (gspo), or a log-prob weighted by a clipped ratio (cispo)."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] | FunctionPath = "ppo"
+    """Clipped ratio per token (ppo), per sequence (gspo), as a weight (cispo), or your own loss, `my.py:function`."""
     clip_low: Share = 0.2
     """The ratio is clipped at 1 minus this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2

@@ -34,7 +34,10 @@ WITHOUT_EFFECT = {
         "algorithm: {correction: {reject: k3, reject_high: 2, reject_low: 0.5}}",
         "no lower bound",
     ),
-    "algorithm.dual_clip": ("algorithm: {policy_loss: cispo, dual_clip: 3}", "policy_loss is cispo"),
+    "algorithm.dual_clip": (
+        "algorithm: {policy_loss: cispo, dual_clip: 3}",
+        "policy_loss is cispo; this is for ppo and gspo",
+    ),
     "algorithm.filtering.high": ("algorithm: {filtering: {high: 0.9}}", "enabled is false"),
     "reward.overlong.penalty_factor": ("reward: {overlong: {penalty_factor: 2}}", "buffer_length is 0"),
     "train.deepspeed.zpg": ("train: {deepspeed: {zpg: 8}}", "train.backend is fsdp"),
@@ -179,6 +182,10 @@ def test_every_rule_speaks_of_keys_that_exist():
             "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or",
         ),
         ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gspo, and it is cispo: set tis"),
+        (
+            "data: {sampler: 's.py:f'}\noverlap: {staleness: 1}",
+            "that a sampler gets would depend on which answers arrive",
+        ),
         ("algorithm: {correction: {reject: k1}}", "has to be set with reject k1: 2 keeps geometric means between"),
         ("algorithm: {correction: {reject: k3}}", "has to be set with reject k3: 0.1 is loose, 0.01 strict"),
         (

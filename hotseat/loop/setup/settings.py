@@ -19,6 +19,7 @@ from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
+from hotseat.loop.workers.own_functions import absolute
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
@@ -209,7 +210,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
     return PolicySettings(
         objective=PolicyObjective(
-            ratio=algorithm.policy_loss,
+            ratio=absolute(algorithm.policy_loss),
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
@@ -225,7 +226,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             ratio_to="rollout" if kind == "rollout-ratio" else "old",
         ),
         advantages=AdvantageSettings(
-            estimator=algorithm.estimator,
+            estimator=absolute(algorithm.estimator),
             gamma=algorithm.gamma,
             gae_lambda=algorithm.gae_lambda,
             divide_by_std=algorithm.std_norm,

@@ -28,6 +28,7 @@ from hotseat.algorithms import (
     step_totals,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
+from hotseat.loop.workers.own_functions import is_own, own_function
 from hotseat.train.packing import balance, take
 from hotseat.types import MicroBatch, PromptGroup, Segment
 
@@ -198,8 +199,9 @@ def with_advantages(
     if turn_rewards is not None and turns is not None:
         # Turn rewards go to the ends of their turns; the rest of the episode's reward stays on its last token.
         rewards = rewards.index_add(0, batch.layout.token_episode[turns], -turn_rewards)
+    estimator = settings.estimator
     advantages = compute_advantages(
-        settings.estimator,
+        own_function(estimator) if is_own(estimator) else estimator,
         batch.layout,
         rewards,
         groups=group_ids,

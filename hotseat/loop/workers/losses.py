@@ -28,6 +28,7 @@ from hotseat.algorithms import (
     weighted_sum,
 )
 from hotseat.algorithms.quantiles import count_sizes
+from hotseat.loop.workers.own_functions import is_own, own_policy_loss
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 
@@ -58,7 +59,7 @@ class PolicyObjective:
     ratio_to: denominator of GSPO's ratio, the probabilities before the update (`old`) or the engine's (`rollout`).
     """
 
-    ratio: Literal["ppo", "gspo", "cispo"]
+    ratio: str  # ppo, gspo, cispo, or FILE.py:FUNCTION of a user
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -81,11 +82,11 @@ class PolicyObjective:
         """Return the segments of samples whose loss can have a gradient; None: all of them.
 
         Where all answers to a prompt have the same reward, their advantages are exactly zero, and so is their gradient:
-        it need not be computed. With a KL or an entropy, in the loss or only logged, every sample counts that has a
-        token to learn from.
+        it need not be computed. With a KL or an entropy, in the loss or only logged, or with a user's own
+        loss, every sample counts that has a token to learn from.
         """
         layout, learned = batch.layout, batch.mask
-        if REFERENCE_LOG_PROBS not in batch.fields and not self.needs_entropy:
+        if REFERENCE_LOG_PROBS not in batch.fields and not self.needs_entropy and not is_own(self.ratio):
             learned = learned & (batch.fields[ADVANTAGES] != 0)
         is_token = learned.to(torch.int64)
         num_tokens = torch.zeros(layout.num_episodes, dtype=torch.int64).index_add_(0, layout.token_episode, is_token)
@@ -110,6 +111,8 @@ class PolicyObjective:
             )
         elif self.ratio == "cispo":
             surrogate = cispo_loss(log_probs, old, advantages, mask, **clip)
+        elif is_own(self.ratio):
+            surrogate = own_policy_loss(self.ratio, log_probs, old, advantages, batch.layout, **clip)
         else:
             surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, **clip)
         loss = surrogate.loss
