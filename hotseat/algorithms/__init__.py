@@ -40,7 +40,7 @@ from hotseat.algorithms.corrections import (
     weight_totals,
 )
 from hotseat.algorithms.filtering import reason_to_drop
-from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, estimate_kl
+from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, distillation_advantages, estimate_kl
 from hotseat.algorithms.policy_loss import PolicyLoss, cispo_loss, entropy_bonus, gspo_loss, ppo_loss
 from hotseat.algorithms.shaping import clip_rewards, normalise_rewards, overlong_penalty, penalise_truncation
 from hotseat.algorithms.supervised_loss import (
@@ -81,6 +81,7 @@ __all__ = [
     "compute_advantages",
     "correction_weights",
     "discounted_returns",
+    "distillation_advantages",
     "dpo_loss",
     "entropy_bonus",
     "episode_log_probs",

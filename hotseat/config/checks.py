@@ -99,6 +99,7 @@ _RL_MATHS = tuple(
         "dual_clip",
         "aggregation",
         "mask_truncated",
+        "distill_coef",
         "entropy_coef",
         "kl",
         "correction",
@@ -642,6 +643,10 @@ def missing(config: Config) -> list[tuple[str, str]]:
         if not reward.graders and all(source is None for source in sources):
             problems.append(
                 ("reward.function", "no source of rewards: set reward.function, reward.model or agent.path")
+            )
+        if config.algorithm.distill_coef > 0 and config.reference.model is None:
+            problems.append(
+                ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")
             )
         if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and config.rollout.samples_per_prompt < 2:
             problems.append(

@@ -485,6 +485,8 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
+    distill_coef: Amount = 0.0
+    """Weight of on-policy distillation in the advantages, with `reference.model` as the teacher; 0 is none."""
     kl: KlConfig = KlConfig()
     """KL to the reference policy."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -711,7 +713,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     """The value model (estimator gae)."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The reference policy (KL above 0, dpo)."""
+    """The reference policy (KL above 0, dpo), or the teacher (distill_coef above 0)."""
     inference: InferenceConfig = InferenceConfig()
     """Old log-probs, computed on devices of their own."""
     reward: RewardConfig = RewardConfig()

@@ -101,6 +101,7 @@ WITHOUT_A_FLAG = {
     "algorithm.correction.reject",
     "algorithm.correction.reject_high",
     "algorithm.correction.reject_low",
+    "algorithm.distill_coef",
     "algorithm.mask_truncated",
     "data.sampler",
     "algorithm.dpo.gamma",

@@ -225,6 +225,18 @@ def test_long_and_truncated_answers_are_charged():
     assert shaped_rewards(groups, batch, settings()).tolist() == [1.0]
 
 
+def test_a_teacher_adds_its_log_ratio_to_the_advantages():
+    groups = [make_group(0, [1.0, 0.0])]
+    batch = flatten(groups)
+    count = batch.num_tokens
+    batch = with_fields(
+        batch, {OLD_LOG_PROBS: torch.full((count,), -1.0), REFERENCE_LOG_PROBS: torch.full((count,), -3.0)}
+    )
+    found = with_advantages(groups, batch, settings(distill_coefficient=0.25), alone)
+    # 0.5 and -0.5 of the rewards, and a quarter of -3 + 1
+    assert found.fields[ADVANTAGES][batch.mask].tolist() == [0.0, 0.0, -1.0, -1.0]
+
+
 def test_truncated_answers_count_in_the_baseline_and_not_in_the_loss():
     group = make_group(0, [1.0, 0.0, 0.5])
     cut = replace(group.samples[1], episode=replace(group.samples[1].episode, is_truncated=True))

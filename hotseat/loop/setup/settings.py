@@ -237,6 +237,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             overlong_factor=reward.overlong.penalty_factor,
             truncation_penalty=reward.truncation_penalty,
             max_sampled=max_sampled_tokens(config),
+            distill_coefficient=algorithm.distill_coef,
         ),
         aggregation=aggregation(config),
         mask_truncated=algorithm.mask_truncated,
@@ -249,6 +250,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             or is_filtered(config)
             or has_inference(config)
             or correction.normalise
+            or algorithm.distill_coef > 0
         ),
         temperature=config.rollout.temperature,
         score=score_batches(config),

@@ -20,6 +20,7 @@ from hotseat.algorithms import (
     Moments,
     StepTotals,
     compute_advantages,
+    distillation_advantages,
     estimate_kl,
     loss_weights,
     mask_truncated,
@@ -48,6 +49,7 @@ class AdvantageSettings:
     overlong_factor: float
     truncation_penalty: float | None  # None: no penalty
     max_sampled: int  # tokens that an episode may sample, over all of its turns
+    distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,11 @@ def with_advantages(
         add_up=add_up,
     )
     learned = {} if values is None else {RETURNS: advantages.returns}
-    return with_fields(batch, {ADVANTAGES: advantages.advantages, **learned})
+    of_tokens = advantages.advantages
+    if settings.distill_coefficient:
+        teacher = distillation_advantages(batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask)
+        of_tokens = of_tokens + settings.distill_coefficient * teacher
+    return with_fields(batch, {ADVANTAGES: of_tokens, **learned})
 
 
 def without_truncated(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
