@@ -1,10 +1,12 @@
 """What rollout beside training gains where episodes take very different times, beside what the simulator predicts.
 
-    python bench/overlap.py [--steps 24] [--mean 0.4] [--staleness 1 2]
+    python bench/overlap.py [--steps 24] [--mean 0.4] [--staleness 1 2] [--checkpoints]
 
 An agent whose tool waits: log-normal, sigma 1. One sample per prompt, 16 prompts a step, 16 episodes at once. Training
 takes as long as an episode on average (it sleeps so long, besides its own work on a tiny model). Order of arrival, open
 requests keep their cache, the queue is as long as the staleness. Everything in one process.
+
+With --checkpoints: what a checkpoint after every step costs while episodes are open, instead.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -56,11 +59,15 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=24)
     arguments.add_argument("--mean", type=float, default=0.4, help="seconds that the tool waits on average")
     arguments.add_argument("--staleness", type=int, nargs="+", default=[1, 2])
+    arguments.add_argument("--checkpoints", action="store_true")
     options = arguments.parse_args()
     slow_down_updates(options.mean)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), options.steps, options.mean)
+        if options.checkpoints:
+            measure_checkpoints(Path(folder), options.steps, options.staleness)
+            return
         for staleness in (0, *options.staleness):
             rows.append((staleness, *measure(Path(folder), options.steps, staleness)))
     table = Table(title=f"{options.steps} steps of {GROUPS} episodes, tool and training {options.mean} s on average")
@@ -96,8 +103,28 @@ def prepare(folder: Path, num_steps: int, mean: float) -> None:
 
 def measure(folder: Path, num_steps: int, staleness: int) -> tuple[float, float, float]:
     """Return seconds of a step, seconds of training in it, and the largest age of a sample."""
+    rows = run(folder, num_steps, staleness, f"staleness-{staleness}")
+    training = [row["time/prepare"] + row["time/update"] + row["time/sync"] for row in rows]
+    oldest = max(row.get("staleness_max", 0.0) for row in rows)
+    return statistics.fmean(row["step_s"] for row in rows), statistics.fmean(training), oldest
+
+
+def measure_checkpoints(folder: Path, num_steps: int, values: Sequence[int]) -> None:
+    """Print how long a checkpoint after each step holds up the run, and how many groups are in flight then."""
+    for staleness in values:
+        rows = run(folder, num_steps, staleness, f"saved-{staleness}", "checkpoint.every=1")
+        saved_s = statistics.fmean(row["time/save"] for row in rows)
+        step_s = statistics.fmean(row["step_s"] for row in rows)
+        open_groups = statistics.fmean(row["groups_in_flight"] for row in rows)
+        print(
+            f"staleness {staleness}: a checkpoint holds up the run for {saved_s * 1e3:.1f} ms, {saved_s / step_s:.1%}"
+            f" of a step of {step_s:.2f} s, with {open_groups:.1f} groups in flight"
+        )
+
+
+def run(folder: Path, num_steps: int, staleness: int, name: str, *overrides: str) -> list[dict[str, float]]:
+    """Make a run; return the metrics of its steps after the first few."""
     ahead = f"overlap: {{staleness: {staleness}, order: arrival, in_flight: keep}}" if staleness else ""
-    name = f"staleness-{staleness}"
     start(
         loads(
             f"""
@@ -112,14 +139,13 @@ algorithm: {{estimator: reinforce}}
 train: {{dtype: fp32, batch_size: {GROUPS}, micro_batch_size: {GROUPS}}}
 log: {{samples_per_step: 0}}
 {ahead}
-"""
+""",
+            overrides,
         )
     )
     rows = [row for row in read_lines(folder / "runs" / name / "metrics.jsonl") if row["step"] > WARM_UP]
     assert len(rows) == num_steps - WARM_UP
-    training = [row["time/prepare"] + row["time/update"] + row["time/sync"] for row in rows]
-    oldest = max(row.get("staleness_max", 0.0) for row in rows)
-    return statistics.fmean(row["step_s"] for row in rows), statistics.fmean(training), oldest
+    return rows
 
 
 def predict(num_steps: int, mean: float, staleness: int, training_s: float) -> float:

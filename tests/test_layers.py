@@ -70,7 +70,7 @@ ROWS_OF = {
 ROOMS = (
     ("start",),
     ("run",),
-    ("rl", "supervised"),
+    ("rl", "supervised", "serving"),
     ("opening",),
     ("preflight",),
     ("setup",),

@@ -44,7 +44,7 @@ def test_openrlhfs_page_lists_every_flag_that_is_not_built():
 def test_options_mark_everything_that_is_not_built():
     marked = {option["key"] for option in options("") if option["not_built"]}
     assert marked >= {key for key in valid_keys() if feature_of(key)}
-    assert marked >= {"reward.url", "rollout.generate_batch_size", "env.enable_offload"}
+    assert marked >= {"data.image_key", "train.full_determinism", "env.enable_offload"}
 
 
 def test_no_error_recommends_what_is_not_built():
@@ -65,8 +65,8 @@ def test_plans_and_configs_of_what_is_not_built_say_so(capsys):
     assert "this run cannot start yet: cluster.component_placement: not part of this version: simulators" in (
         capsys.readouterr().err
     )
-    assert main(["config", str(PLANS / "async_6_plus_2.yaml"), "rollout.generate_batch_size=4096"]) == 0
-    assert "this run cannot start yet: rollout.generate_batch_size: not part of this version: sampling more" in (
+    assert main(["config", str(PLANS / "async_6_plus_2.yaml"), "train.full_determinism=true"]) == 0
+    assert "this run cannot start yet: train.full_determinism: not part of this version: deterministic kernels" in (
         capsys.readouterr().err
     )
     assert main(["plan", str(PLANS / "hybrid_engine_8.yaml")]) == 0

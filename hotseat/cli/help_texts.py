@@ -26,7 +26,8 @@ first steps:
   hotseat run rl.yaml name=hot rollout.temperature=1.2    the same with another setting, in runs/hot
 
 `hotseat COMMAND --help` describes a command. Configs are YAML; `hotseat options` lists every key.
-OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm and train_dpo.
+OpenRLHF's commands are modules: `python -m hotseat.cli.train_ppo_ray --help`, also train_sft, train_rm,
+train_dpo and serve_rm.
 
 {EXIT_CODES}"""
 
@@ -57,6 +58,14 @@ examples:
 
 KEY=VALUE is written as for `hotseat run`; without any, the run ends as if it had never been interrupted.
 """,
+    "replay": """\
+examples:
+  hotseat replay runs/rl-1                      the same weights, bit for bit, in runs/rl-1-replay-1
+  hotseat replay runs/rl-1 algorithm.clip_low=0.1
+
+For debugging: groups come from RUN_DIR/rollouts in the recorded order, so nothing is sampled, scored or evaluated. Exit
+code 1: the weights at its end are not those of the recorded run.
+""",
     "ledger": """\
 examples:
   hotseat ledger runs/rl-1
@@ -71,6 +80,13 @@ the run is still training.""",
     "demo": """\
 example:
   hotseat demo --dir runs/demo                  about two minutes on two CPU cores""",
+    "serve-rm": """\
+examples:
+  hotseat serve-rm reward_model                 then reward.url=http://127.0.0.1:5000/get_reward in a run
+  HOTSEAT_REWARD_TOKEN=... hotseat serve-rm reward_model --host 0.0.0.0 --port 8000
+
+It answers OpenRLHF's requests (query, prompts, labels) and scores the texts of concurrent ones together. GET /health
+and GET /metrics (Prometheus) tell how it is. Ctrl-C or SIGTERM stops it once the open requests are answered.""",
     "plan": f"""\
 examples:
   hotseat plan rl.yaml --inventory 1x8xH100-80G

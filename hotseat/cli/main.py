@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from hotseat import __version__, clock
-from hotseat.cli import completion, help_texts, new
+from hotseat.cli import completion, help_texts, new, serving
 from hotseat.cli.stopping import interrupted_by_sigterm, last_words
 from hotseat.errors import HotseatError, UserError
 from hotseat.openmp import wait_passively
@@ -94,6 +94,12 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     if command == "resume":
         resume.epilog = f"{resume.epilog}\n{_what_may_change()}\n\n{help_texts.EXIT_CODES}"
 
+    replay = _command(commands, "replay", _replay, "train a recorded run again from its kept groups, without engines")
+    replay.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run that had log.keep_rollouts=true")
+    replay.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that are to differ from the run's"
+    )
+
     ledger = _command(commands, "ledger", _ledger, "count what became of a run's samples, or show the history of one")
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     ledger.add_argument("--sample", metavar="PASS/PROMPT/SAMPLE", help="only this one, such as 0/17/3")
@@ -109,6 +115,10 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "--dir", metavar="DIR", help="where everything goes (default: runs/demo, or the next free number)"
     )
     demo.add_argument("--seed", type=int, default=0, help="the same seed gives the same curve (default: %(default)s)")
+
+    serving.add_arguments(
+        _command(commands, "serve-rm", serving.run_serve_rm, "serve a reward model by HTTP, for runs with reward.url")
+    )
 
     plan = _command(commands, "plan", _plan, "show where roles go, what is on which device when, and whether it fits")
     _takes_config(plan)
@@ -221,6 +231,14 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     start(config)
     return OK
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hotseat.cli.replay import run_replay
+
+    return run_replay(Path(arguments.run_dir), arguments.overrides)
 
 
 def _ledger(arguments: argparse.Namespace) -> int:

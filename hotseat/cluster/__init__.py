@@ -7,7 +7,7 @@ from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.create_group import Worker, create_group
 from hotseat.cluster.group import Calling, WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder, Lease, LeaseError, Leases, LeaseTransfer
-from hotseat.cluster.pending import Pending
+from hotseat.cluster.pending import Pending, reports_death
 from hotseat.cluster.process import ClusterNode, Process
 from hotseat.cluster.refs import Ref, as_arguments
 
@@ -32,5 +32,6 @@ __all__ = [
     "as_arguments",
     "create_group",
     "in_worker_process",
+    "reports_death",
     "started_template",
 ]

@@ -14,7 +14,7 @@ from hotseat.cluster._worker_process import Failure
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeadlineError, WorkerError
 
-__all__ = ["CallObserver", "Callee", "Pending", "raise_failure", "worker_error"]
+__all__ = ["CallObserver", "Callee", "Pending", "raise_failure", "reports_death", "worker_error"]
 
 Result_co = TypeVar("Result_co", covariant=True)
 
@@ -136,6 +136,15 @@ def worker_error(group: str, rank: int, method: str, message: str, remote_traceb
     error.group, error.rank, error.method = group, rank, method  # type: ignore[attr-defined]
     error.remote_traceback = remote_traceback  # type: ignore[attr-defined]
     return error
+
+
+def reports_death(error: BaseException | None) -> bool:
+    """Tell whether an error, raised here or in a worker, reports the death of a process."""
+    while error is not None:
+        if getattr(error, "is_death", False):
+            return True
+        error = error.__cause__
+    return False
 
 
 def raise_failure(group: str, rank: int, method: str, failure: Failure) -> None:

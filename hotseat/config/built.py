@@ -36,8 +36,6 @@ class Unbuilt:
 
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("flow", "flows other than the task's own"),
-    Unbuilt("rollout.generate_batch_size", "sampling more prompts than a step needs"),
-    Unbuilt("reward.url", "reward servers"),
     Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),
     Unbuilt("actor.optimizer.kind", "Muon", options=("actor.optimizer.muon",)),
     Unbuilt("critic.optimizer.kind", "Muon", options=("critic.optimizer.muon",)),

@@ -68,6 +68,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             )
         ),
     ),
+    ("addresses of reward servers", ("reward.url",)),  # servers move; that they score alike is up to the user
     (
         "micro-batches",
         tuple(
@@ -86,6 +87,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             "train.on_spike",
             "reward.timeout_s",
             "reward.retries",
+            "reward.max_open_requests",
             "reward.trial_timeout_s",
             "reward.max_failed_fraction",
             "reward.max_memory_gib",

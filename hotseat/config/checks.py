@@ -20,6 +20,7 @@ from hotseat.config.roles import (
     placed_roles,
 )
 from hotseat.config.schema import Config, CorrectionConfig, OptimizerConfig
+from hotseat.config.urls import url_problems
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,11 @@ RULES: tuple[Rule, ...] = (
         ("reward.timeout_s", "reward.retries"),
         _rl_but(lambda c: _has_reward_file(c) or c.reward.url is not None),
         _says("rewards come neither from reward.function nor from reward.url"),
+    ),
+    Rule(
+        ("reward.max_open_requests",),
+        _rl_but(lambda c: c.reward.url is not None),
+        _says("rewards do not come from reward.url"),
     ),
     Rule(
         ("reward.max_memory_gib",),
@@ -469,8 +475,8 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         problems.append(("data.input_template", f"{data.input_template!r} needs exactly one {{}} for the prompt"))
     sources = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(sources) > 1:
-        unbuilt = "; reward.url is not built yet, remove it" if "url" in sources else ""
-        problems.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source{unbuilt}"))
+        problems.append((f"reward.{sources[1]}", f"reward.{sources[0]} is set too: rewards have one source"))
+    problems += [("reward.url", problem) for problem in url_problems(reward.url)]
     heads = config.critic.value_head_prefix, reward.value_head_prefix
     if has_critic(config) and config.critic.model is None and reward.model is not None and heads[0] != heads[1]:
         problems.append(
@@ -478,13 +484,6 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 "critic.value_head_prefix",
                 f"{heads[0]!r}, but the critic begins as reward.model, whose head is called {heads[1]!r}"
                 " (reward.value_head_prefix) and would be lost: set both alike, or critic.model",
-            )
-        )
-    if rollout.generate_batch_size is not None and rollout.generate_batch_size < rollout.batch_size:
-        problems.append(
-            (
-                "rollout.generate_batch_size",
-                f"{rollout.generate_batch_size} is below rollout.batch_size, {rollout.batch_size}",
             )
         )
     if rollout.max_new_tokens is not None and rollout.max_new_tokens >= data.max_length:
@@ -642,7 +641,7 @@ def missing(config: Config) -> list[tuple[str, str]]:
         sources = (reward.function, reward.url, reward.model, config.agent.path)
         if not reward.graders and all(source is None for source in sources):
             problems.append(
-                ("reward.function", "no source of rewards: set reward.function, reward.model or agent.path")
+                ("reward.function", "no source of rewards: set reward.function, reward.url, reward.model or agent.path")
             )
         if config.algorithm.distill_coef > 0 and config.reference.model is None:
             problems.append(

@@ -240,7 +240,7 @@ class RewardConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     """Where the grader `code` runs generated code, and with which limits."""
     url: str | list[str] | None = None
-    """HTTP endpoint, or several, that score samples."""
+    """Address of a reward server, or of several that share the work (OpenRLHF's protocol)."""
     model: str | None = None
     """Checkpoint of a reward model."""
     shape: dict[str, Any] | None = None
@@ -259,10 +259,12 @@ class RewardConfig(Section):
     """DAPO's penalty on answers close to the length limit."""
     truncation_penalty: Annotated[float, Field(le=1)] | None = None
     """Reward of an answer that did not end by itself: 0 to 1 multiplies it, below 0 replaces it; unset keeps it."""
-    timeout_s: Seconds = 60.0
-    """Longest that scoring one group may take."""
-    retries: NotNegative = 2
-    """Further attempts after a failed one."""
+    timeout_s: Seconds | None = None
+    """Longest that an attempt to score a group may take; unset is 60, with `url` 180."""
+    retries: NotNegative | None = None
+    """Further attempts after a failed one; unset is 2, with `url` 4."""
+    max_open_requests: Positive = 64
+    """Groups that a rollout host has scored by the servers of `url` at a time, one request each."""
     max_memory_gib: Annotated[float, Field(gt=0)] | None = 8.0
     """Memory that the process of a reward function may take for its data; unset is no bound."""
     trial_timeout_s: Amount = 10.0
@@ -287,8 +289,6 @@ class RolloutConfig(Section):
     """Prompts per step."""
     samples_per_prompt: Positive = 1
     """Answers sampled for each prompt, which form its group."""
-    generate_batch_size: Positive | None = None
-    """Prompts kept in flight, to have enough after filtering; unset is `batch_size`."""
     micro_batch_size: Positive | Literal["auto"] = "auto"
     """Samples per rank in one forward when log-probs are computed; `auto`: as many tokens as fit on the device."""
     max_tokens_per_device: Positive | None = None
@@ -683,6 +683,8 @@ class LogConfig(Section):
     """Steps between recordings of samples; the first step is always recorded."""
     samples_per_step: NotNegative = 8
     """Samples recorded in such a step, with values for every token, and as many of those that were dropped."""
+    keep_rollouts: bool = False
+    """Keep all groups in `rollouts`, for `hotseat replay`: 17 bytes for each token, and the texts."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
 

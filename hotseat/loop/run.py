@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hotseat import clock
 from hotseat.cluster import Template
@@ -18,6 +19,9 @@ from hotseat.loop.state.saving import BACKEND, critic_folder
 from hotseat.observe import LiveView
 from hotseat.placement import Plan
 
+if TYPE_CHECKING:
+    from hotseat.loop.rl.replay import Recording
+
 
 def start(
     config: Config,
@@ -25,18 +29,20 @@ def start(
     view: LiveView | None = None,
     notes: Sequence[str] = (),
     template: Template | None = None,
+    recording: Recording | None = None,
 ) -> dict[str, float]:
     """Run a config to its end.
 
     launched: this process is one rank of several that a launcher started. view: the live view, if it is open already.
     notes: earlier findings, to record in the run. template: a process from which those of the run are forked.
+    recording: of the run that is replayed.
     """
     with clock.of_one_run(), view or make_view(config, launched) as view:
         refuse_what_cannot_start(config)
         _quieten_transformers()
         view.stage("reading tokenizer and data")
         if config.task == "rl":
-            return _start_rl(config, view, notes, template)
+            return _start_rl(config, view, notes, template, recording)
         if launched:
             from hotseat.loop.supervised.launched import run_launched
 
@@ -44,7 +50,9 @@ def start(
         return _start_supervised(config, view, template)
 
 
-def _start_rl(config: Config, view: LiveView, notes: Sequence[str], template: Template | None) -> dict[str, float]:
+def _start_rl(
+    config: Config, view: LiveView, notes: Sequence[str], template: Template | None, recording: Recording | None
+) -> dict[str, float]:
     with without_collector():
         inputs = rl_inputs(config)
         inputs.notes.extend(notes)
@@ -58,12 +66,12 @@ def _start_rl(config: Config, view: LiveView, notes: Sequence[str], template: Te
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with on_cluster(run, inputs.plan, ("rollout",), template) as place:
+        with on_cluster(run, inputs.plan, ("rollout",) if recording is None else (), template) as place:
             record_plan(journal, place, maths_notes(place.config))
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
-            groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal)
-            with assemble(place, inputs, groups, run.run_dir, journal) as rl:
+            groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal, recording)
+            with assemble(place, inputs, groups, run.run_dir, journal, recording) as rl:
                 with saver.settled(journal), smaller_budget_kept(lambda: rl.micro_batches.config, saver.keep):
                     if place.has_new_budgets and are_budgets_tried(groups.have_gpus):
                         journal.phase("update")

@@ -2,7 +2,7 @@
 
 from hotseat.observe.journal import METRICS, RECORDS, SAMPLES, Journal, Silence
 from hotseat.observe.live import LiveView
-from hotseat.observe.metrics import JsonLines, TensorBoard, read_lines
+from hotseat.observe.metrics import JsonLines, TensorBoard, drop_cut_line, read_lines
 from hotseat.observe.timeline import Timeline, read_timeline
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Silence",
     "TensorBoard",
     "Timeline",
+    "drop_cut_line",
     "read_lines",
     "read_timeline",
 ]

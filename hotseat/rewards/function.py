@@ -20,8 +20,7 @@ from hotseat.failed import Failed
 from hotseat.rewards import builtin
 from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Task, WorkerProcess
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-
-_IDS_SHOWN = 8
+from hotseat.rewards.scorer import named_samples
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class RewardFunction:
             while True:
                 job = self._jobs.get_nowait()
                 if job is not None and job.future.set_running_or_notify_cancel():
-                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {_named(job.ids)}"))
+                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -153,7 +152,7 @@ class RewardFunction:
                 try:
                     job.future.set_result(self._score(worker, job))
                 except Closed:
-                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {_named(job.ids)}"))
+                    job.future.set_exception(RunError(f"{self.name}: closed before it scored {named_samples(job.ids)}"))
                 except BaseException as error:
                     job.future.set_exception(error)
         finally:
@@ -207,7 +206,7 @@ class RewardFunction:
             num_attempts += 1
         attempts = "1 attempt" if num_attempts == 1 else f"{num_attempts} attempts"
         if best is None:
-            return [Failed(f"{self.name}: {reason} ({attempts}; {_named(job.ids)})")] * len(job.ids)
+            return [Failed(f"{self.name}: {reason} ({attempts}; {named_samples(job.ids)})")] * len(job.ids)
         return [
             sample if isinstance(sample, Score) else Failed(f"{self.name}: {sample.reason} ({attempts}; sample {name})")
             for sample, name in zip(best, job.ids, strict=True)
@@ -271,9 +270,3 @@ def locate(path: str) -> tuple[Path, str]:
 
 def _num_failed(samples: list[Score | Failed]) -> int:
     return sum(isinstance(sample, Failed) for sample in samples)
-
-
-def _named(ids: Sequence[str]) -> str:
-    shown = ", ".join(ids[:_IDS_SHOWN])
-    more = f" and {len(ids) - _IDS_SHOWN} more" if len(ids) > _IDS_SHOWN else ""
-    return f"{'sample' if len(ids) == 1 else 'samples'} {shown}{more}"

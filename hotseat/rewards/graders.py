@@ -22,8 +22,8 @@ from hotseat.rewards._process import Closed, Died, Garbled, Late, NotLoaded, Tas
 from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
-from hotseat.rewards.function import RewardFunction
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
+from hotseat.rewards.scorer import Scorer
 
 _FILE = Path(__file__).with_name("_grading.py")
 # Function in _grading.py for each kind that compares text.
@@ -84,10 +84,11 @@ def _schema_problem(grader: Grader) -> str | None:
 class Graders:
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
-    A `function` scores beside them, with weight 1. The constructor starts everything once: a missing package, or a
-    sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a process each, which
-    is ended and replaced if it does not answer in time. Generated code runs in the sandbox, `max_concurrent` programs
-    at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the reason.
+    A `function`, or servers, score beside them, with weight 1. The constructor starts everything once: a missing
+    package, or a sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a
+    process each, which is ended and replaced if it does not answer in time. Generated code runs in the sandbox,
+    `max_concurrent` programs at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the
+    reason.
 
     One thread takes groups in the order of `submit` and has their texts judged; threads of a pool wait for the sandbox.
     `close` wakes all of them.
@@ -98,7 +99,7 @@ class Graders:
         graders: Sequence[Grader],
         *,
         sandbox: SandboxSettings | None = None,
-        function: RewardFunction | None = None,
+        function: Scorer | None = None,
         max_memory_bytes: int | None = None,
     ):
         self._texts = [grader for grader in graders if grader.kind in _FUNCTIONS]

@@ -14,7 +14,7 @@ One broadcast group has one backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hotseat.errors import UserError
@@ -32,6 +32,12 @@ class TransportPlan:
     first_ranks: tuple[int, ...] = ()  # of each engine in the broadcast group; 0, the sender's own: not in it
     receivers: tuple[str, ...] = ()  # of the broadcast
     backend: CollectiveBackend = "gloo"
+
+    def only(self, ranks: Sequence[int]) -> TransportPlan:
+        """Return the plan of some engines. A broadcast is to all of its receivers, so none of them may have it."""
+        assert not self.receivers
+        first_ranks = tuple(self.first_ranks[rank] for rank in ranks)
+        return replace(self, engines=tuple(self.engines[rank] for rank in ranks), first_ranks=first_ranks)
 
     def broadcast_group(
         self, generation: int = 0, host: str = LOOPBACK, timeout_s: float = TIMEOUT_S

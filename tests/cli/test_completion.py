@@ -62,7 +62,7 @@ def test_every_command_and_option_and_key_is_in_every_script(scripts):
 
 
 def test_bash_completes_commands_and_their_options(complete):
-    assert complete("re") == ["resume", "report"]
+    assert complete("re") == ["resume", "replay", "report"]
     assert complete("plan", "--in") == ["--inventory"]
     assert complete("new", "") == ["rl", "ppo", "sft", "rm", "dpo"]
     assert complete("completion", "f") == ["fish"]

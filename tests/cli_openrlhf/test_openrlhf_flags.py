@@ -125,14 +125,16 @@ WITHOUT_A_FLAG = {
     "eval.reward",
     "flow",
     "inference.enable_offload",
+    "log.keep_rollouts",
     "log.samples_every",
     "log.samples_per_step",
     "name",
     "reward.graders",
     "reward.max_failed_fraction",
     "reward.max_memory_gib",
+    "reward.max_open_requests",
     "reward.retokenize",
-    "reward.retries",  # likewise
+    "reward.retries",
     "reward.sandbox.command",
     "reward.sandbox.max_concurrent",
     "reward.sandbox.max_cpu_s",
@@ -142,7 +144,7 @@ WITHOUT_A_FLAG = {
     "reward.sandbox.python",
     "reward.sandbox.timeout_s",
     "reward.shape",
-    "reward.timeout_s",  # set beside --remote_rm_url http://...
+    "reward.timeout_s",
     "rollout.canary.drift_factor",
     "rollout.canary.num_tokens",
     "rollout.canary.rounding_factor",
@@ -206,7 +208,7 @@ def test_every_field_is_set_by_a_flag_or_known_to_have_none():
 def test_what_works_fields_out_exists_and_sets_only_what_the_table_says():
     used = {flag.by for _, flag in all_flags() if flag.by}
     assert used == set(DERIVED)
-    beyond = {"cluster.component_placement", "agent.max_concurrent", "reward.timeout_s", "reward.retries"}
+    beyond = {"cluster.component_placement", "agent.max_concurrent"}
     for command in COMMANDS:
         for name in {flag.by for flag in COMMANDS[command] if flag.by}:
             draft = ConfigDraft(parse(command, []), TASKS[command], {})
@@ -271,8 +273,8 @@ def test_the_table_is_for_users():
     rows = {line.split("`")[1]: line.split(" | ")[-1] for line in render_table().splitlines()[2:]}
     assert not [name for name, meaning in rows.items() if "hotseat/" in meaning]
     assert rows["--lora_rank"] == "Rank of the adapters; 0 trains all weights. |"
-    assert rows["--remote_rm_url"].endswith(". Not built yet: reward servers |")
-    assert rows["--vllm_generate_batch_size"] == "not built yet: sampling more prompts than a step needs |"
+    assert rows["--remote_rm_url"].endswith("or the address of a reward server. |")
+    assert rows["--full_determinism"].startswith("not built yet: deterministic kernels")
     assert rows["--flash_attn"].startswith("no effect: ")
     assert rows["--local_rank"] == "set by `deepspeed` and `torchrun` for each process |"
     assert all(meaning.strip(" |") for meaning in rows.values())

@@ -346,8 +346,8 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
         ("train: {backend: deepspeed, deepspeed: {deepcompile: true}}", []),
         ("overlap: {staleness: 2, queue: 1, order: arrival, in_flight: recompute}", []),
         (
-            "rollout: {generate_batch_size: 4096}",
-            [("rollout.generate_batch_size", "sampling more prompts than a step needs")],
+            "train: {full_determinism: true}",
+            [("train.full_determinism", "deterministic kernels")],
         ),
         ("train: {lora: {rank: 8}, ema: {enabled: true}}", []),
         ("train: {backend: deepspeed, lora: {rank: 8}, ema: {enabled: true}}", []),
@@ -360,4 +360,4 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
 )
 def test_what_a_config_asks_for_is_named_by_its_key(text, found):
     config = loads(text)
-    assert not_built(config, ["overlap.staleness", "rollout.generate_batch_size"]) == found
+    assert not_built(config, ["overlap.staleness", "train.full_determinism"]) == found

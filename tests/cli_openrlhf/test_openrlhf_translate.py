@@ -275,15 +275,15 @@ def test_an_empty_variable_is_none():
 def test_rewards_come_from_a_file_a_server_or_several():
     assert split("--remote_rm_url ./r.py").config.reward.function == "./r.py"
     one = split("--remote_rm_url http://h:5000/get_reward").config.reward
-    assert (one.url, one.timeout_s, one.retries) == ("http://h:5000/get_reward", 180.0, 4)
+    assert (one.url, one.timeout_s, one.retries) == ("http://h:5000/get_reward", None, None)  # 180 s, five attempts
     assert split("--remote_rm_url http://a,https://b").config.reward.url == ["http://a", "https://b"]
 
 
 @pytest.mark.parametrize("url", ["host:5000", "a.py,b.py", "a.py,http://h"])
 def test_a_reward_that_is_neither_is_refused(url):
     assert refused(f"--remote_rm_url {url}") == [
-        f"--remote_rm_url: given {url!r}, must be one .py file (http:// addresses joined by commas are understood, but"
-        " reward servers are not part of this version)"
+        f"--remote_rm_url: given {url!r}, must be one .py file, or addresses that begin with http:// or https://,"
+        " joined by commas"
     ]
 
 
@@ -378,10 +378,23 @@ def test_packing_is_off_unless_something_asks_for_it():
 
 
 def test_more_prompts_in_flight_than_a_batch_has():
-    assert split("--vllm_generate_batch_size 2048").config.rollout.generate_batch_size == 2048
-    assert split("--vllm_generate_batch_size 1024").config.rollout.generate_batch_size is None
+    """Prompts for two batches at a time, with two such in the queue: four batches ahead, trained beside two others."""
+
+    def ahead(text: str) -> tuple[int, int]:
+        overlap = split(f"--async_train --vllm_num_engines 2 {text}").config.overlap
+        assert overlap.queue is not None
+        return overlap.queue, overlap.staleness
+
+    assert ahead("--vllm_generate_batch_size 1024") == ahead("") == (0, 1)
+    assert ahead("--vllm_generate_batch_size 2048") == ahead("--vllm_generate_batch_size 1500") == (1, 3)
+    assert ahead("--vllm_generate_batch_size 2048 --async_queue_size 2") == (3, 5)
+    assert split("--vllm_generate_batch_size 1024").config.overlap.staleness == 0
     assert refused("--vllm_generate_batch_size 8") == [
         "--vllm_generate_batch_size: 8 is below --rollout_batch_size, 1024"
+    ]
+    assert refused("--vllm_generate_batch_size 2048") == [
+        "--vllm_generate_batch_size: 2048 is above --rollout_batch_size, 1024: sampling ahead of training takes"
+        " --async_train"
     ]
 
 

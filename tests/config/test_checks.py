@@ -79,9 +79,13 @@ WITHOUT_EFFECT = {
     "checkpoint.allow_changes": ("checkpoint: {allow_changes: [seed]}", "the run starts anew"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
-    "reward.trial_timeout_s": ("reward: {url: u, trial_timeout_s: 2}", "rewards do not come from reward.function"),
+    "reward.trial_timeout_s": (
+        "reward: {url: 'http://u', trial_timeout_s: 2}",
+        "rewards do not come from reward.function",
+    ),
+    "reward.max_open_requests": ("reward: {function: r.py, max_open_requests: 2}", "do not come from reward.url"),
     "reward.max_memory_gib": (
-        "reward: {url: u, max_memory_gib: 2}",
+        "reward: {url: 'http://u', max_memory_gib: 2}",
         "rewards come neither from reward.function nor from reward.graders",
     ),
     "reward.sandbox.max_cpu_s": (
@@ -238,11 +242,17 @@ def test_every_rule_speaks_of_keys_that_exist():
         ("data: {path: 'a,b', probs: '0.1,0.2,0.7'}", "3 probabilities for 2 data sets"),
         ("data: {input_template: 'Q: '}", "needs exactly one {}"),
         ("reward: {function: r.py, url: 'http://127.0.0.1'}", "reward.function is set too"),
+        ("reward: {url: reward.py}", "'reward.py' is a file: set reward.function to it"),
+        ("reward: {url: 'host:5000'}", "'host:5000' is no address of a reward server: write it as http://127.0.0.1"),
+        ("reward: {url: 'http://host:x/'}", "'http://host:x/' is no address (Port could not be cast"),
+        ("reward: {url: 'http://a,http://b'}", "several addresses are a list"),
+        ("reward: {url: ['http://a', 'http://a']}", "'http://a' is given twice"),
+        ("reward: {url: []}", "an empty list: give the address of a reward server"),
+        ("reward: {url: 'http://me:secret@host/x'}", "the address of host contains a user or a password: take it out"),
         (
             "algorithm: {estimator: gae}\nreward: {model: m, value_head_prefix: value_head}",
             "'score', but the critic begins as reward.model, whose head is called 'value_head'",
         ),
-        ("rollout: {batch_size: 8, generate_batch_size: 4}", "4 is below rollout.batch_size, 8"),
         ("rollout: {max_new_tokens: 64}\ndata: {max_length: 64}", "leaves no room for a prompt"),
     ],
 )

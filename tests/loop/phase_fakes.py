@@ -363,6 +363,25 @@ class FakeSamples:
         self.unfinished.append((step, batch))
 
 
+class FakeArrivals:
+    """Keeps which batches were taken."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, Any] = {}
+
+    def taken(self, step: int, batch: Any) -> None:
+        self.batches[step] = batch
+
+    def begun(self, version: int, keys: Sequence[GroupKey]) -> None: ...
+
+    def arrived(self, facts: GroupFacts, reason: str | None) -> None: ...
+
+    def trained(self, version: int) -> None: ...
+
+    def restored(self, step: int, state: Any) -> None:
+        self.batches = {taken: batch for taken, batch in self.batches.items() if taken <= step}
+
+
 def make_prompts(num: int, first: int = 0) -> list[Prompt]:
     return [Prompt(index, "q", (index, 2, 3)) for index in range(first, first + num)]
 
@@ -454,7 +473,8 @@ class Case:
             self.hosts,
             self.scheduler,
             reconnect=lambda: self.log.append("reconnect"),
-            push=lambda: self.sync.push_again(),
+            push=lambda ranks: self.sync.push_again(ranks),
+            rejoin=lambda ranks: self.log.append(f"rejoin {ranks}"),
             say=self.said.append,
         )
         to_engines = transport or TransportPlan(("host",) * engines, first_ranks=(0,) * engines)
@@ -474,7 +494,8 @@ class Case:
             self.prompts,
             eval_prompts,
         )
-        self.stream = SynchronousStream(self.rollout)
+        self.record = FakeArrivals()
+        self.stream = SynchronousStream(self.rollout, self.record)
         self.prepare = PreparePhase(self.groups, self.stream, self.settings, self.meter, self.samples)
         self.update = UpdatePhase(self.groups, self.settings, self.state, self.meter)
 

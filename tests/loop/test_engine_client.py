@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from hotseat.errors import DeadlineError, WorkerError
-from hotseat.loop.workers.engine_client import EngineClient
+from hotseat.errors import DeadlineError, NonFiniteError, WorkerError
+from hotseat.loop.workers.engine_client import EngineClient, FailedRequest
 from hotseat.types import Completion, Request, Sampling
 
 
@@ -21,6 +21,10 @@ class FakeEngine:
     async def acall(self, method, *args):
         return await self.engines.answer(self.rank, method.__name__, *args)
 
+    def start(self, method, names):
+        assert method.__name__ == "abort"
+        self.engines.aborted.append((self.rank, names))
+
 
 class FakeEngines:
     """Answers a submitted request at the next fetch, unless told otherwise."""
@@ -29,8 +33,11 @@ class FakeEngines:
         self.ranks = range(size)
         self.submitted: dict[int, list[list[str]]] = {rank: [] for rank in self.ranks}
         self.ready: dict[int, list[str]] = {rank: [] for rank in self.ranks}
+        self.aborted: list[tuple[int, list[str]]] = []
         self.fail: Exception | None = None
         self.is_silent = False
+        self.dead: set[int] = set()
+        self.failing: set[str] = set()  # requests
 
     def on(self, rank):
         return FakeEngine(self, rank)
@@ -38,15 +45,43 @@ class FakeEngines:
     async def answer(self, rank, method, client, *args):
         if self.fail is not None:
             raise self.fail
+        if rank in self.dead:
+            raise death(rank)
         if method == "submit":
             self.submitted[rank].append([request.id for request in args[0]])
             self.ready[rank] += [request.id for request in args[0]]
             return [None]
         await asyncio.sleep(0.01)
+        if rank in self.dead:
+            raise death(rank)
         if self.is_silent:
             return [[]]
         done, self.ready[rank] = self.ready[rank], []
-        return [[Completion(name, (1,), (0.0,), (0,), "stop") for name in done]]
+        return [[self.outcome(name) for name in done]]
+
+    def outcome(self, name: str) -> Completion | FailedRequest:
+        if name in self.failing:
+            return FailedRequest(name, NonFiniteError(f"request {name} is not finite"))
+        return Completion(name, (1,), (0.0,), (0,), "stop")
+
+    def replace(self, rank: int) -> "FakeEngines":
+        """Give a rank a new process, which knows of no request."""
+        self.dead.discard(rank)
+        self.ready[rank] = []
+        return self
+
+
+def death(rank: int) -> WorkerError:
+    error = WorkerError(f"rollout rank {rank} died")
+    error.is_death = True  # type: ignore[attr-defined]
+    return error
+
+
+async def until(condition) -> None:
+    """Wait until something has happened in the event loop."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def request(name: str) -> Request:
@@ -116,6 +151,110 @@ def test_a_second_batch_of_requests_is_sent_at_once():
     assert engines.submitted == {0: [["a"], ["b"]]}
 
 
+def test_an_engine_that_dies_costs_only_its_own_requests_and_they_go_to_the_others():
+    engines, lost = FakeEngines(3), []
+    engines.is_silent = True
+
+    async def main():
+        client = EngineClient(engines, timeout_s=60, when_lost=lambda *about: lost.append(about))
+        waiting = [asyncio.create_task(client.generate(request(str(i)))) for i in range(6)]
+        await until(lambda: all(engines.submitted.values()))
+        engines.dead.add(1)
+        await until(lambda: lost)
+        waiting.append(asyncio.create_task(client.generate(request("after"))))
+        engines.is_silent = False
+        return client, [completion.request_id for completion in await asyncio.gather(*waiting)]
+
+    client, answered = asyncio.run(main())
+    assert answered == [*"012345", "after"]
+    assert engines.submitted[1] == [["1", "4"]]
+    sent = [name for rank in (0, 2) for names in engines.submitted[rank] for name in names]
+    assert sorted(sent) == ["0", "1", "2", "3", "4", "5", "after"]
+    assert client.num_sent_again == 2
+    [(error, is_any_left)] = lost
+    assert "rollout rank 1 died" in str(error)
+    assert is_any_left
+
+
+def test_without_an_engine_requests_wait_for_the_one_that_rejoins():
+    engines, lost = FakeEngines(1), []
+    engines.is_silent = True
+
+    async def main():
+        client = EngineClient(engines, timeout_s=60, when_lost=lambda *about: lost.append(about))
+        first = asyncio.create_task(client.generate(request("first")))
+        await until(lambda: engines.submitted[0])
+        engines.dead.add(0)
+        await until(lambda: lost)
+        second = asyncio.create_task(client.generate(request("second")))
+        cancelled = asyncio.create_task(client.generate(request("cancelled")))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        engines.is_silent = False
+        client.rejoin(engines.replace(0), [0])
+        return await asyncio.gather(first, second)
+
+    assert [completion.request_id for completion in asyncio.run(main())] == ["first", "second"]
+    assert engines.submitted == {0: [["first"], ["first", "second"]]}
+    assert not lost[0][1]
+
+
+def test_a_replacement_is_asked_again_although_the_client_has_not_seen_the_death():
+    """The driver saw it first. The call to the process that died ends later, and says nothing about the new one."""
+    engines, lost = FakeEngines(2), []
+    engines.is_silent = True
+
+    async def main():
+        client = EngineClient(engines, timeout_s=60, when_lost=lambda *about: lost.append(about))
+        waiting = [asyncio.create_task(client.generate(request(name))) for name in "ab"]
+        await until(lambda: all(engines.submitted.values()))
+        engines.dead.add(1)
+        client.rejoin(engines.replace(1), [1])
+        engines.is_silent = False
+        return await asyncio.gather(*waiting)
+
+    assert [completion.request_id for completion in asyncio.run(main())] == ["a", "b"]
+    assert engines.submitted == {0: [["a"]], 1: [["b"], ["b"]]}
+    assert lost == []
+
+
+def test_a_request_that_fails_fails_alone():
+    engines = FakeEngines(1)
+    engines.failing.add("1")
+
+    async def main():
+        client = EngineClient(engines, timeout_s=60)
+        return await asyncio.gather(*(client.generate(request(str(i))) for i in range(3)), return_exceptions=True)
+
+    first, failed, last = asyncio.run(main())
+    assert (first.request_id, last.request_id) == ("0", "2")
+    assert isinstance(failed, NonFiniteError)
+    assert "request 1 is not finite" in str(failed)
+
+
+def test_requests_that_nobody_waits_for_are_aborted_in_one_call_per_engine():
+    engines = FakeEngines(2)
+    engines.is_silent = True
+
+    async def main():
+        client = EngineClient(engines, timeout_s=60)
+        tasks = [asyncio.create_task(client.generate(request(str(i)))) for i in range(6)]
+        await until(lambda: all(engines.submitted.values()))
+        for task in tasks[:3]:
+            task.cancel()
+        await asyncio.wait(tasks[:3])
+        await until(lambda: len(engines.aborted) == 2)
+        client.abort(["4", "unknown"])
+        await until(lambda: len(engines.aborted) == 3)
+        assert tasks[4].cancelled()
+        engines.is_silent = False
+        return await asyncio.gather(tasks[3], tasks[5])
+
+    assert [completion.request_id for completion in asyncio.run(main())] == ["3", "5"]
+    assert engines.aborted == [(0, ["0", "2"]), (1, ["1"]), (0, ["4"])]
+
+
 def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
     """The id is free again, nothing is kept for the one who is gone, and parts can be offloaded."""
     from loop_cases import make_task
@@ -130,7 +269,36 @@ def test_an_engine_forgets_what_a_lost_client_asked_for(tmp_path):
         engine.drop_requests()
         assert engine.fetch("lost", 0.0) == []
         engine.submit("new", long)
-        engine.drop_requests()
+        engine.abort(["a", "b", "c", "d"])
+        assert {completion.finish for completion in fetch_all(engine, "new", 4)} == {"abort"}
         engine.offload(["kv_cache"])
     finally:
         engine.close()
+
+
+def test_a_request_that_an_engine_refuses_does_not_fail_those_submitted_with_it(tmp_path):
+    from loop_cases import make_task
+
+    from hotseat.errors import UserError
+    from hotseat.loop.workers.models import EngineSettings, EngineWorker
+
+    make_task(tmp_path)
+    engine = EngineWorker(EngineSettings(str(tmp_path / "model"), 16, 4, (1,), "float32", 1))
+    try:
+        engine.submit("me", [request("good"), Request("bad", (99,), Sampling(1), 0), request("last")])
+        outcomes = {outcome.request_id: outcome for outcome in fetch_all(engine, "me", 3)}
+        assert isinstance(outcomes["bad"], FailedRequest)
+        assert isinstance(outcomes["bad"].error, UserError)
+        assert len(outcomes["good"].token_ids) == len(outcomes["last"].token_ids) == 1
+    finally:
+        engine.close()
+
+
+def fetch_all(engine, client: str, count: int) -> list:
+    """Return so many outcomes; each fetch waits for the first of those that are left."""
+    outcomes: list = []
+    while len(outcomes) < count:
+        fetched = engine.fetch(client, 60.0)
+        assert fetched, "no outcome in 60 s"
+        outcomes += fetched
+    return outcomes

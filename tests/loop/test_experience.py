@@ -22,9 +22,10 @@ from hotseat.loop.workers.experience import (
     weighted,
     with_advantages,
     with_fields,
+    with_lags,
     without_truncated,
 )
-from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
+from hotseat.loop.workers.losses import ADVANTAGES, LAGS, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
 from hotseat.loop.workers.models import by_sample
 from hotseat.types import MicroBatch
 
@@ -307,3 +308,20 @@ def test_values_by_sample_are_pickled_once_each():
         for one, other in zip(segments, again[name], strict=True):
             assert torch.equal(one, other)
     assert pickle.loads(pickle.dumps(by_sample([], []))) == {}
+
+
+def test_the_lag_of_a_token_is_that_of_the_oldest_weights_in_its_context():
+    """Also in the second segment, which begins anew, and with tokens of the environment in between."""
+    first = make_segment(2, 4)
+    second = make_segment(1, 2)
+    versions = [torch.tensor([-1, -1, 5, 5, -1, 6]), torch.tensor([-1, 6, 7])]
+    masks = [torch.tensor([False, False, True, True, False, True]), torch.tensor([False, True, True])]
+    segments = tuple(
+        replace(segment, versions=each.to(torch.int32), mask=mask)
+        for segment, each, mask in zip((first, second), versions, masks, strict=True)
+    )
+    group = make_group(0, [1.0])
+    sample = group.samples[0]
+    group = replace(group, samples=(replace(sample, episode=replace(sample.episode, segments=segments)),))
+    batch = with_lags([group], flatten([group]), version=7)
+    assert batch.fields[LAGS].tolist() == [0, 0, 2, 2, 2, 2, 0, 1, 1]

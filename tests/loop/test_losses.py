@@ -10,6 +10,7 @@ from hotseat.algorithms import WeightTotals
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
     CORRECTION_SCALES,
+    LAGS,
     OLD_LOG_PROBS,
     REFERENCE_LOG_PROBS,
     ROLLOUT_LOG_PROBS,
@@ -62,6 +63,16 @@ def test_without_old_log_probs_the_ratio_is_exactly_one_and_has_a_gradient():
     assert given.log_probs.grad.tolist() == [0.0, -0.5, 1.0]
     assert metrics["clipped"] == 0
     assert metrics["policy_kl"] == 0
+
+
+def test_gaps_are_counted_by_the_lag_of_their_tokens():
+    """Gaps of 0.5 and 0.25; the first token is not sampled, so it counts nowhere."""
+    given = batch(**{LAGS: [0.0, 0.0, 2.0], OLD_LOG_PROBS: [9.0, -0.5, -1.25]})
+    _, metrics = objective(max_lag=2)(outputs(0.0, -1.0, -1.0), given)
+    assert metrics["engine_gap_lags"].tolist() == [0.5, 0.0, 0.25]
+    assert metrics["tokens_lags"].tolist() == [1.0, 0.0, 1.0]
+    _, metrics = objective()(outputs(0.0, -1.0, -1.0), given)
+    assert "tokens_lags" not in metrics
 
 
 def test_old_log_probs_clip_the_ratio():

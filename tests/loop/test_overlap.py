@@ -139,9 +139,25 @@ def test_by_arrival_a_resumed_run_trains_every_sample_once(task, monkeypatch, in
 
 
 def test_requests_go_on_over_a_push_and_their_tokens_say_so(task):
+    """The age of a sample is that of its oldest token. All samples of each step are recorded."""
     overlap = "{staleness: 2, order: arrival, in_flight: keep}"
-    run(task, "run", overlap, "log.samples_every=1", **long_answers(task))
+    rows = run(task, "run", overlap, "log.samples_every=1", "log.samples_per_step=16", **long_answers(task))
     assert any(len(versions) > 1 for versions in versions_of_samples(task, "run"))
+    ages: dict[int, list[int]] = {}
+    newest: dict[int, list[int]] = {}
+    for sample in read_lines(task / "runs" / "run" / "samples.jsonl"):
+        versions = [each for segment in sample["segments"] for each in segment["versions"] if each is not None]
+        ages.setdefault(sample["step"], []).append(sample["step"] - 1 - min(versions))
+        newest.setdefault(sample["step"], []).append(sample["step"] - 1 - max(versions))
+    assert [row["staleness_max"] for row in rows] == [max(ages[row["step"]]) for row in rows]
+    assert [row["staleness"] for row in rows] == [sum(ages[row["step"]]) / 16 for row in rows]
+    assert ages != newest
+    for row in rows:  # what engine and trainer differ by without a change of weights, and how often there was one
+        shares = [row.get(f"tokens_lag_{lag}", 0.0) for lag in range(3)]
+        assert sum(shares) == pytest.approx(1)
+        assert row.get("engine_gap_lag_0", 0.0) < 1e-4
+    assert rows[0]["tokens_lag_0"] == 1
+    assert max(row.get(f"engine_gap_lag_{lag}", 0.0) for row in rows for lag in (1, 2)) > 1e-3
 
 
 SHARED = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from phase_fakes import Case, FakeGroup, FakeJournal, facts_of, report, silent_alarms
+from phase_fakes import Case, FakeArrivals, FakeGroup, FakeJournal, facts_of, report, silent_alarms
 
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.cluster.lease import DeviceMemory
@@ -644,9 +644,12 @@ def test_an_engine_that_dies_in_the_rollout_gets_the_version_that_is_served():
     case.host.collect = collect
     assert [facts.key for facts in case.stream.take(1).groups] == order_of(case, 4)
     assert case.state.version == 1
-    assert [call.args[0][0] for call in case.engines.named("begin_load")] == [0, 1, 1]
+    loads_by_rank = [{rank: args[0] for rank, args in call.args.items()} for call in case.engines.named("begin_load")]
+    assert loads_by_rank == [{0: 0, 1: 0}, {0: 1, 1: 1}, {1: 1}]
     log = case.taken()
-    assert log.index("restart rollout 1") < log.index("reconnect") < len(log) - 1 - log[::-1].index("lease sync/actor")
+    last_push = len(log) - 1 - log[::-1].index("lease sync/actor")
+    assert log.index("restart rollout 1") < last_push < log.index("rejoin [1]")
+    assert "reconnect" not in log
 
 
 def test_inference_gets_every_version_in_the_same_lease():
@@ -918,7 +921,13 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
     ledger = Ledger(ledger_dir)
     ledger.record(1, 0, batch_of((0, 5)))
     checkpoints = RlCheckpoints(
-        case.groups, case.scheduler, case.state, case.guard, ledger, SynchronousStream(None), case.settings
+        case.groups,
+        case.scheduler,
+        case.state,
+        case.guard,
+        ledger,
+        SynchronousStream(None, FakeArrivals()),
+        case.settings,
     )
     source = checkpoints.source({"eval/reward": 0.5})
     source.write(path)
@@ -943,7 +952,7 @@ def test_a_checkpoint_has_critic_and_actor_each_saved_in_its_own_lease(tmp_path)
         resumed.state,
         resumed.guard,
         ledger,
-        SynchronousStream(None),
+        SynchronousStream(None, FakeArrivals()),
         resumed.settings,
     )
     again.restore(Checkpoint(path, 1, {**state, "config": to_saved(case.config)}))

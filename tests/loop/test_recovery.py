@@ -28,7 +28,8 @@ def recovery_of(engines: Engines, push=None, hosts=None) -> Recovery:
         hosts or Engines(size=1),
         engines,
         reconnect=lambda: engines.log.append("reconnect"),
-        push=push or (lambda: engines.log.append("push")),
+        push=push or (lambda ranks: engines.log.append(f"push {ranks}")),
+        rejoin=lambda ranks: engines.log.append(f"rejoin {ranks}"),
         say=lambda text: None,
     )
 
@@ -37,7 +38,7 @@ def dies(engines: Engines, times: int, rank: int = 1):
     """Return work during which an engine dies `times` times."""
     left = [times]
 
-    def work():
+    def work(*_):
         if left[0]:
             left[0] -= 1
             engines.is_alive[rank] = False
@@ -50,13 +51,20 @@ def dies(engines: Engines, times: int, rank: int = 1):
 def test_a_dead_engine_is_replaced_gets_the_weights_and_the_work_is_repeated():
     engines = Engines()
     assert recovery_of(engines).during(dies(engines, 1)) == "done"
-    assert engines.log == ["restart 1", "replaced rollout 1", "reconnect", "push"]
+    assert engines.log == ["restart 1", "replaced rollout 1", "push [1]", "rejoin [1]"]
 
 
-def test_a_push_is_repeated_as_a_whole():
+def test_a_push_is_repeated_as_a_whole_and_the_new_engine_rejoins_after_it():
     engines = Engines()
-    assert recovery_of(engines).during(dies(engines, 1), is_push=True) == "done"
-    assert "push" not in engines.log
+    work = dies(engines, 1)
+
+    def push():
+        result = work()
+        engines.log.append("pushed")
+        return result
+
+    assert recovery_of(engines).during(push, is_push=True) == "done"
+    assert engines.log == ["restart 1", "replaced rollout 1", "pushed", "rejoin [1]"]
 
 
 def test_an_engine_that_dies_while_it_gets_its_weights_is_replaced_too():
@@ -64,6 +72,7 @@ def test_an_engine_that_dies_while_it_gets_its_weights_is_replaced_too():
     push = dies(engines, 2, rank=0)
     assert recovery_of(engines, push).during(dies(engines, 1)) == "done"
     assert engines.log.count("restart 0") == 2
+    assert engines.log[-1] == "rejoin [0, 1]"
 
 
 def test_an_error_without_a_death_is_raised():
@@ -110,20 +119,21 @@ def test_a_host_is_replaced_too_and_engines_keep_their_weights():
     assert (mine.num_restarts, mine.num_host_restarts) == (0, 1)
 
 
-def test_an_engine_gets_its_weights_although_a_host_dies_before_the_push():
+def test_an_engine_gets_its_weights_although_a_host_dies_before_it_rejoins():
     engines, hosts = Engines(), Engines(size=1)
     mine = recovery_of(engines, hosts=hosts)
-    reconnects = iter([WorkerError("agents rank 0 died"), None])
+    rejoins = iter([WorkerError("agents rank 0 died"), None])
 
-    def reconnect():
-        error = next(reconnects)
+    def rejoin(ranks):
+        error = next(rejoins)
         if error is not None:
             hosts.is_alive[0] = False
             raise error
 
-    mine._reconnect = reconnect
+    mine._rejoin = rejoin
     assert mine.during(dies(engines, 1)) == "done"
-    assert engines.log == ["restart 1", "replaced rollout 1", "push"]
+    assert engines.log == ["restart 1", "replaced rollout 1", "push [1]", "reconnect", "push [1]"]
+    assert next(rejoins, "both happened") == "both happened"
 
 
 def test_a_rollout_that_succeeds_resets_the_count_of_deaths():

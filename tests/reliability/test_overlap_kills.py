@@ -8,6 +8,7 @@ from fault_cases import BESIDE, Faulty, differences, make_faulty_task, run_undis
 
 from hotseat.faults import Fault
 from hotseat.loop.rl.ledger import read_ledger
+from hotseat.observe import read_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -99,3 +100,20 @@ def test_a_driver_that_is_killed_with_groups_in_flight_is_resumed_bit_for_bit(ta
         assert was_killed
         assert code == 0, errors[-3000:]
         assert differences(undisturbed, run.run_dir) == []
+
+
+@pytest.mark.long
+def test_one_of_two_engines_dies_and_only_its_requests_are_sent_again(task):
+    undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
+    with Faulty(task, num_passes=4, placement="{actor: 0, rollout: 1-2}", overlap=OVERLAP) as run:
+        run.arm(Fault("generation.during", "kill", by="rollout:1", skip=4))
+        code, out, errors = run.go()
+        assert code == 0, errors[-3000:]
+        assert run.all_happened()
+        assert "engine 1 died and is replaced" in out
+        last = list(read_lines(run.run_dir / "metrics.jsonl"))[-1]
+        assert last["engine_restarts"] == 1
+        assert last["groups_begun_again"] == 0
+        assert 0 < last["requests_sent_again"] <= 3 * 4 * 4  # three batches are open at most
+        assert differences(undisturbed, run.run_dir) == []
+        assert run.is_gone(within_s=60)

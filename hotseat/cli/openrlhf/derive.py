@@ -21,7 +21,6 @@ VARIABLES_WITHOUT_EFFECT = {
 }
 TASKS_VARIABLE = "OPENRLHF_ASYNC_NUM_TASKS"
 WANDB_VARIABLE = "WANDB_API_KEY"
-REMOTE_TIMEOUT_S, REMOTE_RETRIES = 180.0, 4  # OpenRLHF tries a reward server five times, three minutes each
 
 
 @dataclass
@@ -219,12 +218,16 @@ def _overlap(draft: ConfigDraft) -> None:
     A batch takes a place in OpenRLHF's queue before it is generated and gives it back when training takes it. So while
     one batch is trained, n others wait or are generated, and the newest of them is trained n versions later.
 
+    `--vllm_generate_batch_size` makes places of the queue larger: with prompts for k batches in each, n k batches wait
+    or are generated while k are trained, so that the newest is trained up to (n + 1) k - 1 versions later.
+
     A partial rollout on shared devices, without `--async_train`: open answers wait while the devices train.
     """
     line = draft.line
     tasks = draft.number_from(TASKS_VARIABLE)
     if tasks is not None:
         draft.fields["agent.max_concurrent"] = tasks
+    batches = _batches_generated(draft)
     if not line["--async_train"]:
         because = f"{draft.named('--async_train')} is not given"
         draft.ignore("--async_queue_size", because)
@@ -240,11 +243,29 @@ def _overlap(draft: ConfigDraft) -> None:
         draft.ignored.setdefault(QUEUE_VARIABLE, f"{draft.named('--async_queue_size')} is given")
     elif not line.has("--async_queue_size"):
         queue = draft.number_from(QUEUE_VARIABLE) or queue
-    draft.fields["overlap.queue"] = queue - 1
-    draft.fields["overlap.staleness"] = queue
+    draft.fields["overlap.queue"] = queue * batches - 1
+    draft.fields["overlap.staleness"] = (queue + 1) * batches - 1
     if line["--partial_rollout"]:
         draft.fields["overlap.order"] = "arrival"
         draft.fields["overlap.in_flight"] = "recompute" if _engine(line) == "vllm" else "keep"
+
+
+def _batches_generated(draft: ConfigDraft) -> int:
+    """Return for how many batches prompts are generated at a time, rounded up."""
+    size, batch_size = draft.line["--vllm_generate_batch_size"], draft.line["--rollout_batch_size"]
+    if size is None or size == batch_size:
+        return 1
+    if size < batch_size:
+        draft.refuse(
+            "--vllm_generate_batch_size", f"{size} is below {draft.named('--rollout_batch_size')}, {batch_size}"
+        )
+    elif not draft.line["--async_train"]:
+        draft.refuse(
+            "--vllm_generate_batch_size",
+            f"{size} is above {draft.named('--rollout_batch_size')}, {batch_size}: sampling ahead of training takes"
+            f" {draft.named('--async_train')}",
+        )
+    return -(-size // batch_size)
 
 
 # --- models and rewards -----------------------------------------------------------------------------------------------
@@ -271,14 +292,13 @@ def _reward(draft: ConfigDraft) -> None:
     places = [place.strip() for place in line[source].split(",")]
     if all(place.startswith(("http://", "https://")) for place in places):
         fields["reward.url"] = places[0] if len(places) == 1 else places
-        fields["reward.timeout_s"], fields["reward.retries"] = REMOTE_TIMEOUT_S, REMOTE_RETRIES
     elif len(places) == 1 and places[0].endswith(".py"):
         fields["reward.function"] = places[0]
     else:
         draft.refuse(
             source,
-            f"given {line[source]!r}, must be one .py file (http:// addresses joined by commas are understood, but"
-            " reward servers are not part of this version)",
+            f"given {line[source]!r}, must be one .py file, or addresses that begin with http:// or https://, joined by"
+            " commas",
         )
 
 
@@ -344,11 +364,6 @@ def _micro_batches(draft: ConfigDraft) -> None:
         return
     for name in ("--train_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu"):
         draft.ignore(name, f"{draft.named('--use_dynamic_batch')} is not given")
-
-
-def _generate_batch(draft: ConfigDraft) -> None:
-    size = draft.line["--vllm_generate_batch_size"]
-    draft.fields["rollout.generate_batch_size"] = None if size == draft.line["--rollout_batch_size"] else size
 
 
 def _lengths(draft: ConfigDraft) -> None:
@@ -477,7 +492,6 @@ DERIVED: Mapping[str, Callable[[ConfigDraft], None]] = {
     "template": _template,
     "images": _images,
     "micro_batches": _micro_batches,
-    "generate_batch": _generate_batch,
     "lengths": _lengths,
     "clip": _clip,
     "estimator": _estimator,

@@ -341,8 +341,8 @@ _RL: tuple[Flag, ...] = (
         "--vllm_generate_batch_size",
         "--rollout.vllm_generate_batch_size",
         None,
-        "rollout.generate_batch_size",
-        by="generate_batch",
+        ("overlap.queue", "overlap.staleness"),
+        by="overlap",
     ),
     _int("--num_episodes", "--train.num_episodes", 1, "train.num_episodes"),
     _switch(

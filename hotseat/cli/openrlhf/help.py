@@ -57,6 +57,8 @@ MEANINGS: Mapping[str, str] = {
     "--enable_vllm_is_correction": "Correct for the gap between the log-probs of engine and trainer.",
     "--use_dynamic_batch": "Cut micro-batches by tokens, not by samples.",
     "--async_train": "Train beside the rollout.",
+    "--vllm_generate_batch_size": "Prompts sampled at a time, with --async_train: above a batch, places of the queue"
+    " hold several.",
     "--async_queue_size": "Batches sampled ahead of the one in training: samples are up to this many versions old.",
     "--partial_rollout": "Open requests continue with new weights; a batch takes the groups that finish first.",
     "--bf16": "Compute in bf16.",

@@ -16,6 +16,7 @@ from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.preflight import RlInputs
 from hotseat.loop.rl.alarms import Alarms
+from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.canary import CanaryGuard, CanarySettings
 from hotseat.loop.rl.checkpoint import RlCheckpoints
 from hotseat.loop.rl.launch import Groups
@@ -28,6 +29,7 @@ from hotseat.loop.rl.pacer import Pace
 from hotseat.loop.rl.phase_settings import PhaseSettings
 from hotseat.loop.rl.prepare import PreparePhase
 from hotseat.loop.rl.recovery import Recovery
+from hotseat.loop.rl.replay import Recording, ReplayStream
 from hotseat.loop.rl.rollout import Answering, RolloutPhase, group_filter
 from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.state import RlState
@@ -37,10 +39,10 @@ from hotseat.loop.rl.sync import Routes, SyncPhase, sender_host
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
-from hotseat.loop.state.run_dir import SPOOL
+from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import RolloutHost
-from hotseat.loop.workers.spool import Spool
+from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import Plan, shares_devices
 
@@ -61,8 +63,18 @@ def columns(config: Config) -> dict[str, str]:
 
 
 @contextmanager
-def assemble(place: OnCluster, inputs: RlInputs, groups: Groups, run_dir: Path, journal: Journal) -> Iterator[RlRun]:
-    """Make the objects of a run whose worker groups are ready; at the end, close what holds devices or a thread."""
+def assemble(
+    place: OnCluster,
+    inputs: RlInputs,
+    groups: Groups,
+    run_dir: Path,
+    journal: Journal,
+    recording: Recording | None = None,
+) -> Iterator[RlRun]:
+    """Make the objects of a run whose worker groups are ready; at the end, close what holds devices or a thread.
+
+    recording: of the run that is replayed; None: groups are sampled.
+    """
     config, plan, cluster = place.config, place.plan, place.cluster
     with ExitStack() as stack:
         scheduler = DeviceScheduler(
@@ -78,7 +90,7 @@ def assemble(place: OnCluster, inputs: RlInputs, groups: Groups, run_dir: Path, 
         watch = DeviceWatch(devices, cluster.device_memory)
         stack.callback(watch.close)
         meter = PhaseMeter(scheduler, groups.by_role, plan, watch)
-        yield _connect(place, inputs, groups, run_dir, journal, scheduler, meter)
+        yield _connect(place, inputs, groups, run_dir, journal, scheduler, meter, recording)
 
 
 def _connect(
@@ -89,6 +101,7 @@ def _connect(
     journal: Journal,
     scheduler: DeviceScheduler,
     meter: PhaseMeter,
+    recording: Recording | None,
 ) -> RlRun:
     """Make the phases and connect them."""
     config, plan, algebra, prompts = place.config, place.plan, inputs.algebra, inputs.prompts
@@ -117,7 +130,8 @@ def _connect(
         groups.hosts,
         scheduler,
         reconnect=reconnect,
-        push=lambda: sync.push_again(),
+        push=lambda ranks: sync.push_again(ranks),
+        rejoin=lambda ranks: groups.hosts.call(RolloutHost.rejoin, groups.engines, ranks),
         say=partial(journal.say, kind="fault"),
         measures_its_device=groups.measures_its_device,
     )
@@ -128,19 +142,24 @@ def _connect(
     ledger = Ledger(run_dir)
     samples = SampleLog(groups, ledger, _alarms(config, journal), state, journal, config.log)
     rollout = RolloutPhase(answering, groups, phase_settings, state, recovery, samples, prompts, inputs.eval_prompts)
-    stream: Stream = SynchronousStream(rollout)
-    if config.overlap.staleness > 0:
+    if config.log.keep_rollouts:
+        journal.say(_kept_note(config, algebra.num_steps, run_dir / ROLLOUTS))
+    record = Arrivals(run_dir)
+    stream: Stream = SynchronousStream(rollout, record)
+    if recording is not None:
+        stream = ReplayStream(recording, groups.hosts)
+    elif config.overlap.staleness > 0:
         draw = partial(_draw_rollout, journal.timeline, plan)
         callbacks = Callbacks(rollout.evaluate, answering.score, reconnect, samples.record_unfinished, draw)
         tickets = Tickets(
-            pace_of(config, algebra.num_steps), group_filter(config), lambda count: state.order.next(count)
+            pace_of(config, algebra.num_steps), group_filter(config), lambda count: state.order.next(count), record
         )
         asking = Asking(prompts, config.rollout.samples_per_prompt, settings.sampling(config))
         sampling = answering.sampling if is_shared else None
         spool, in_flight = Spool(run_dir / SPOOL), config.overlap.in_flight
         stream = OverlappedStream(tickets, asking, in_flight, groups.hosts, spool, recovery, callbacks, sampling)
     return RlRun(
-        num_steps=algebra.num_steps,
+        num_steps=algebra.num_steps if recording is None else min(algebra.num_steps, recording.num_steps),
         eval_every=config.eval.every,
         stream=stream,
         prepare=PreparePhase(groups, stream, phase_settings, meter, samples),
@@ -158,6 +177,14 @@ def pace_of(config: Config, num_steps: int) -> Pace:
     """Return how far rollout may run ahead in a run of so many steps."""
     overlap, batch_size = config.overlap, config.rollout.batch_size
     return Pace(batch_size, overlap.staleness, overlap_queue(config), overlap.order, batch_size * num_steps)
+
+
+def _kept_note(config: Config, num_steps: int, folder: Path) -> str:
+    """Say what keeping all groups takes at most, dropped groups and texts not counted."""
+    rollout = config.rollout
+    num_tokens = num_steps * rollout.batch_size * rollout.samples_per_prompt * config.data.max_length
+    gib = num_tokens * KEPT_BYTES_PER_TOKEN / 2**30
+    return f"log.keep_rollouts: all groups stay in {folder}, at most {gib:.2f} GiB and their texts"
 
 
 def _draw_rollout(timeline: Timeline, plan: Plan, since_s: float) -> None:

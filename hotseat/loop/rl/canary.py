@@ -179,7 +179,10 @@ class CanaryGuard:
         return None if self._state is None else self._state.canary
 
     def start(self, version: int) -> None:
-        """Judge the engines after the first push, on new answers. Raises `WeightError`."""
+        """Judge the engines after the first push, on new answers. Raises `WeightError`. A replay has no engines."""
+        if self._engines.size == 0:
+            self.is_started = True
+            return
         measured = self._measure(version)
         resumed, self._state = self._state, None  # Only now: `_measure` can fail, and is then done again.
         verdict = self._adopt(measured)
@@ -216,7 +219,7 @@ class CanaryGuard:
         if pushed.answers is None:
             self._unscored = pushed
         else:
-            answers |= _named("engine", pushed.answers)
+            answers |= _named("engine", pushed.answers, pushed.ranks)
         self._judge(pushed.version, pushed.expected, answers)
 
     def ask(self) -> None:
@@ -434,8 +437,12 @@ def _gaps(expected: Sequence[float], answers: Mapping[str, Sequence[float]]) -> 
     }
 
 
-def _named(what: str, answers: Sequence[list[float]] | None) -> dict[str, list[float]]:
-    return {f"{what} {rank}": answer for rank, answer in enumerate(answers or [])}
+def _named(
+    what: str, answers: Sequence[list[float]] | None, ranks: Sequence[int] | None = None
+) -> dict[str, list[float]]:
+    answers = answers or []
+    ranks = range(len(answers)) if ranks is None else ranks
+    return {f"{what} {rank}": answer for rank, answer in zip(ranks, answers, strict=False)}
 
 
 def _answer_length(prompt: Sequence[int], settings: CanarySettings) -> int:

@@ -14,20 +14,23 @@ from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
+from hotseat.config.urls import as_list
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
 from hotseat.loop.rl.recovery import start_up
+from hotseat.loop.rl.replay import NoWorkers, Recording
 from hotseat.loop.setup import settings
 from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
-from hotseat.loop.state.run_dir import LOGS, SPOOL
+from hotseat.loop.state.run_dir import LOGS, ROLLOUTS, SPOOL
 from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
+from hotseat.rewards.addresses import bearer_token
 
 M = TypeVar("M", bound=Movable)
 
@@ -62,15 +65,38 @@ class Groups:
 
 
 def launch_groups(
-    place: OnCluster, algebra: BatchAlgebra, eos_token_ids: tuple[int, ...], run_dir: Path, journal: Journal
+    place: OnCluster,
+    algebra: BatchAlgebra,
+    eos_token_ids: tuple[int, ...],
+    run_dir: Path,
+    journal: Journal,
+    recording: Recording | None = None,
 ) -> Groups:
-    """Start all roles and connect them. They start together, unless engines have to measure their devices first."""
+    """Start all roles and connect them. They start together, unless engines have to measure their devices first.
+
+    recording: of the run that is replayed, which takes neither engines nor rewards; None: groups are sampled.
+    """
     assert algebra.schedule_length is not None
     config = place.config
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
-    engine = settings.engine_settings(config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone)
-    host = _host_settings(place.config, run_dir / SPOOL)
+    engine: EngineSettings | None = settings.engine_settings(
+        config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone
+    )
+    host = _host_settings(place.config, run_dir)
+    if recording is not None:
+        folder = str(recording.folder.absolute())
+        host = replace(
+            host,
+            agent=None,
+            reward=None,
+            eval_reward=None,
+            reward_urls=(),
+            graders=(),
+            spool=folder,
+            kept_rollouts=folder,
+        )
+        engine = None
     with closing(Readiness(journal.progress)) as readiness:
         groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
     return replace(groups, adapters_alone=adapters_alone)
@@ -79,7 +105,7 @@ def launch_groups(
 def _launch(
     place: OnCluster,
     schedule_length: int,
-    engine: EngineSettings,
+    engine: EngineSettings | None,
     host: HostSettings,
     journal: Journal,
     readiness: Readiness,
@@ -109,11 +135,14 @@ def _launch(
         return group
 
     trust = config.trust_remote_code
-    engines = launch("rollout", EngineWorker, engine)
+    vllm = None if engine is None else engine.vllm
+    engines: WorkerGroup[EngineWorker] = (
+        NoWorkers("rollout") if engine is None else launch("rollout", EngineWorker, engine)
+    )
     # Where vLLM fills its memory share, it measures free memory: no other process may use the device meanwhile.
     # Trainers' processes start and load their libraries, but not their models.
-    fills_share = engine.vllm is not None and engine.vllm.cache_gib is None
-    needs_room = engine.vllm is not None and is_anything_offloaded(plan)
+    fills_share = vllm is not None and vllm.cache_gib is None
+    needs_room = vllm is not None and is_anything_offloaded(plan)
     measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
     early_hosts = launch_hosts() if measures_its_device else None
     if measures_its_device:
@@ -133,7 +162,7 @@ def _launch(
     if has_reference(config):
         options = settings.train_options(config, schedule_length, is_trained=False)
         reference = launch("reference", ModelWorker, config.reference.model or config.actor.model, options, trust)
-    if has_reward_model(config):
+    if has_reward_model(config) and engine is not None:
         reward = launch("reward", RewardWorker, config.reward.model, settings.reward_options(config), trust)
     if has_inference(config):
         options = settings.train_options(config, schedule_length, is_trained=False)
@@ -142,7 +171,7 @@ def _launch(
     hosts = launch_hosts() if early_hosts is None else early_hosts
     faults.reach("start-up")
     warming = []
-    if engine.vllm is not None and not measures_its_device and not are_devices_logical(cluster):
+    if vllm is not None and not measures_its_device and not are_devices_logical(cluster):
         # vLLM starts longest. Memory is no concern: everything fits beside everything.
         warming = [group.start(ModelWorker.warm_up, config.data.max_length) for group in (actor, reference) if group]
     start_up(engines, say_fault)
@@ -151,7 +180,8 @@ def _launch(
         group.ready()
     for warm_up in warming:
         warm_up.result()
-    hosts.call(RolloutHost.connect, engines)
+    if engine is not None:
+        hosts.call(RolloutHost.connect, engines)
     have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
     return Groups(engines, actor, hosts, critic, reference, reward, inference, by_role, have_gpus, measures_its_device)
 
@@ -168,8 +198,10 @@ def _trainers(config: Config) -> dict[str, type[ModelWorker]]:
     return {role: cls for role, (cls, is_present) in roles.items() if is_present}
 
 
-def _host_settings(config: Config, spool: Path) -> HostSettings:
+def _host_settings(config: Config, run_dir: Path) -> HostSettings:
     assert config.actor.model is not None
+    timeout_s, retries = settings.reward_limits(config)
+    is_spooled = config.overlap.staleness > 0 or config.log.keep_rollouts
     return HostSettings(
         tokenizer=config.actor.model,
         run_seed=config.seed,
@@ -180,13 +212,17 @@ def _host_settings(config: Config, spool: Path) -> HostSettings:
         episode_timeout_s=config.agent.timeout_s,
         reward=config.reward.function,
         eval_reward=config.eval.reward,
-        reward_timeout_s=config.reward.timeout_s,
-        reward_retries=config.reward.retries,
+        reward_timeout_s=timeout_s,
+        reward_retries=retries,
         reward_max_bytes=None if config.reward.max_memory_gib is None else int(config.reward.max_memory_gib * 2**30),
+        reward_urls=tuple(as_list(config.reward.url)),
+        reward_token=bearer_token() if config.reward.url is not None else None,
+        reward_max_open=config.reward.max_open_requests,
         has_reward_model=has_reward_model(config),
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
         graders=graders_of(config),
         sandbox=sandbox_of(config),
-        spool=str(spool.absolute()) if config.overlap.staleness > 0 else None,
+        spool=str((run_dir / SPOOL).absolute()) if is_spooled else None,
+        kept_rollouts=str((run_dir / ROLLOUTS).absolute()) if config.log.keep_rollouts else None,
     )

@@ -8,7 +8,9 @@ from hotseat.algorithms.agreement import GapStatistics
 from hotseat.algorithms.quantiles import quantile
 from hotseat.loop.rl.push import PushReport
 from hotseat.train.backend import UpdateReport
+from hotseat.train.update_facts import add_up
 
+_BY_LAG = ("engine_gap_lags", "tokens_lags")
 _PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "rejected", "kl", "entropy")
 
 
@@ -28,7 +30,7 @@ def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     metrics |= {name: value for name, value in means.items() if value is not None}
     if "aux_loss" in reports[0].metrics:
         metrics["aux_loss"] = sum(report.metrics["aux_loss"] for report in reports) / len(reports)
-    return metrics | _gap_spread(reports)
+    return metrics | _gap_spread(reports) | _gaps_by_lag(reports)
 
 
 def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
@@ -57,7 +59,9 @@ def critic_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 
 
 def push_metrics(pushed: PushReport) -> dict[str, float]:
-    """Return version, size and times of a push."""
+    """Return version, size and times of a push. A replay, which has no engines, moves nothing."""
+    if pushed.num_buckets == 0:
+        return {"version": float(pushed.version)}
     return {
         "version": float(pushed.version),
         "sync/gb": pushed.num_bytes / 1e9,
@@ -106,3 +110,17 @@ def _gap_spread(reports: Sequence[UpdateReport]) -> dict[str, float]:
         "engine_gap_p99": quantile(first["engine_gap_counts"], 0.99),
         "engine_gap_max": first["engine_gap_max"],
     }
+
+
+def _gaps_by_lag(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Return the mean engine gap of tokens of each lag, and their share; none where lags were not measured.
+
+    That of lag 0 is the mismatch between engine and trainer, that of the others is staleness.
+    """
+    totals = add_up([{name: report.metrics[name] for name in _BY_LAG if name in report.metrics} for report in reports])
+    gaps, counts = (totals.get(name, []) for name in _BY_LAG)
+    metrics: dict[str, float] = {}
+    for lag, (gap, count) in enumerate(zip(gaps, counts, strict=True)):
+        if count:
+            metrics |= {f"engine_gap_lag_{lag}": gap / count, f"tokens_lag_{lag}": count / sum(counts)}
+    return metrics

@@ -72,6 +72,7 @@ class OverlappedStream:
         self._sampling = sampling
         self._num_restarts = 0  # of engines and hosts, when tickets were last begun
         self._num_unscored = 0  # groups that hosts hold for a reward model
+        self._num_sent_again = 0  # requests of engines that died
         self._metrics: dict[str, float] = {}
         self._step = 1  # for which the next batch is
         self._pushed_s = time.time()
@@ -85,7 +86,7 @@ class OverlappedStream:
         self._step = step
         with self._unfinished_recorded():
             self._recovery.during(self._sample_batch)
-        batch = self._tickets.take()
+        batch = self._tickets.take(step)
         self._measure(batch, time.monotonic() - started_s)
         self._step = step + 1
         self._begin_ahead()
@@ -115,7 +116,7 @@ class OverlappedStream:
             self._callbacks.draw_rollout(self._pushed_s)
         yield
         self._pushed_s = time.time()
-        self._tickets.pacer.trained()
+        self._tickets.trained()
         if self._in_flight == "restart":
             self._tickets.begin_again()
         self._begin_ahead()
@@ -190,7 +191,7 @@ class OverlappedStream:
     def _exchange(self, wait_s: float | None) -> None:
         """Begin everything that may begin; with `wait_s`, wait that long for a group to finish."""
         num_restarts = self._recovery.num_restarts + self._recovery.num_host_restarts
-        if num_restarts != self._num_restarts:  # whatever was open then is lost
+        if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
             self._tickets.begin_again()
             self._num_restarts = num_restarts
         jobs = [self._job(key) for key in self._tickets.admit()]
@@ -199,8 +200,10 @@ class OverlappedStream:
             self._tickets.begin(sampled)
         if wait_s is None:
             return
-        [(facts, self._num_unscored)] = self._hosts.call(RolloutHost.fetch, wait_s)
-        for group in facts:
+        # On shared devices an engine is replaced between two leases, in which the others pause.
+        [fetched] = self._hosts.call(RolloutHost.fetch, wait_s, reports_deaths=self._sampling is None)
+        self._num_unscored, self._num_sent_again = fetched.num_unscored, fetched.num_sent_again
+        for group in fetched.facts:
             self._tickets.arrive(group)
 
     @property
@@ -232,6 +235,7 @@ class OverlappedStream:
             "groups_waiting": float(len(pacer.waiting)),
             "groups_in_flight": float(len(pacer.in_flight)),
             "groups_begun_again": float(self._tickets.num_begun_again),
+            "requests_sent_again": float(self._num_sent_again),
             "time/wait": waited_s,
         }
 

@@ -26,7 +26,7 @@ class PhaseSettings:
     def policy(self) -> PolicySettings:
         """Return how the actor makes experience and learns from it."""
         optimizer_steps = self.algebra.optimizer_steps_per_step
-        return settings.policy_settings(self.config, optimizer_steps, self._state.kl.coefficient)
+        return settings.policy_settings(self.config, optimizer_steps, self._state.kl.coefficient, self._state.version)
 
     @property
     def critic(self) -> CriticSettings:

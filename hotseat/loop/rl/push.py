@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hotseat import faults
 from hotseat.algorithms.adapters import WeightForm
-from hotseat.cluster import WorkerGroup
+from hotseat.cluster import Calling, WorkerGroup
 from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.weights import BroadcastData, BroadcastGroup, Bucket, Transport, TransportPlan, check_digests, merge
 
@@ -25,6 +26,7 @@ class PushReport:
     undigested: frozenset[str]  # weights of some engine that have no digest; only the canary guards them
     expected: list[float] | None  # the trainer's log-probs of the canary; None: there is no canary yet
     answers: list[list[float]] | None  # those of each engine; None: some engine can score only in its next lease
+    ranks: tuple[int, ...] | None = None  # of the engines that it went to; None: all
 
 
 class SendsWeights(Protocol):
@@ -70,22 +72,27 @@ def push_weights(
     receivers: BroadcastGroup | None = None,
     what: str = "engine",
     form: WeightForm = "merged",
+    ranks: Sequence[int] | None = None,
 ) -> PushReport:
     """Send all weights under `version`. Raises `WeightError` naming the tensor if any engine does not serve them.
 
     `what`: what errors call a receiver. `form`: of weights with adapters; "adapters" sends and proves these alone.
+    `ranks`: of the only engines that get them; without a broadcast, in which all take part.
 
     Both sides work at the same time where they can: on a small model the calls themselves take most of the time. The
     next bucket is packed while engines load the current one; the one after that waits, since its memory is being read.
     """
     started_s = time.monotonic()
+    chosen: Calling[TakesWeights] = engines
+    if ranks is not None:
+        chosen, transports = engines.on(*ranks), transports.only(ranks)
     packing = actor.start(SendsWeights.begin_push, version, receivers, form)
-    engines.call(TakesWeights.begin_load, version)
+    chosen.call(TakesWeights.begin_load, version)
     packed_bytes = packing.result()[0]
     num_buckets = num_bytes = 0
     while packed_bytes is not None:
         num_bytes += packed_bytes
-        taking = engines.start_scatter(TakesWeights.take_bucket, _hand_out(actor, transports))
+        taking = chosen.start_scatter(TakesWeights.take_bucket, _hand_out(actor, transports))
         sending = actor.on(0).start(SendsWeights.broadcast) if receivers is not None else None
         packing = actor.start(SendsWeights.pack_next)
         taking.result()  # First: the death of an engine shows here at once, but in `sending` only after its timeout.
@@ -97,9 +104,9 @@ def push_weights(
         num_buckets += 1
     transferred_s = time.monotonic()
     proving = actor.start(SendsWeights.finish_push, canary)
-    proofs = engines.call(TakesWeights.finish_load, version, canary)
+    proofs = chosen.call(TakesWeights.finish_load, version, canary)
     sent = proving.result()[0]
-    for rank, proof in enumerate(proofs):
+    for rank, proof in zip(engines.ranks if ranks is None else ranks, proofs, strict=True):
         reached = {name: digest for name, digest in sent.digests.items() if name not in proof.undigested}
         check_digests(version, reached, proof.digests, f"{what} {rank}")
     answers = [proof.log_probs for proof in proofs if proof.log_probs is not None]
@@ -113,6 +120,7 @@ def push_weights(
         undigested=frozenset().union(*(proof.undigested for proof in proofs)),
         expected=sent.log_probs,
         answers=answers if is_complete else None,
+        ranks=None if ranks is None else tuple(ranks),
     )
 
 

@@ -2,17 +2,18 @@
 
 Neither holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the
 same weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
-die faster than rollouts finish. Where rollout runs ahead, open groups begin again with the weights of that moment.
+die faster than rollouts finish. A host sends the requests of a dead engine to the others, and to its replacement after
+that has proved that it holds the weights. What a dead host had open begins again, with the weights of that moment.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from hotseat.cluster import WorkerGroup
+from hotseat.cluster import WorkerGroup, reports_death
 from hotseat.errors import ClusterError, RunError, WorkerError
 from hotseat.loop.devices.scheduler import DeviceScheduler
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 class Recovery:
     """Runs work that needs engines and hosts; if some die meanwhile, replaces them and runs it again.
 
-    reconnect: connects the hosts to the engines' current processes. push: sends the current weights to all engines.
+    reconnect: connects new hosts to the engines' current processes. push: sends the current weights to engines of these
+    ranks, and proves that they arrived. rejoin: has hosts send requests to them.
     measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
     """
 
@@ -36,7 +38,8 @@ class Recovery:
         scheduler: DeviceScheduler,
         *,
         reconnect: Callable[[], object],
-        push: Callable[[], object],
+        push: Callable[[Sequence[int]], object],
+        rejoin: Callable[[Sequence[int]], object],
         say: Callable[[str], object],
         measures_its_device: bool = False,
     ):
@@ -45,6 +48,8 @@ class Recovery:
         self._scheduler = scheduler
         self._reconnect = reconnect
         self._push = push
+        self._rejoin = rejoin
+        self._new_engines: set[int] = set()  # replaced, and not in use yet
         self._say = say
         self._measures_its_device = measures_its_device
         self._num_deaths = 0
@@ -59,11 +64,18 @@ class Recovery:
         """Return the result of `work`, which must be repeatable. `is_push`: it sends the weights itself."""
         while True:
             try:
-                return work()
+                result = work()
+                self._use_new_engines()
+                return result
             except ClusterError:
                 raise  # without a cluster nothing can be replaced
             except RunError as error:
                 self._replace_dead(error, needs_push=not is_push)
+
+    def _use_new_engines(self) -> None:
+        if self._new_engines:
+            self._rejoin(sorted(self._new_engines))
+            self._new_engines.clear()
 
     def _find_dead(self, error: RunError) -> tuple[list[int], list[int]]:
         """Return ranks of dead engines and of dead hosts. A death may be reported before the process is gone."""
@@ -76,7 +88,6 @@ class Recovery:
 
     def _replace_dead(self, error: RunError, needs_push: bool) -> None:
         """Replace the dead until all are alive and have their weights. Raises if none has died, or too many have."""
-        has_new_engines = False
         while True:
             dead_engines, dead_hosts = self._find_dead(error)
             if not dead_engines and not dead_hosts:
@@ -87,7 +98,6 @@ class Recovery:
                     f"engines or rollout hosts died {self._num_deaths} times without a finished rollout in between;"
                     f" the last: {error}"
                 ) from error
-            has_new_engines = has_new_engines or bool(dead_engines)
             try:
                 for rank in dead_engines:
                     self._say(f"engine {rank} died and is replaced ({_first_line(error)})")
@@ -96,27 +106,21 @@ class Recovery:
                         self._scheduler.make_way("rollout", rank)
                     self._engines.restart(rank)
                     self._scheduler.replaced("rollout", rank)
+                    self._new_engines.add(rank)
                 for rank in dead_hosts:
                     self._say(f"rollout host {rank} died and is replaced ({_first_line(error)})")
                     self.num_host_restarts += 1
                     self._hosts.restart(rank)
-                self._reconnect()
-                if needs_push and has_new_engines:
-                    self._push()
+                if dead_hosts:
+                    self._reconnect()
+                if needs_push and self._new_engines:
+                    self._push(sorted(self._new_engines))
+                    self._use_new_engines()
                 return
             except ClusterError:
                 raise
             except RunError as another:
                 error = another
-
-
-def reports_death(error: BaseException | None) -> bool:
-    """Tell whether an error, raised here or in a worker, reports the death of a process."""
-    while error is not None:
-        if getattr(error, "is_death", False):
-            return True
-        error = error.__cause__
-    return False
 
 
 def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:

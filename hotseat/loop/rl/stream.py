@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hotseat.errors import RunError
+from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.collect import Collected
 from hotseat.loop.rl.rollout import RolloutPhase
 
@@ -52,12 +53,15 @@ class Stream(Protocol):
 class SynchronousStream:
     """Samples the groups of a step on demand: no request is open during an update or a push."""
 
-    def __init__(self, rollout: RolloutPhase):
+    def __init__(self, rollout: RolloutPhase, record: Arrivals):
         self._rollout = rollout
+        self._record = record
 
     def take(self, step: int) -> Collected:
         """Sample and score the groups of the next step."""
-        return self._rollout.run(step)
+        batch = self._rollout.run(step)
+        self._record.taken(step, batch)
+        return batch
 
     def with_groups(self, batch: Collected, use: Callable[[Collected], T]) -> tuple[Collected, T]:
         """Run `use` on the batch, sampled again if it was lost."""
@@ -92,3 +96,4 @@ class SynchronousStream:
                 f"{folder} holds {len(state['tickets'])} groups that were sampled ahead of training, and"
                 " overlap.staleness is 0 now: resume with the overlap that it was saved with"
             )
+        self._record.restored(step, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotseat import faults
@@ -68,25 +68,27 @@ class SyncPhase:
         faults.reach("push.after")
         return report
 
-    def push_again(self) -> None:
-        """Push the version that is served, to engines that lost it."""
-        self._push(self._state.version)
+    def push_again(self, ranks: Sequence[int] | None = None) -> None:
+        """Push the version that is served, to engines that lost it: all, or these ranks, if no broadcast is in use."""
+        self._push(self._state.version, None if self._routes.to_engines.receivers else ranks)
 
     def restore_dropped_weights(self) -> None:
         """Push again if the engines' weights were dropped to make room since the last push."""
         if not self._scheduler.has_weights("rollout"):
             self.push_again()
 
-    def _push(self, version: int) -> PushReport:
+    def _push(self, version: int, ranks: Sequence[int] | None = None) -> PushReport:
         groups, routes, canary = self._groups, self._routes, self._guard.canary
         receivers = routes.receivers(routes.to_engines, self._recovery.num_restarts)
         to_inference = None
         with self._meter.lease("sync", "actor"):
             form = self._form()
-            pushed = push_weights(
-                groups.actor, groups.engines, version, canary, routes.to_engines, receivers, form=form
-            )
-            if groups.inference is not None and routes.to_inference is not None:
+            pushed = PushReport(version, 0, 0, 0.0, 0.0, frozenset(), None, None)  # that of a replay, without engines
+            if groups.engines.size:
+                pushed = push_weights(
+                    groups.actor, groups.engines, version, canary, routes.to_engines, receivers, form=form, ranks=ranks
+                )
+            if ranks is None and groups.inference is not None and routes.to_inference is not None:
                 transport = routes.to_inference
                 receivers = routes.receivers(transport, 0)
                 to_inference = push_weights(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hotseat.errors import RunError
+from hotseat.loop.rl.arrivals import Arrivals
 from hotseat.loop.rl.collect import MAX_REFILLS, Collected, GroupFilter, too_few_kept
 from hotseat.loop.rl.pacer import Awaited, Pace, Pacer
 from hotseat.loop.workers.facts import GroupFacts, GroupKey
@@ -33,16 +34,24 @@ class _Arrivals:
 class Tickets:
     """Connects the pacer's tickets with prompts and facts.
 
-    next_keys: takes so many prompts in the order of the run.
+    next_keys: takes so many prompts in the order of the run. record: of what the choice of batches depends on.
     """
 
-    def __init__(self, pace: Pace, group_filter: GroupFilter, next_keys: Callable[[int], list[GroupKey]]):
+    def __init__(
+        self,
+        pace: Pace,
+        group_filter: GroupFilter,
+        next_keys: Callable[[int], list[GroupKey]],
+        record: Arrivals,
+    ):
         self.pacer = Pacer(pace)
+        self._record = record
         self._filter = group_filter
         self._next_keys = next_keys
         self._tickets: dict[GroupKey, int] = {}  # in flight or waiting
         self._facts: dict[int, GroupFacts] = {}  # of those that wait
-        self._unbegun: set[GroupKey] = set()  # no host works on them
+        self._unbegun: set[GroupKey] = set()  # no host works on them, as far as is known
+        self._begun: set[GroupKey] = set()  # those that some host has begun, now or before
         self._arrivals = self._no_arrivals()
         self.num_begun_again = 0
 
@@ -58,18 +67,22 @@ class Tickets:
 
     def begin(self, sampled: Iterable[GroupKey]) -> None:
         """Record that a host has taken all that `admit` returned: it samples these, and has finished the others."""
-        self.pacer.begin_again([self._tickets[key] for key in sampled])
+        keys = list(sampled)
+        self._record.begun(self.pacer.version, keys)
+        self.pacer.begin_again([self._tickets[key] for key in keys])
+        self.num_begun_again += sum(key in self._begun for key in keys)
+        self._begun = {key for key in self._tickets if key in self._begun or key in self._unbegun}
         self._unbegun = set()
 
     def begin_again(self) -> None:
-        """Have everything in flight begun once more, by the weights that are served then."""
-        self.num_begun_again += len(self.pacer.in_flight) - len(self._unbegun)
+        """Have `admit` return everything in flight: what hosts have lost of it begins again."""
         self._unbegun = {key for key, ticket in self._tickets.items() if ticket in self.pacer.in_flight}
 
     def arrive(self, facts: GroupFacts) -> None:
         """Keep or drop a finished group. Raises if too many rewards failed or too many groups were dropped."""
         ticket = self._tickets[facts.key]
         reason = self._filter.reason_to_drop(facts)
+        self._record.arrived(facts, reason)
         self._arrivals.add(facts, reason)
         if reason is None:
             self.pacer.arrive(ticket)
@@ -87,16 +100,22 @@ class Tickets:
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
-    def take(self) -> Collected:
-        """Put the next batch, which is complete, into training, and return it."""
+    def take(self, step: int) -> Collected:
+        """Put the batch of a step, which is complete, into training, and return it."""
         tickets = self.pacer.batch()
         assert not isinstance(tickets, Awaited), "the next batch is not complete"
         self.pacer.take(tickets)
         batch = self._collected(tickets)
+        self._record.taken(step, batch)
         for facts in batch.groups:
             del self._facts[self._tickets.pop(facts.key)]
         self._arrivals = self._no_arrivals()
         return batch
+
+    def trained(self) -> None:
+        """Record the update with the batch in training, whose weights are served from now on."""
+        self.pacer.trained()
+        self._record.trained(self.pacer.version)
 
     def unfinished(self) -> Collected:
         """Return the groups that no step has learned from."""
@@ -119,6 +138,7 @@ class Tickets:
 
     def restore(self, state: Mapping[str, Any] | None, step: int, facts_of: Callable[[GroupKey], GroupFacts]) -> None:
         """Continue after `step`: groups that waited wait again, those in flight begin again. None: there are none."""
+        self._record.restored(step, state)
         pace = self.pacer.pace
         num_trained = step * pace.groups_per_step
         if state is None:
@@ -136,6 +156,7 @@ class Tickets:
         for epoch, prompt, reason in state["arrivals"]:
             self._arrivals.add(facts_of((epoch, prompt)), reason)
         self.begin_again()
+        self._begun = set(self._unbegun)
 
     def _collected(self, tickets: Iterable[int]) -> Collected:
         arrivals = self._arrivals

@@ -29,6 +29,8 @@ from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import TransportPlan, choose_transports
 
+# Seconds of an attempt to score a group, and further attempts. Those of servers are OpenRLHF's.
+FUNCTION_LIMITS, SERVER_LIMITS = (60.0, 2), (180.0, 4)
 REFERENCE_FOLDER = "reference_log_probs"  # beside the runs, which share it
 
 
@@ -128,6 +130,16 @@ def reward_options(config: Config) -> TrainOptions:
     )
 
 
+def reward_limits(config: Config) -> tuple[float, int]:
+    """Return the deadline of an attempt to score a group, and the number of further attempts."""
+    timeout_s, retries = SERVER_LIMITS if config.reward.url is not None else FUNCTION_LIMITS
+    reward = config.reward
+    return (
+        timeout_s if reward.timeout_s is None else reward.timeout_s,
+        retries if reward.retries is None else reward.retries,
+    )
+
+
 def _adamw(optimizer: OptimizerConfig) -> AdamW:
     return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
 
@@ -204,7 +216,11 @@ def episodes_per_engine(config: Config) -> int:
     return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
 
 
-def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float) -> PolicySettings:
+def policy_settings(
+    config: Config, optimizer_steps: int, kl_coefficient: float, version: int | None = None
+) -> PolicySettings:
+    """Return how the actor learns from a rollout. version: of the weights that learn, to measure the lag of tokens."""
+    version = version if config.overlap.staleness > 0 else None
     algorithm, correction, reward = config.algorithm, config.algorithm.correction, config.reward
     kind = correction_kind(config)
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
@@ -224,6 +240,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
             ratio_to="rollout" if kind == "rollout-ratio" else "old",
+            max_lag=0 if version is None else config.overlap.staleness,
         ),
         advantages=AdvantageSettings(
             estimator=absolute(algorithm.estimator),
@@ -257,6 +274,7 @@ def policy_settings(config: Config, optimizer_steps: int, kl_coefficient: float)
         train=train_batches(config),
         # A sample whose advantage is zero still says something about the balance of experts.
         learns_from_every_sample=algorithm.aux_loss_coef > 0,
+        version=version,
     )
 
 

@@ -23,6 +23,8 @@ LEDGER = "ledger.jsonl"
 LOGS = "logs"  # of vLLM, a file per engine
 CHANGES = "changes.jsonl"  # settings that were changed when the run was resumed
 SPOOL = "spool"  # finished groups that wait for training, where rollout runs ahead; the same in checkpoints
+ARRIVALS = "arrivals.jsonl"  # which groups were sampled when, and in which order they were trained
+ROLLOUTS = "rollouts"  # groups that were trained or dropped, where they are kept
 LOCK = ".lock"  # held by the process of the run
 HANGS = "hangs.txt"  # what the doctor found, with stacks
 
@@ -107,10 +109,11 @@ def _numbered(config: Config) -> Path:
 
 def forget_records(path: Path) -> None:
     """Remove the records of an earlier run that ended before its first checkpoint, and the groups that it sampled."""
-    for name in (*RECORDS, LEDGER, HANGS, CHANGES):
+    for name in (*RECORDS, LEDGER, HANGS, CHANGES, ARRIVALS):
         (path / name).unlink(missing_ok=True)
-    if (path / SPOOL).exists():
-        shutil.rmtree(path / SPOOL)
+    for name in (SPOOL, ROLLOUTS):
+        if (path / name).exists():
+            shutil.rmtree(path / name)
 
 
 def record_changes(path: Path, last_step: int, changes: Sequence[Change]) -> None:

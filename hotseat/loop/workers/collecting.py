@@ -11,7 +11,7 @@ from typing import Any
 from hotseat.agents import AgentHost
 from hotseat.errors import RunError
 from hotseat.loop.workers.facts import Job
-from hotseat.rewards import Graders, RewardFunction, Score
+from hotseat.rewards import Score, Scorer
 from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode
 
 
@@ -31,7 +31,7 @@ class Scoring:
     waits_for_model: a reward model scores them later. ignores_agents: rewards that agents gave do not count.
     """
 
-    function: RewardFunction | Graders | None
+    scorer: Scorer | None
     waits_for_model: bool = False
     ignores_agents: bool = False
 
@@ -49,7 +49,7 @@ class Collecting:
         self._agents = agents
         self._scoring = scoring
         self._reach = reach
-        self._done: SimpleQueue[tuple[OpenGroup, int | None, Future[Any]] | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[OpenGroup, int | None, Future[Any]] | RunError] = SimpleQueue()
 
     def add(self, jobs: Sequence[Job], sampling: Sampling) -> None:
         """Start the episodes of jobs. Returns at once."""
@@ -64,12 +64,12 @@ class Collecting:
     def next(self) -> tuple[OpenGroup, list[Score | Failed] | None]:
         """Wait for the next complete group: return it and the scores of its episodes, None if a model scores them.
 
-        Raises what an engine or a reward function raised, and `RunError` after `close`.
+        Raises what an engine or a scorer raised, and what `interrupt` was called with.
         """
         while True:
             item = self._done.get()
-            if item is None:
-                raise RunError("the rollout host is closed")
+            if isinstance(item, RunError):
+                raise item
             group, sample, future = item
             if sample is None:
                 return group, future.result()
@@ -81,30 +81,30 @@ class Collecting:
             if group.num_open == 0 and self._scoring.waits_for_model:
                 return group, None
             if group.num_open == 0:
-                self._report(group, None, _score(group, self._scoring.function))
+                self._report(group, None, _score(group, self._scoring.scorer))
                 self._reach("scoring.during")
 
-    def close(self) -> None:
-        """End `next`, after what was complete before."""
-        self._done.put(None)
+    def interrupt(self, reason: RunError) -> None:
+        """Have `next` raise this once, after it has returned what is complete already."""
+        self._done.put(reason)
 
     def _report(self, group: OpenGroup, sample: int | None, future: Future[Any]) -> None:
         future.add_done_callback(lambda future: self._done.put((group, sample, future)))
 
 
-def _score(group: OpenGroup, function: RewardFunction | Graders | None) -> Future[Any]:
-    """Call the reward function once for the episodes that have no reward of their agent's own."""
+def _score(group: OpenGroup, scorer: Scorer | None) -> Future[Any]:
+    """Have the episodes scored, all at once, that have no reward of their agent's own."""
     episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
     if not episodes:
         nothing: Future[Any] = Future()
         nothing.set_result([])
         return nothing
-    if function is None:
+    if scorer is None:
         missing: Future[Any] = Future()
         missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
         return missing
     prompt = group.job.prompt
-    return function.submit(
+    return scorer.submit(
         [episode.query for episode in episodes],
         [prompt.text] * len(episodes),
         [prompt.label] * len(episodes),

@@ -10,14 +10,24 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from hotseat.cluster import Calling, WorkerGroup
-from hotseat.errors import DeadlineError
+from hotseat.cluster import Calling, WorkerGroup, reports_death
+from hotseat.errors import DeadlineError, RunError
 from hotseat.types import Completion, Request
 
 FETCH_WAIT_S = 5.0  # a fetch without completions returns after this: every wait is bounded
+
+
+@dataclass(frozen=True)
+class FailedRequest:
+    """The outcome of a request that its engine refused or could not finish."""
+
+    request_id: str
+    error: Exception
 
 
 class TakesRequests(Protocol):
@@ -26,83 +36,187 @@ class TakesRequests(Protocol):
     def submit(self, client: str, requests: Sequence[Request]) -> None:
         """Take requests of a client."""
 
-    def fetch(self, client: str, wait_s: float) -> list[Completion]:
-        """Return the completions for a client, waiting at most `wait_s` for the first."""
+    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest]:
+        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests that nobody waits for any more."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request that is waited for. since_s: when it was sent last. among: the requests of the same engine, by id."""
+
+    request: Request
+    future: asyncio.Future[Completion]
+    since_s: float = 0.0
+    among: dict[str, _Open] = field(default_factory=dict)
 
 
 class EngineClient:
-    """Sends requests from one event loop to the engines. A failed engine fails all requests that wait for it."""
+    """Sends requests from one event loop to the engines.
+
+    When an engine dies, its requests alone are sent again, to the other engines; without any they wait. `rejoin` brings
+    its replacement in. Every other error fails the requests that it concerns, and no others.
+
+    when_lost: called in the event loop with the death of an engine, and whether any is left.
+    """
 
     _numbers = itertools.count()
 
-    def __init__(self, engines: WorkerGroup[TakesRequests], *, timeout_s: float):
+    def __init__(
+        self,
+        engines: WorkerGroup[TakesRequests],
+        *,
+        timeout_s: float,
+        when_lost: Callable[[Exception, bool], object] = lambda error, is_any_left: None,
+    ):
         self._engines = engines
         self._timeout_s = timeout_s
+        self._when_lost = when_lost
         self._fetch_wait_s = min(FETCH_WAIT_S, timeout_s / 4)
         self._name = f"{os.getpid()}-{next(self._numbers)}"
-        self._outbox: dict[int, list[Request]] = {rank: [] for rank in engines.ranks}
-        # By request id, oldest first.
-        self._in_flight: dict[int, dict[str, asyncio.Future[Completion]]] = {rank: {} for rank in engines.ranks}
-        self._since_s: dict[str, float] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the first request
+        # By request id, oldest first. A rank that is not here is dead.
+        self._in_flight: dict[int, dict[str, _Open]] = {rank: {} for rank in engines.ranks}
+        self._without_engine: dict[str, _Open] = {}
+        self._outbox: dict[int, list[_Open]] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
         self._submitting: set[asyncio.Task[None]] = set()
+        self._to_abort: dict[int, list[str]] = {}
+        self.num_sent_again = 0
 
     async def generate(self, request: Request) -> Completion:
-        """Return the completion of one request."""
-        rank = min(self._in_flight, key=lambda rank: len(self._in_flight[rank]))
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._in_flight[rank][request.id] = future
-        self._since_s[request.id] = time.monotonic()
-        if not self._outbox[rank]:
-            task = asyncio.create_task(self._submit(rank))
-            self._submitting.add(task)
-            task.add_done_callback(self._submitting.discard)
-        self._outbox[rank].append(request)
+        """Return the completion of one request. If the caller is cancelled, the request is aborted."""
+        self._loop = asyncio.get_running_loop()
+        opened = _Open(request, self._loop.create_future())
+        self._send([opened])
         try:
-            return await future
+            return await opened.future
+        except asyncio.CancelledError:
+            self._abort_later(opened)
+            raise
         finally:
-            self._in_flight[rank].pop(request.id, None)
-            del self._since_s[request.id]
+            opened.among.pop(request.id, None)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Cancel requests. Called in the event loop."""
+        for name in request_ids:
+            for waiting in (*self._in_flight.values(), self._without_engine):
+                if name in waiting:
+                    waiting[name].future.cancel()
+
+    def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
+        """Send requests to engines that were replaced, and hold the weights that are served. Called in any thread."""
+        if self._loop is None:
+            self._replace(engines, ranks)
+            return
+        with suppress(RuntimeError):  # the event loop is closed, so nothing waits any more
+            self._loop.call_soon_threadsafe(self._replace, engines, ranks)
+
+    def _replace(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
+        self._engines = engines
+        # The driver may have seen a death before this client did.
+        orphans = [opened for rank in ranks for opened in self._take_from(rank)]
+        self._in_flight |= {rank: {} for rank in ranks}
+        without, self._without_engine = self._without_engine, {}
+        self._send([*without.values(), *orphans])
+
+    def _take_from(self, rank: int) -> list[_Open]:
+        """Take a rank out of those that get requests; return the requests that wait for it."""
+        self._outbox.pop(rank, None)
+        opened = [opened for opened in self._in_flight.pop(rank, {}).values() if not opened.future.done()]
+        self.num_sent_again += len(opened)
+        return opened
+
+    def _send(self, requests: Sequence[_Open]) -> None:
+        """Put requests into the outboxes of the engines with the fewest requests in flight."""
+        now = time.monotonic()
+        for opened in requests:
+            rank = min(self._in_flight, key=lambda rank: len(self._in_flight[rank]), default=None)
+            opened.since_s = now
+            opened.among = self._without_engine if rank is None else self._in_flight[rank]
+            opened.among[opened.request.id] = opened
+            if rank is None:
+                continue
+            if rank not in self._outbox:
+                self._outbox[rank] = []
+                task = asyncio.get_running_loop().create_task(self._submit(rank))
+                self._submitting.add(task)
+                task.add_done_callback(self._submitting.discard)
+            self._outbox[rank].append(opened)
 
     async def _submit(self, rank: int) -> None:
         """Send the requests made in this iteration of the event loop."""
         await asyncio.sleep(0)
-        requests, self._outbox[rank] = self._outbox[rank], []
+        outbox, waiting = self._outbox.pop(rank, []), self._in_flight.get(rank)
+        requests = [opened.request for opened in outbox if not opened.future.done()]
+        if waiting is None or not requests:
+            return  # it died, and they were sent elsewhere
         try:
             await self._engine(rank).acall(TakesRequests.submit, self._name, requests)
         except Exception as error:
-            self._fail([self._in_flight[rank].get(request.id) for request in requests], error)
+            self._handle(error, rank, waiting, outbox)
             return
         fetching = self._fetching.get(rank)
-        if fetching is None or fetching.done():
-            self._fetching[rank] = asyncio.create_task(self._fetch(rank))
+        if self._in_flight.get(rank) is waiting and (fetching is None or fetching.done()):
+            self._fetching[rank] = asyncio.get_running_loop().create_task(self._fetch(rank, waiting))
 
-    async def _fetch(self, rank: int) -> None:
+    async def _fetch(self, rank: int, waiting: dict[str, _Open]) -> None:
         """Fetch completions until no request is in flight."""
-        waiting = self._in_flight[rank]
         try:
-            while waiting:
-                [completions] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)
-                for completion in completions:
-                    future = waiting.pop(completion.request_id, None)
-                    if future is not None and not future.done():
-                        future.set_result(completion)
-                self._fail_overdue(rank)
+            while waiting and self._in_flight.get(rank) is waiting:
+                [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)
+                for outcome in outcomes:
+                    opened = waiting.pop(outcome.request_id, None)
+                    if opened is None or opened.future.done():
+                        continue
+                    if isinstance(outcome, FailedRequest):
+                        opened.future.set_exception(outcome.error)
+                    else:
+                        opened.future.set_result(outcome)
+                self._fail_overdue(rank, waiting)
         except Exception as error:
-            self._fail(waiting.values(), error)
+            self._handle(error, rank, waiting, list(waiting.values()))
 
     def _engine(self, rank: int) -> Calling[TakesRequests]:
         return self._engines.on(rank).within(self._timeout_s)
 
-    def _fail_overdue(self, rank: int) -> None:
+    def _handle(self, error: Exception, rank: int, waiting: dict[str, _Open], concerned: Sequence[_Open]) -> None:
+        """Send the requests of an engine that died elsewhere; fail those that another error concerns."""
+        if self._in_flight.get(rank) is not waiting:
+            return  # its death was seen before, and its requests have been sent again
+        if not reports_death(error):
+            _fail(concerned, error)
+            return
+        orphans = self._take_from(rank)
+        self._send(orphans)
+        self._when_lost(error, bool(self._in_flight))
+
+    def _fail_overdue(self, rank: int, waiting: dict[str, _Open]) -> None:
         now = time.monotonic()
-        for name, future in list(self._in_flight[rank].items()):
-            if now - self._since_s[name] < self._timeout_s:
+        for name, opened in list(waiting.items()):
+            if now - opened.since_s < self._timeout_s:
                 return
             error = DeadlineError(f"engine {rank}: request {name} had no answer in {self._timeout_s:.0f} s")
-            self._fail([future], error)
+            _fail([opened], error)
 
-    def _fail(self, futures: Iterable[asyncio.Future[Completion] | None], error: Exception) -> None:
-        for future in list(futures):
-            if future is not None and not future.done():
-                future.set_exception(error)
+    def _abort_later(self, opened: _Open) -> None:
+        """Abort a request together with all others of this iteration of the event loop."""
+        for rank, waiting in self._in_flight.items():
+            if opened.among is waiting:
+                if not self._to_abort:
+                    asyncio.get_running_loop().call_soon(self._send_aborts)
+                self._to_abort.setdefault(rank, []).append(opened.request.id)
+
+    def _send_aborts(self) -> None:
+        to_abort, self._to_abort = self._to_abort, {}
+        for rank, names in to_abort.items():
+            with suppress(RunError):  # an engine that is gone has nothing to abort
+                self._engine(rank).start(TakesRequests.abort, names)
+
+
+def _fail(requests: Iterable[_Open], error: Exception) -> None:
+    for opened in requests:
+        if not opened.future.done():
+            opened.future.set_exception(error)

@@ -28,7 +28,14 @@ from hotseat.algorithms import (
     penalise_truncation,
     step_totals,
 )
-from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, ROLLOUT_LOG_PROBS
+from hotseat.loop.workers.losses import (
+    ADVANTAGES,
+    LAGS,
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    ROLLOUT_LOG_PROBS,
+)
 from hotseat.loop.workers.own_functions import is_own, own_function
 from hotseat.train.packing import balance, take
 from hotseat.types import MicroBatch, PromptGroup, Segment
@@ -135,6 +142,21 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
         [str(sample.episode.key) for _, sample in segments],
         {ROLLOUT_LOG_PROBS: [segment.log_probs for segment, _ in segments]},
     )
+
+
+def with_lags(groups: Sequence[PromptGroup], batch: MicroBatch, version: int) -> MicroBatch:
+    """Add to each token the number of versions by which the oldest weights in its context are behind `version`.
+
+    The context is the sampled tokens of its segment up to itself. Where requests go on over a push with their keys and
+    values, new weights read what old ones computed. A lag of 0 means that engine and trainer have the same weights.
+    """
+    lags = []
+    for group in groups:
+        for sample in group.samples:
+            for segment in sample.episode.segments:
+                versions = torch.where(segment.mask, segment.versions, version)
+                lags.append(version - versions.cummin(0).values)
+    return with_fields(batch, {LAGS: torch.cat(lags).to(torch.float32) if lags else torch.zeros(0)})
 
 
 def shaped_rewards(groups: Sequence[PromptGroup], batch: MicroBatch, settings: AdvantageSettings) -> Tensor:

@@ -24,6 +24,15 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Fetched:
+    """What a host has to report of the groups that it works on."""
+
+    facts: list[GroupFacts]  # of those that have finished since the last report
+    num_unscored: int  # groups that wait for a reward model, which takes them by `to_score`
+    num_sent_again: int  # requests since the host was connected, because their engine died
+
+
+@dataclass(frozen=True)
 class GroupFacts:
     """Summary of a group for the driver: an entry per sample that has a reward, in sample order."""
 

@@ -40,6 +40,7 @@ REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
 CORRECTION_SCALES = "correction_scales"  # present where corrections are normalised: 1 / their mean over the step
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
 RETURNS = "returns"  # what the critic learns
+LAGS = "lags"  # versions by which the oldest weights in a token's context are behind; absent without staleness
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class PolicyObjective:
     """surrogate · correction + kl_coefficient · KL − entropy_coefficient · H, per token.
 
     ratio_to: denominator of GSPO's ratio, the probabilities before the update (`old`) or the engine's (`rollout`).
+    max_lag: the largest lag of a token; above 0, gaps between engine and trainer are also measured for each lag.
     """
 
     ratio: str  # ppo, gspo, cispo, or FILE.py:FUNCTION of a user
@@ -73,6 +75,7 @@ class PolicyObjective:
     rejection: Rejection | None = None  # drops answers; the bounds are those of `rejection_weights`
     rejection_low: float | None = None
     rejection_high: float | None = None
+    max_lag: int = 0
 
     @property
     def needs_entropy(self) -> bool:
@@ -125,6 +128,10 @@ class PolicyObjective:
         metrics["engine_gap_mean"] = -gap.sum()
         metrics["engine_gap_max"] = gap.abs().max() if len(gap) else 0.0
         metrics["engine_gap_counts"] = count_sizes(gap.detach().abs(), mask)
+        if self.max_lag:
+            lags, zeros = batch.fields[LAGS].long(), gap.new_zeros(self.max_lag + 1, dtype=torch.float64)
+            metrics["engine_gap_lags"] = zeros.index_add(0, lags, gap.detach().abs().double())
+            metrics["tokens_lags"] = zeros.index_add(0, lags, mask.double())
         corrected = torch.zeros_like(mask)
         if self.correction is not None:
             correction = self._corrections(old, batch, self.correction)

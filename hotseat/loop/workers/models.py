@@ -9,8 +9,10 @@ import itertools
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from torch import Tensor
 from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
-from hotseat.errors import DeviceMemoryError, RunError
+from hotseat.errors import DeviceMemoryError, HotseatError, RunError
 from hotseat.loop.devices.memory import Held
 from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings, Cutter, too_large
+from hotseat.loop.workers.engine_client import FailedRequest
 from hotseat.loop.workers.engines import EngineSettings, device_of_process, make_engine
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
@@ -36,6 +39,7 @@ from hotseat.loop.workers.experience import (
     weighted,
     with_advantages,
     with_fields,
+    with_lags,
     without_truncated,
 )
 from hotseat.loop.workers.losses import (
@@ -103,6 +107,7 @@ class PolicySettings:
     learns_from_every_sample: bool = False  # also from samples whose loss has no gradient
     mask_truncated: bool = False  # leave truncated episodes out of the loss
     normalises_corrections: bool = False  # to mean 1 over each optimizer step
+    version: int | None = None  # of the weights that learn, to measure how old samples are; None: they are not
 
 
 class BackendWorker:
@@ -307,6 +312,8 @@ class ActorWorker(ModelWorker):
         """
         groups = groups_of(shares)
         batch = flatten(groups)
+        if settings.version is not None:
+            batch = with_lags(groups, batch, settings.version)
         if reference:
             batch = with_fields(batch, {REFERENCE_LOG_PROBS: in_order(batch, reference)})
         if settings.needs_old_log_probs:
@@ -483,7 +490,7 @@ class EngineWorker:
             self._engine = make_engine(settings, int(os.environ.get("RANK", "0")), activity.becomes)
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()
-        self._finished: dict[str, list[Completion | BaseException]] = {}
+        self._finished: dict[str, list[Completion | FailedRequest]] = {}
         self._is_paused = False
         self._held: list[tuple[str, Sequence[Request]]] = []  # came while paused, by client
 
@@ -493,18 +500,30 @@ class EngineWorker:
             if self._is_paused:
                 self._held.append((client, requests))
                 return
-        for future in self._engine.submit_many(requests):
-            future.add_done_callback(lambda done: self._finish(client, done))
+        try:
+            futures = self._engine.submit_many(requests)
+        except HotseatError as error:
+            if len(requests) == 1:
+                self._finish(client, FailedRequest(requests[0].id, error))
+            else:  # the others are not to fail for one that is refused
+                for request in requests:
+                    self.submit(client, [request])
+            return
+        for request, future in zip(requests, futures, strict=True):
+            future.add_done_callback(partial(self._finish_done, client, request.id))
 
-    def fetch(self, client: str, wait_s: float) -> list[Completion]:
-        """Return the completions for a client, waiting at most `wait_s` for the first."""
+    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest]:
+        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished.get(client), timeout=wait_s)
-            completions = self._finished.pop(client, [])
-        for completion in completions:
-            if isinstance(completion, BaseException):
-                raise completion
-        return [completion for completion in completions if isinstance(completion, Completion)]
+            return self._finished.pop(client, [])
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests that nobody waits for any more."""
+        names = set(request_ids)
+        with self._changed:
+            self._held = [(client, [each for each in held if each.id not in names]) for client, held in self._held]
+        self._engine.abort(request_ids)
 
     def drop_requests(self) -> None:
         """Abort the requests of all clients: those who waited are gone, or will ask again."""
@@ -527,10 +546,12 @@ class EngineWorker:
         for client, requests in held:
             self.submit(client, requests)
 
-    def _finish(self, client: str, done: Any) -> None:
-        error = done.exception()
+    def _finish_done(self, client: str, request_id: str, done: Future[Completion]) -> None:
+        self._finish(client, _outcome(request_id, done))
+
+    def _finish(self, client: str, outcome: Completion | FailedRequest) -> None:
         with self._changed:
-            self._finished.setdefault(client, []).append(error if error is not None else done.result())
+            self._finished.setdefault(client, []).append(outcome)
             self._changed.notify_all()
 
     def begin_load(self, version: int) -> None:
@@ -572,3 +593,10 @@ class EngineWorker:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _outcome(request_id: str, done: Future[Completion]) -> Completion | FailedRequest:
+    error = done.exception()
+    if error is None:
+        return done.result()
+    return FailedRequest(request_id, error if isinstance(error, Exception) else RunError(str(error)))

@@ -10,7 +10,7 @@ import math
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,14 @@ from torch import Tensor
 from hotseat import faults
 from hotseat.agents import AgentHost, load_agent
 from hotseat.cluster import WorkerGroup
+from hotseat.errors import RunError
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests
 from hotseat.loop.workers.experience import Share
-from hotseat.loop.workers.facts import EVALUATION, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.spool import Finished, Spool
-from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score
+from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
 from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
@@ -45,6 +46,9 @@ class HostSettings:
     reward_timeout_s: float
     reward_retries: int
     reward_max_bytes: int | None
+    reward_urls: tuple[str, ...] = ()  # servers that score instead of the function `reward`
+    reward_token: str | None = field(default=None, repr=False)  # for them
+    reward_max_open: int = 64  # requests to them at a time
     eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
@@ -52,6 +56,7 @@ class HostSettings:
     graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `reward`
     sandbox: SandboxSettings | None = None  # None: its defaults
     spool: str | None = None  # folder for finished groups; None: they stay in memory
+    kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
 
 
 class RolloutHost:
@@ -68,7 +73,7 @@ class RolloutHost:
         )
         self._settings = settings
         self._agents: AgentHost | None = None
-        self._reward = _reward(settings)
+        self._reward = _run_scorer(settings)
         self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
@@ -78,44 +83,70 @@ class RolloutHost:
         self._tokenizer = tokenizer
         self._unscored: list[OpenGroup] = []  # wait for a reward model, which takes them next
         self._groups: dict[GroupKey, PromptGroup] = {}
-        self._spool = None if settings.spool is None else Spool(Path(settings.spool))
+        kept = None if settings.kept_rollouts is None else Path(settings.kept_rollouts)
+        self._spool = None if settings.spool is None else Spool(Path(settings.spool), kept)
         self._changed = threading.Condition()  # the lock of what follows
         self._finished: list[GroupFacts] = []  # to be fetched
         self._to_be_scored: list[OpenGroup] = []  # by a reward model, after those in `_unscored`
         self._current: _Serving | None = None
+        self._collection: _Collection | None = None
+        self._deaths: list[RunError] = []  # of engines
+        self._lost: RunError | None = None  # the last of them, until its engine is replaced
+        self._has_engines = True
+        self._client: EngineClient | None = None
 
     def connect(self, engines: WorkerGroup[TakesRequests]) -> None:
-        """Connect to the engines: at the start of a run, and again when an engine was replaced."""
+        """Connect to the engines, at the start of a run. Called again, everything in progress ends."""
         settings = self._settings
         with self._changed:
             if self._current is not None:
-                self._current.collecting.close()
-            self._current = None  # what was in progress ends with the agents
+                self._current.collecting.interrupt(RunError("the rollout host is closed"))
+            self._current = self._collection = None  # what was in progress ends with the agents
+            self._lost, self._has_engines = None, True
         if self._agents is not None:
             self._agents.close()
+        self._client = client = EngineClient(engines, timeout_s=settings.episode_timeout_s, when_lost=self._lose)
         self._agents = AgentHost(
             self._agent,
-            EngineClient(engines, timeout_s=settings.episode_timeout_s).generate,
+            client.generate,
             run_seed=settings.run_seed,
             max_concurrent=settings.max_concurrent * engines.size,
             timeout_s=settings.episode_timeout_s,
+            abort=client.abort,
         )
+
+    def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
+        """Send requests to the engines of these ranks, which were replaced and have the weights that are served."""
+        assert self._client is not None, "not connected to the engines"
+        with self._changed:
+            self._lost, self._has_engines = None, True
+        self._client.rejoin(engines, ranks)
+
+    def _lose(self, error: Exception, is_any_left: bool) -> None:
+        """Report the death of an engine to whom it concerns. Called in the event loop of the agents."""
+        lost = error if isinstance(error, RunError) else RunError(str(error))
+        with self._changed:
+            self._lost, self._has_engines = lost, is_any_left
+            self._deaths.append(lost)
+            self._changed.notify_all()
+            if self._collection is not None and not is_any_left:
+                self._collection.collecting.interrupt(lost)
 
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
 
         Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts.
+        Raises if no engine is left; called again, it goes on with what is in progress. What was answered for an earlier
+        call is not sampled again before `forget`.
         """
-        assert self._agents is not None, "not connected to the engines"
-        self._seed_agents(jobs)
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
-        collecting = Collecting(self._agents, scoring, faults.reach)
-        collecting.add(jobs, sampling)
-        groups: dict[GroupKey, OpenGroup] = {}
-        facts: dict[GroupKey, GroupFacts] = {}
-        while len(groups) < len(jobs):
-            group, scores = collecting.next()
+        collection = self._collect(jobs, sampling, scoring)
+        groups, facts = collection.groups, collection.facts
+        missing = {job.key for job in jobs} - groups.keys()
+        while missing:
+            group, scores = self._next_of(collection)
             groups[group.job.key] = group
+            missing.discard(group.job.key)
             if scores is not None:
                 facts[group.job.key] = self._finish(group, scores)
                 if len(facts) == 1:
@@ -129,18 +160,45 @@ class RolloutHost:
             return []
         return [facts[job.key] for job in jobs]
 
+    def _collect(self, jobs: Sequence[Job], sampling: Sampling, scoring: Scoring) -> _Collection:
+        """Begin jobs that are not in progress, and return the collection of all of them."""
+        assert self._agents is not None, "not connected to the engines"
+        with self._changed:
+            if not self._has_engines and self._lost is not None:
+                raise self._lost
+            if self._collection is None or self._collection.scoring != scoring:
+                self._collection = _Collection(Collecting(self._agents, scoring, faults.reach), scoring)
+            collection = self._collection
+        new = [job for job in jobs if job.key not in collection.begun]
+        if new:
+            self._seed_agents(new)
+            collection.begun |= {job.key for job in new}
+            collection.collecting.add(new, sampling)
+        return collection
+
+    def _next_of(self, collection: _Collection) -> tuple[OpenGroup, list[Score | Failed] | None]:
+        while True:
+            try:
+                return collection.collecting.next()
+            except Exception as error:
+                if error is self._lost:
+                    raise
+                if not any(error is death for death in self._deaths):  # of an engine that is replaced by now
+                    self._collection = None  # an episode raised it: its group will never be complete
+                    raise
+
     # --- rollout beside training --------------------------------------------------------------------------------------
 
     def begin(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupKey]:
         """Start jobs and return at once; `fetch` has their facts. Return the keys of those that are sampled now.
 
-        What has finished already is not sampled again.
+        What has finished already is not sampled again, nor what is in progress.
         """
         assert self._spool is not None, "a host without a spool"
         new = []
         with self._changed:
             serving = self._serving()
-            known = {facts.key for facts in self._finished}
+            known = {facts.key for facts in self._finished} | serving.open
             known |= {group.job.key for group in (*self._unscored, *self._to_be_scored)}
             for job in jobs:
                 if job.key in known:
@@ -150,26 +208,30 @@ class RolloutHost:
                     new.append(job)
                 else:
                     self._keep(finished)
+            serving.open |= {job.key for job in new}
         serving.collecting.add(new, sampling)
         return [job.key for job in new]
 
-    def fetch(self, wait_s: float) -> tuple[list[GroupFacts], int]:
-        """Return the facts of groups that have finished, waiting for the first at most `wait_s`.
+    def fetch(self, wait_s: float, *, reports_deaths: bool = True) -> Fetched:
+        """Report groups that have finished, waiting for the first at most `wait_s`.
 
-        The second value counts groups that wait for a reward model, which takes them by `to_score`.
-        Raises what ended the work on the others, once nothing that has finished is left to fetch.
+        Raises what ended the work on the others, once nothing that has finished is left to report. The death of an
+        engine is raised too, until its replacement rejoins; without `reports_deaths` only if no engine is left.
         """
+        assert self._client is not None, "not connected to the engines"
         with self._changed:
             serving = self._serving()
-            self._changed.wait_for(
-                lambda: self._finished or self._to_be_scored or serving.error is not None, timeout=wait_s
-            )
+
+            def error() -> Exception | None:
+                return serving.error or (self._lost if reports_deaths or not self._has_engines else None)
+
+            self._changed.wait_for(lambda: self._finished or self._to_be_scored or error(), timeout=wait_s)
             facts, self._finished = self._finished, []
             self._unscored += self._to_be_scored
             self._to_be_scored = []
-            if not facts and not self._unscored and serving.error is not None:
-                raise serving.error
-            return facts, len(self._unscored)
+            if not facts and not self._unscored and (raised := error()) is not None:
+                raise raised
+            return Fetched(facts, len(self._unscored), self._client.num_sent_again)
 
     def _serving(self) -> _Serving:
         """Return the work in progress beside training, begun when it is first asked for after `connect`."""
@@ -189,6 +251,7 @@ class RolloutHost:
                 with self._changed:
                     if self._current is not serving:
                         return  # the same jobs were begun again
+                    serving.open.discard(group.job.key)
                     if scores is None:
                         self._to_be_scored.append(group)
                         self._changed.notify_all()
@@ -260,6 +323,7 @@ class RolloutHost:
     def forget(self, keys: Sequence[GroupKey]) -> None:
         for key in keys:
             self._groups.pop(key, None)
+        self._collection = None
         if self._spool is not None:
             self._spool.forget(keys)
 
@@ -275,12 +339,12 @@ class RolloutHost:
     def close(self) -> None:
         with self._changed:
             if self._current is not None:
-                self._current.collecting.close()
+                self._current.collecting.interrupt(RunError("the rollout host is closed"))
         if self._agents is not None:
             self._agents.close()
-        for function in (self._reward, self._eval_reward):
-            if function is not None:
-                function.close()
+        for scorer in (self._reward, self._eval_reward):
+            if scorer is not None:
+                scorer.close()
 
     def _seed_agents(self, jobs: Sequence[Job]) -> None:
         """Seed the global generators, so that agents that use them in the same order draw the same after a resume."""
@@ -324,10 +388,22 @@ class RolloutHost:
 
 @dataclass
 class _Serving:
-    """Work in progress beside training, and what ended it."""
+    """Work in progress beside training, the groups that it is about, and what ended it."""
 
     collecting: Collecting
+    open: set[GroupKey] = field(default_factory=set)
     error: Exception | None = None
+
+
+@dataclass
+class _Collection:
+    """Jobs of `collect` since groups were last forgotten: those that were begun, and what has come of them."""
+
+    collecting: Collecting
+    scoring: Scoring
+    begun: set[GroupKey] = field(default_factory=set)
+    groups: dict[GroupKey, OpenGroup] = field(default_factory=dict)
+    facts: dict[GroupKey, GroupFacts] = field(default_factory=dict)
 
 
 def facts_of(finished: Finished) -> GroupFacts:
@@ -356,16 +432,31 @@ def _versions(episode: Episode) -> tuple[int, int]:
     return int(versions.min()), int(versions.max())
 
 
-def _reward(settings: HostSettings) -> RewardFunction | Graders | None:
-    function = None if settings.reward is None else _reward_function(settings.reward, settings)
+def _run_scorer(settings: HostSettings) -> Scorer | None:
+    """Return what scores the samples to learn from, and evaluations without a reward of their own."""
+    scorer = _function_or_servers(settings)
     if not settings.graders:
-        return function
+        return scorer
     return Graders(
         settings.graders,
         sandbox=settings.sandbox,
-        function=function,
+        function=scorer,
         max_memory_bytes=settings.reward_max_bytes,
     )
+
+
+def _function_or_servers(settings: HostSettings) -> Scorer | None:
+    if settings.reward_urls:
+        from hotseat.rewards.service import RewardService
+
+        return RewardService(
+            settings.reward_urls,
+            timeout_s=settings.reward_timeout_s,
+            retries=settings.reward_retries,
+            max_open=settings.reward_max_open,
+            token=settings.reward_token,
+        )
+    return None if settings.reward is None else _reward_function(settings.reward, settings)
 
 
 def _reward_function(path: str, settings: HostSettings) -> RewardFunction:

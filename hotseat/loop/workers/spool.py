@@ -7,12 +7,15 @@ import os
 import pickle
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import GroupKey
 from hotseat.types import PromptGroup
+
+KEPT_BYTES_PER_TOKEN = 8 + 1 + 4 + 4  # id, mask, log-prob and version of a token in a file
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,16 @@ class Spool:
     """A file per finished group, in a folder that driver and rollout hosts share.
 
     A file is there whole or not at all: it is written under another name first.
+
+    kept: folder to which groups go that are of no more use to the run; None: they are deleted.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, kept: Path | None = None):
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self._kept = kept
+        for path in (folder, kept):
+            if path is not None:
+                path.mkdir(parents=True, exist_ok=True)
 
     def put(self, finished: Finished) -> None:
         """Write a group."""
@@ -56,10 +64,19 @@ class Spool:
         epoch, share, failures = pickle.loads(data)
         return Finished(epoch, share.groups[0], failures)
 
+    def has(self, key: GroupKey) -> bool:
+        """Tell whether there is a group of that key."""
+        return self._path(key).is_file()
+
     def forget(self, keys: Iterable[GroupKey]) -> None:
-        """Delete groups."""
+        """Delete groups, or move them to where they are kept."""
         for key in keys:
-            self._path(key).unlink(missing_ok=True)
+            path = self._path(key)
+            if self._kept is None:
+                path.unlink(missing_ok=True)
+            else:
+                with suppress(FileNotFoundError):  # this is done again if a host dies meanwhile
+                    path.replace(self._kept / path.name)
 
     def link_into(self, folder: Path, keys: Iterable[GroupKey]) -> None:
         """Give a checkpoint its own names for groups, whose contents never change."""

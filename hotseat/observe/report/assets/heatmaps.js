@@ -1,6 +1,7 @@
 // Distributions over time, and the gap between engine and trainer.
 
 const GAP_METRICS = ['engine_gap', 'engine_gap_p99', 'engine_gap_max'];
+const GAP_OF_LAG = 'engine_gap_lag_';
 
 function showDistributions() {
   const body = openSection(
@@ -25,14 +26,16 @@ function showGap() {
   const body = openSection(
     'gap',
     'Log-prob gap between engine and trainer',
-    'Distance between the log-prob that the engine sampled a token with and the one the trainer computes for it.',
+    'Distance between the log-prob that the engine sampled a token with and the one the trainer computes for it.' +
+      ' Where rollout runs ahead, that of lag 0 is the mismatch of the two, that of larger lags is staleness.',
     { hasRunSelect: true },
   );
   perRun(body, fillGap);
 }
 
 function fillGap(body, run) {
-  const names = GAP_METRICS.filter((name) => run.curves.series[name]);
+  const ofLags = Object.keys(run.curves.series).filter((name) => name.startsWith(GAP_OF_LAG));
+  const names = [...GAP_METRICS.filter((name) => run.curves.series[name]), ...ofLags.sort()];
   const spread = run.distributions.engine_gap;
   if (!names.length && !spread) {
     body.append(absent('This run measured no gap: its metrics have no engine_gap.'));
@@ -49,7 +52,7 @@ function gapCard(run, names) {
   const isLogarithmic = names.every((name) =>
     run.curves.series[name].mean.every((value) => value === null || value > 0),
   );
-  const ink = (name) => runColour(GAP_METRICS.indexOf(name));
+  const ink = (name) => runColour(names.indexOf(name));
   addChart(container, 'Gap between engine and trainer over steps', () => ({
     xAxis: stepAxis(),
     yAxis: axis({ type: isLogarithmic ? 'log' : 'value', scale: true, axisLabel: { formatter: formatNumber } }),
@@ -72,7 +75,7 @@ function gapCard(run, names) {
   const keys = el(
     'ul',
     { class: 'legend' },
-    ...names.map((name) => el('li', {}, swatchOfRun(GAP_METRICS.indexOf(name)), name)),
+    ...names.map((name) => el('li', {}, swatchOfRun(names.indexOf(name)), name)),
   );
   return el(
     'article',

@@ -1,0 +1,47 @@
+"""Checks of the addresses of reward servers, as written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+
+def as_list(value: str | Sequence[str] | None) -> list[str]:
+    """Return the addresses that the value of `reward.url` holds."""
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def url_problems(value: str | Sequence[str] | None) -> Iterator[str]:
+    """Yield what is wrong with the value of `reward.url`."""
+    if value is None:
+        return
+    urls = as_list(value)
+    if not urls:
+        yield "an empty list: give the address of a reward server, such as http://127.0.0.1:5000/get_reward"
+    for url in urls:
+        if (problem := _problem(url)) is not None:
+            yield problem
+    for url in dict.fromkeys(url for url in urls if urls.count(url) > 1):
+        yield f"{url!r} is given twice"
+
+
+def _problem(url: str) -> str | None:
+    example = "write it as http://127.0.0.1:5000/get_reward"
+    if url.endswith(".py"):
+        return f"{url!r} is a file: set reward.function to it"
+    if "," in url:
+        return f"{url!r}: several addresses are a list, [http://a:5000/get_reward, http://b:5000/get_reward]"
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port)
+    except ValueError as error:
+        return f"{url!r} is no address ({error}): {example}"
+    if not is_address or url != url.strip() or " " in url:
+        return f"{url!r} is no address of a reward server: {example}"
+    if parts.username is not None or parts.password is not None:
+        # It would be in the saved config and in messages. The address is not shown for the same reason.
+        return (
+            f"the address of {parts.hostname} contains a user or a password: take it out, and put a token into the"
+            " environment variable HOTSEAT_REWARD_TOKEN"
+        )
+    return None

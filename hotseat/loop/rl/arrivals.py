@@ -1,0 +1,84 @@
+"""The record of arrivals: `arrivals.jsonl`, a line for everything on which the choice of batches depends.
+
+    begun      groups that hosts sample from now on, and the version that is served then
+    arrived    a finished group, and why it was dropped, if it was
+    taken      the groups of a step, in the order in which they are trained
+    trained    the next version is served
+    restored   the run was resumed after a step: what was recorded after that step's update is void
+
+With the same pacer these lines give the same batches; with the groups in `rollouts` they give the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat.loop.rl.collect import Collected
+from hotseat.loop.state.run_dir import ARRIVALS
+from hotseat.loop.workers.facts import GroupFacts, GroupKey
+from hotseat.observe import drop_cut_line, read_lines
+
+
+class Arrivals:
+    """Writer of the record. Each line is in the file before what it says takes effect."""
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / ARRIVALS
+        drop_cut_line(self._path)
+
+    def begun(self, version: int, keys: Sequence[GroupKey]) -> None:
+        """Record groups that are sampled from the beginning."""
+        self._write({"event": "begun", "version": version, "groups": keys})
+
+    def arrived(self, facts: GroupFacts, reason: str | None) -> None:
+        """Record a finished group. `reason`: why it was dropped; None: it was kept."""
+        self._write({"event": "arrived", "group": facts.key, "dropped": reason})
+
+    def taken(self, step: int, batch: Collected) -> None:
+        """Record the batch of a step."""
+        dropped = [(*facts.key, reason) for facts, reason in batch.dropped]
+        groups = [facts.key for facts in batch.groups]
+        numbers = {"num_generated": batch.num_generated, "num_failed": batch.num_failed}
+        self._write({"event": "taken", "step": step, "groups": groups, "dropped": dropped, **numbers})
+
+    def trained(self, version: int) -> None:
+        """Record that a batch was trained, and the version that is served since."""
+        self._write({"event": "trained", "version": version})
+
+    def restored(self, step: int, state: Any) -> None:
+        """Record that the run continues after `step` with a state of its stream."""
+        self._write({"event": "restored", "step": step, "stream": state})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """The groups of a step that was recorded."""
+
+    groups: tuple[GroupKey, ...]
+    dropped: tuple[tuple[GroupKey, str], ...]
+    num_generated: int
+    num_failed: int
+
+
+def recorded_batches(run_dir: Path) -> dict[int, RecordedBatch]:
+    """Return the batch of each step of a run, as it was taken last: steps after a checkpoint are made again."""
+    batches: dict[int, RecordedBatch] = {}
+    for line in read_lines(run_dir / ARRIVALS):
+        if line["event"] == "taken":
+            batches[line["step"]] = RecordedBatch(
+                tuple((epoch, prompt) for epoch, prompt in line["groups"]),
+                tuple(((epoch, prompt), reason) for epoch, prompt, reason in line["dropped"]),
+                line["num_generated"],
+                line["num_failed"],
+            )
+        elif line["event"] == "restored":
+            batches = {step: batch for step, batch in batches.items() if step <= line["step"]}
+    return batches

@@ -1,0 +1,29 @@
+"""The contract of everything that scores groups: a reward function in processes of its own, or reward servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from hotseat.failed import Failed
+from hotseat.rewards.answers import Score
+
+
+class Scorer(Protocol):
+    """Scores groups beside other work. Every future ends, with a score or the reason of a failure per sample."""
+
+    def submit(
+        self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
+    ) -> Future[list[Score | Failed]]:
+        """Score one group; `ids` name the samples in messages."""
+
+    def close(self) -> None:
+        """End the work. Unfinished futures raise an error. A second call does nothing."""
+
+
+def named_samples(ids: Sequence[str], max_shown: int = 8) -> str:
+    """Return the samples of a group for a message: `samples 0/17/0, 0/17/1 and 6 more`."""
+    shown = ", ".join(ids[:max_shown])
+    more = f" and {len(ids) - max_shown} more" if len(ids) > max_shown else ""
+    return f"{'sample' if len(ids) == 1 else 'samples'} {shown}{more}"

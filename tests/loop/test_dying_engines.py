@@ -1,0 +1,129 @@
+"""An engine that dies costs only its own requests: the others take them, and its replacement gets weights first.
+
+In process: a group whose ranks can die as processes do. `reliability/test_overlap_kills.py` kills a real one.
+"""
+
+import threading
+from collections import Counter
+
+import pytest
+from loop_cases import rl_yaml, same, weights
+from test_overlap import trained
+
+from hotseat.cluster import _local
+from hotseat.config import loads
+from hotseat.errors import WorkerError
+from hotseat.loop.run import start
+from hotseat.observe import read_lines
+
+pytestmark = pytest.mark.slow
+
+TWO_ENGINES = "{runtime: local, inventory: 1x3, component_placement: {actor: 0, rollout: 1-2}}"
+
+
+class Engines(_local.LocalGroup):
+    """Engines that record their requests. The last one dies in a fetch from its `fatal`-th on, with requests in flight.
+
+    From then on every call to it fails, as do those under way, until it is restarted.
+    """
+
+    def __init__(self, launch, rank_env, fatal: int):
+        self.fatal = fatal
+        self.dead: set[int] = set()
+        self.submitted: list[tuple[int, str]] = []  # the rank, and the sample and turn
+        self.log: list[str] = []
+        self._num_fetches = 0
+        self._num_open = 0  # requests that the last engine has, and has not answered
+        self._lock = threading.Lock()
+        super().__init__(launch, rank_env)
+
+    def alive(self) -> list[bool]:
+        return [rank not in self.dead for rank in self.ranks]
+
+    def restart(self, rank, *, timeout_s=None):
+        super().restart(rank)
+        self.dead.discard(rank)
+
+    def _run(self, rank, method, args, *more, **kwargs):
+        with self._lock:
+            self._record(rank, method, args)
+        self._raise_if_dead(rank)
+        result = super()._run(rank, method, args, *more, **kwargs)
+        self._raise_if_dead(rank)
+        if method == "fetch" and rank == len(self.ranks) - 1:
+            with self._lock:
+                self._num_open -= len(result)
+        return result
+
+    def _record(self, rank: int, method: str, args: tuple) -> None:
+        if rank in self.dead:
+            return
+        if method == "submit":
+            self.submitted += [(rank, each.id.partition("#")[0]) for each in args[1]]
+            self._num_open += len(args[1]) if rank == len(self.ranks) - 1 else 0
+        if method in ("submit", "finish_load"):
+            self.log.append(f"{method} {rank}")
+        if method == "fetch" and rank == len(self.ranks) - 1:
+            self._num_fetches += 1
+            if self.fatal and self._num_fetches >= self.fatal and self._num_open > 0:
+                self.fatal = 0
+                self.dead.add(rank)
+                self.log.append("died")
+
+    def _raise_if_dead(self, rank: int) -> None:
+        if rank in self.dead:
+            error = WorkerError(f"{self.name} rank {rank} died")
+            error.is_death = True
+            raise error
+
+
+@pytest.fixture
+def run(task, monkeypatch):
+    """Return a function that makes a run with two engines, of which one dies, and returns its engines."""
+    plain = _local.LocalGroup
+
+    def make(name: str, overlap: str, fatal: int) -> Engines:
+        made: list[Engines] = []
+
+        def group(launch, rank_env):
+            if launch.name != "rollout":
+                return plain(launch, rank_env)
+            made.append(Engines(launch, rank_env, fatal))
+            return made[0]
+
+        monkeypatch.setattr("hotseat.cluster._local.LocalGroup", group)
+        start(loads(rl_yaml(task, name=name, overlap=overlap, cluster=TWO_ENGINES), ["train.num_episodes=2"]))
+        return made[0]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "overlap",
+    [
+        "",
+        pytest.param("{staleness: 1}", marks=pytest.mark.long),
+        "{staleness: 2, order: arrival, in_flight: keep}",
+    ],
+)
+def test_only_the_requests_of_a_dead_engine_are_sent_again(task, run, overlap):
+    calm = run("calm", overlap, fatal=0)
+    assert set(Counter(name for _, name in calm.submitted).values()) == {1}
+    engines = run("run", overlap, fatal=3)
+    sent = Counter(name for _, name in engines.submitted)
+    again = {name for name, count in sent.items() if count > 1}
+    assert sent.keys() == {name for _, name in calm.submitted}
+    assert again
+    assert again <= {name for rank, name in engines.submitted if rank == 1}
+    assert max(sent.values()) == 2
+    assert trained(task, "run") == trained(task, "calm")
+    # It has its weights before it gets another request.
+    after = engines.log[engines.log.index("died") + 1 :]
+    assert "submit 1" not in after[: after.index("finish_load 1")]
+    last = list(read_lines(task / "runs" / "run" / "metrics.jsonl"))[-1]
+    assert last["engine_restarts"] == 1
+    if overlap:
+        assert last["groups_begun_again"] == 0
+        assert last["requests_sent_again"] >= len(again)  # some had not reached the engine yet
+    if "arrival" not in overlap:
+        assert same(weights(task, "calm"), weights(task, "run"))
