@@ -22,11 +22,26 @@ from hotseat.algorithms.advantages import (
     place_rewards,
     turn_ends,
 )
-from hotseat.algorithms.aggregation import Aggregation, StepTotals, loss_weights, step_totals, weighted_sum
-from hotseat.algorithms.corrections import Correction, CorrectionWeights, correction_weights
+from hotseat.algorithms.aggregation import (
+    Aggregation,
+    StepTotals,
+    loss_weights,
+    mask_truncated,
+    step_totals,
+    weighted_sum,
+)
+from hotseat.algorithms.corrections import (
+    Correction,
+    CorrectionWeights,
+    Rejection,
+    WeightTotals,
+    correction_weights,
+    rejection_weights,
+    weight_totals,
+)
 from hotseat.algorithms.filtering import reason_to_drop
-from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, estimate_kl
-from hotseat.algorithms.policy_loss import PolicyLoss, entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms.kl import AdaptiveKl, FixedKl, KlEstimator, distillation_advantages, estimate_kl
+from hotseat.algorithms.policy_loss import PolicyLoss, cispo_loss, entropy_bonus, gspo_loss, ppo_loss
 from hotseat.algorithms.shaping import clip_rewards, normalise_rewards, overlong_penalty, penalise_truncation
 from hotseat.algorithms.supervised_loss import (
     PairwiseKind,
@@ -56,13 +71,17 @@ __all__ = [
     "PairwiseKind",
     "PolicyLoss",
     "PreferenceLoss",
+    "Rejection",
     "StepTotals",
     "ValueLoss",
+    "WeightTotals",
     "answer_nll",
+    "cispo_loss",
     "clip_rewards",
     "compute_advantages",
     "correction_weights",
     "discounted_returns",
+    "distillation_advantages",
     "dpo_loss",
     "entropy_bonus",
     "episode_log_probs",
@@ -74,6 +93,7 @@ __all__ = [
     "ipo_loss",
     "leave_one_out",
     "loss_weights",
+    "mask_truncated",
     "moments",
     "normalise_by",
     "normalise_globally",
@@ -85,10 +105,12 @@ __all__ = [
     "place_rewards",
     "ppo_loss",
     "reason_to_drop",
+    "rejection_weights",
     "sft_loss",
     "simpo_loss",
     "step_totals",
     "turn_ends",
     "value_loss",
+    "weight_totals",
     "weighted_sum",
 ]

@@ -301,7 +301,7 @@ class Advantages:
 
 @torch.no_grad()
 def compute_advantages(
-    estimator: str,
+    estimator: str | Callable[[Tensor, Tensor], Tensor],
     layout: TokenLayout,
     rewards: Tensor,
     *,
@@ -318,7 +318,7 @@ def compute_advantages(
     eps: float = 1e-9,
     add_up: Callable[[Moments], Moments] = lambda local: local,
 ) -> Advantages:
-    """Compute advantages and returns of every token by one of `ESTIMATORS`.
+    """Compute advantages and returns of every token by one of `ESTIMATORS`, or by a function.
 
     The order is: baseline, clipping to `reward_clip`, placing on tokens with −kl_coefficient·kl, returns or GAE,
     normalisation. `rewards` and `groups` are [num_episodes]; `values` (for gae) and `kl` are [num_tokens]; turn
@@ -333,8 +333,12 @@ def compute_advantages(
     its siblings. A missing turn of an episode that ended earlier counts as reward 0, and the difference is placed on
     that episode's last token. So equal episodes have advantage 0 on every token, and the first token's advantage is
     that of the sum of all rewards. The std of group_norm is the std of these sums.
+
+    A function gets rewards and groups, [num_episodes], as `group_normalised` does, and returns what takes the place of
+    the rewards less their baseline. It compares whole episodes: their turn rewards are part of their rewards.
     """
-    facts = _estimator(estimator, gamma, lam)
+    own = None if isinstance(estimator, str) else estimator
+    facts = Estimator(baseline=None, normalisation=None) if own else _estimator(str(estimator), gamma, lam)
     rewards = floating(rewards).to(layout.mask.device)
     alive = layout.sampled_per_episode > 0
     _refuse_failed("episode", torch.where(alive, rewards, 0.0))
@@ -350,6 +354,12 @@ def compute_advantages(
         rewards, turn_rewards = _baselined(
             facts.baseline, layout, rewards, groups, alive, turn_rewards, turns, std_eps=std_eps
         )
+    if own is not None:
+        assert groups is not None
+        if turn_rewards is not None and turns is not None:
+            rewards = rewards.index_add(0, layout.token_episode[turns], turn_rewards)
+            turn_rewards = turns = None
+        rewards = _own_advantages(own, rewards, groups.to(layout.mask.device), alive)
     if reward_clip is not None:
         rewards = clip_rewards(rewards, *reward_clip)
         turn_rewards = None if turn_rewards is None else clip_rewards(turn_rewards, *reward_clip)
@@ -366,6 +376,21 @@ def compute_advantages(
         batch = add_up(moments(advantages, layout.mask))
         advantages = normalise_by(advantages, layout.mask, batch, with_std=divide_by_std)
     return Advantages(advantages, returns)
+
+
+def _own_advantages(
+    function: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, groups: Tensor, alive: Tensor
+) -> Tensor:
+    """Return what a user's function makes of the rewards of episodes with sampled tokens; 0 for other episodes."""
+    if not alive.any():
+        return torch.zeros_like(rewards)
+    compared = function(rewards[alive], groups[alive])
+    if compared.shape != rewards[alive].shape or not compared.isfinite().all():
+        raise UserError(
+            f"the estimator returned the shape {list(compared.shape)}, {int(compared.isfinite().sum())} numbers finite,"
+            f" for {int(alive.sum())} episodes: it has to return a finite number per episode"
+        )
+    return torch.zeros_like(rewards).masked_scatter(alive, compared.to(rewards))
 
 
 def _estimator(name: str, gamma: float, lam: float) -> Estimator:

@@ -52,6 +52,18 @@ def step_totals(layout: TokenLayout) -> StepTotals:
     )
 
 
+def mask_truncated(layout: TokenLayout, truncated: Tensor) -> Tensor:
+    """Return the mask of tokens to learn from, [num_tokens]: sampled, and not of a truncated episode.
+
+        mask_t = 1 if the policy sampled t and its episode ended by itself, else 0
+
+    DAPO's overlong filtering (Yu et al., 2025, section 3.4): the reward of an answer that was cut off says little about
+    it. `truncated` is [num_episodes]. Put the mask into the layout before `step_totals`: a truncated episode then
+    counts neither in N nor in E. Baselines are computed before, and compare with every sibling.
+    """
+    return layout.mask & ~truncated.to(torch.bool)[layout.token_episode]
+
+
 def loss_weights(
     layout: TokenLayout,
     how: Aggregation,

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from hotseat.algorithms._tokens import sampled_only
@@ -29,6 +30,17 @@ KL_CLAMP = 10.0
 _MAX_LOG_RATIO = 20.0
 # Ziegler et al. 2019, section 2.2: one update moves by at most this share.
 _MAX_ERROR = 0.2
+
+
+@torch.no_grad()
+def distillation_advantages(old_log_probs: Tensor, teacher_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Compute log π_teacher − log π_old of each sampled token, to be added to its advantage. [num_tokens] in and out.
+
+    On-policy distillation: with this advantage the mean gradient of the policy loss, over tokens that the policy
+    samples, is that of KL(π ‖ π_teacher) of the next token. Later tokens do not count: it is no reward. Agarwal et al.,
+    "On-Policy Distillation of Language Models", 2024; Thinking Machines Lab, "On-Policy Distillation", 2025.
+    """
+    return sampled_only(teacher_log_probs, mask) - sampled_only(old_log_probs, mask)
 
 
 def estimate_kl(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, estimator: KlEstimator) -> Tensor:

@@ -8,6 +8,13 @@ With ρ = exp(log π − log π_old) and the advantage A (Schulman et al., "Prox
 loss where A < 0: loss = min(loss, −c·A), c > 1. GSPO (Zheng et al., 2025) uses one ratio per episode, the geometric
 mean of its tokens' ratios. The log-ratio is clamped to ±20 before it is exponentiated, as in OpenRLHF.
 
+CISPO (MiniMax, "MiniMax-M1", 2025, equations 4 and 5) bounds the importance weight instead of the update: with sg for
+a constant without gradient,
+
+    loss = −sg(clip(ρ, 1 − ε_low, 1 + ε_high))·A·log π
+
+so a token outside the range is weighed less but never dropped.
+
 The whole loss of a token is  correction · surrogate + β·KL − c_H·entropy  with `correction_weights`, `estimate_kl` and
 `entropy_bonus`; all three terms are weighed alike by `loss_weights`.
 """
@@ -33,7 +40,7 @@ class PolicyLoss:
     loss: Tensor  # [num_tokens], with gradient
     ratio: Tensor  # [num_tokens] detached
     log_ratio: Tensor  # [num_tokens] detached, of the token itself, not clamped: −log_ratio estimates KL(old || new)
-    clipped: Tensor  # [num_tokens] bool: the clip, lower or upper, holds this token back
+    clipped: Tensor  # [num_tokens] bool: the clip, lower or upper, holds this token back; cispo's bounds its weight
     dual_clipped: Tensor  # [num_tokens] bool: the dual clip does
 
 
@@ -82,9 +89,44 @@ def gspo_loss(
     return _surrogate(episode_log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
 
 
+def cispo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> PolicyLoss:
+    """Compute CISPO: REINFORCE on each token, weighted by its clipped ratio. [num_tokens] in and out.
+
+    The paper has no lower bound, which is eps_low 1, and tunes eps_high alone. Its aggregation is `token_mean`.
+    """
+    _check_clips(eps_low, eps_high)
+    log_probs = sampled_only(log_probs, mask)
+    log_ratio = (log_probs - sampled_only(old_log_probs, mask)).detach()
+    ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    weight = ratio.clamp(1 - eps_low, 1 + eps_high)
+    return PolicyLoss(
+        loss=-weight * sampled_only(advantages, mask).detach() * log_probs,
+        ratio=ratio,
+        log_ratio=log_ratio,
+        clipped=weight != ratio,
+        dual_clipped=torch.zeros_like(mask),
+    )
+
+
 def entropy_bonus(entropies: Tensor, mask: Tensor, coefficient: float) -> Tensor:
     """−coefficient · H per token, to be added to the loss. [num_tokens] in and out."""
     return -coefficient * sampled_only(entropies, mask)
+
+
+def _check_clips(eps_low: float, eps_high: float) -> None:
+    if not (0 < eps_low <= 1 and eps_high > 0):
+        raise UserError(
+            f"the clip range is eps_low {eps_low}, eps_high {eps_high}: the ratio is kept in"
+            " [1 - eps_low, 1 + eps_high], so set 0 < eps_low <= 1 and eps_high > 0"
+        )
 
 
 def _surrogate(
@@ -96,11 +138,7 @@ def _surrogate(
     eps_high: float,
     dual_clip: float | None,
 ) -> PolicyLoss:
-    if not (0 < eps_low <= 1 and eps_high > 0):
-        raise UserError(
-            f"the clip range is eps_low {eps_low}, eps_high {eps_high}: the ratio is kept in"
-            " [1 - eps_low, 1 + eps_high], so set 0 < eps_low <= 1 and eps_high > 0"
-        )
+    _check_clips(eps_low, eps_high)
     if dual_clip is not None and not dual_clip > 1:
         raise UserError(f"dual_clip is {dual_clip}: it bounds ratios from above, set it above 1 (3 is usual)")
     advantages = sampled_only(advantages, mask).detach()

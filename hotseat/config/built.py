@@ -43,7 +43,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("train.load_in_4bit", "4-bit weights"),
     Unbuilt("train.full_determinism", "deterministic kernels"),
     Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
-    Unbuilt("use_modelscope", "ModelScope"),
+    Unbuilt("use_modelscope", "ModelScope; fetch the model with `modelscope download`, and give its folder"),
 )
 
 

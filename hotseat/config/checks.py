@@ -19,7 +19,7 @@ from hotseat.config.roles import (
     is_base_reference,
     placed_roles,
 )
-from hotseat.config.schema import Config, OptimizerConfig
+from hotseat.config.schema import Config, CorrectionConfig, OptimizerConfig
 from hotseat.config.urls import url_problems
 
 
@@ -99,6 +99,8 @@ _RL_MATHS = tuple(
         "clip_high",
         "dual_clip",
         "aggregation",
+        "mask_truncated",
+        "distill_coef",
         "entropy_coef",
         "kl",
         "correction",
@@ -108,7 +110,7 @@ _RL_MATHS = tuple(
 
 RULES: tuple[Rule, ...] = (
     Rule((*_SAMPLING_KEYS, *_RL_MATHS), *_task("rl")),
-    Rule(("data.label_key", "train.num_episodes", "actor.enable_offload"), *_task("rl")),
+    Rule(("data.label_key", "data.sampler", "train.num_episodes", "actor.enable_offload"), *_task("rl")),
     Rule(("data.output_key", "data.multiturn", "data.pretrain_mode"), *_task("sft")),
     Rule(("data.chosen_key", "data.rejected_key", "data.prompt_key"), *_task("rm", "dpo")),
     Rule(("data.input_key",), *_task("rl", "sft")),
@@ -208,11 +210,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("algorithm.std_norm",),
-        _rl_but(lambda c: c.algorithm.estimator not in ("rloo", "dr_grpo")),
+        _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce", "reinforce_baseline", "group_norm")),
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not divide by a deviation",
     ),
     Rule(
-        ("algorithm.correction.low", "algorithm.correction.high"),
+        ("algorithm.correction.low", "algorithm.correction.high", "algorithm.correction.normalise"),
         _rl_but(lambda c: correction_kind(c) != "none"),
         _says("algorithm.correction.kind is none"),
     ),
@@ -220,6 +222,26 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.correction.low", "algorithm.correction.high"),
         _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
         _says("algorithm.correction.kind is rollout-ratio, which algorithm.clip_low and clip_high bound"),
+    ),
+    Rule(
+        ("algorithm.correction.normalise",),
+        _rl_but(lambda c: correction_kind(c) != "rollout-ratio"),
+        _says("algorithm.correction.kind is rollout-ratio, which has no weights"),
+    ),
+    Rule(
+        ("algorithm.correction.reject_high",),
+        _rl_but(lambda c: c.algorithm.correction.reject is not None),
+        _says("algorithm.correction.reject is not set, so no answer is dropped"),
+    ),
+    Rule(
+        ("algorithm.correction.reject_low",),
+        _rl_but(lambda c: c.algorithm.correction.reject == "k1"),
+        _says("algorithm.correction.reject is not k1; the other divergences have no lower bound"),
+    ),
+    Rule(
+        ("algorithm.dual_clip",),
+        _rl_but(lambda c: c.algorithm.policy_loss in ("ppo", "gspo")),
+        lambda c: f"algorithm.policy_loss is {c.algorithm.policy_loss}; this is for ppo and gspo",
     ),
     Rule(
         ("algorithm.filtering.low", "algorithm.filtering.high"),
@@ -479,6 +501,14 @@ def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
     overlap, problems = config.overlap, []
     if config.task != "rl" or overlap.staleness == 0:
         return []
+    if config.data.sampler is not None:
+        problems.append(
+            (
+                "data.sampler",
+                f"overlap.staleness is {overlap.staleness}: the scores that a sampler gets would depend on which"
+                " answers arrive first; set overlap.staleness to 0, or leave data.sampler unset",
+            )
+        )
     if overlap_queue(config) > overlap.staleness:
         problems.append(
             (
@@ -505,20 +535,22 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
                 " usually 0.5 and 5",
             )
         )
-    if algorithm.policy_loss == "gspo" and correction.kind not in (None, "none", "rollout-ratio"):
+    if correction.reject is not None:
+        problems += _rejection_conflicts(correction)
+    if algorithm.policy_loss == "gspo" and correction.kind in ("tis", "icepop", "seq-mask-tis"):
         problems.append(
             (
                 "algorithm.correction.kind",
                 f"{correction.kind} weighs tokens, and algorithm.policy_loss gspo has one ratio per sequence: set"
-                " rollout-ratio, which takes that ratio to the engine's probabilities, or policy_loss ppo",
+                " rollout-ratio, which takes that ratio to the engine's probabilities, or seq-tis, or policy_loss ppo",
             )
         )
-    if algorithm.policy_loss == "ppo" and correction.kind == "rollout-ratio":
+    if algorithm.policy_loss != "gspo" and correction.kind == "rollout-ratio":
         problems.append(
             (
                 "algorithm.correction.kind",
-                "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or"
-                " seq-mask-tis",
+                f"rollout-ratio is the correction of algorithm.policy_loss gspo, and it is {algorithm.policy_loss}: set"
+                " tis, icepop or seq-mask-tis",
             )
         )
     if uses_k1_loss(config) and not kl.allow_k1_loss:
@@ -548,6 +580,25 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
             )
         )
     return problems
+
+
+def _rejection_conflicts(correction: CorrectionConfig) -> list[tuple[str, str]]:
+    """Return (key, message) of bounds by which every answer, or none, would be dropped."""
+    low, high = correction.reject_low, correction.reject_high
+    if high is None:
+        usual = (
+            "2 keeps geometric means between 0.5 and 2" if correction.reject == "k1" else "0.1 is loose, 0.01 strict"
+        )
+        return [("algorithm.correction.reject_high", f"has to be set with reject {correction.reject}: {usual}")]
+    if correction.reject == "k1" and not (1 / high if low is None else low) <= 1 <= high:
+        return [
+            (
+                "algorithm.correction.reject_high",
+                f"answers on which engine and trainer agree have the ratio 1, which is outside"
+                f" [{1 / high if low is None else low:g}, {high:g}]: set reject_low below 1 and reject_high above 1",
+            )
+        ]
+    return []
 
 
 def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
@@ -591,6 +642,10 @@ def missing(config: Config) -> list[tuple[str, str]]:
         if not reward.graders and all(source is None for source in sources):
             problems.append(
                 ("reward.function", "no source of rewards: set reward.function, reward.url, reward.model or agent.path")
+            )
+        if config.algorithm.distill_coef > 0 and config.reference.model is None:
+            problems.append(
+                ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")
             )
         if config.algorithm.estimator in ESTIMATORS_WITH_GROUP and config.rollout.samples_per_prompt < 2:
             problems.append(

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hotseat.config import checks
-from hotseat.config.schema import Config, EvaluationConfig
+from hotseat.config.schema import Config, EvaluationConfig, FunctionPath
 from hotseat.config.yaml_lines import Document, KeyPath, dotted, dump, parse_value, read_yaml
 from hotseat.errors import ConfigError, Problem
 
@@ -259,7 +259,8 @@ def _explain(path: KeyPath, detail: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         allowed = _literals_at(path)
         close = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.6)
-        return f"{shown}, must be one of {', '.join(allowed)}" + (f"; did you mean {close[0]}?" if close else "")
+        own = ", or FILE.py:FUNCTION" if _takes_function(path) else ""
+        return f"{shown}, must be one of {', '.join(allowed)}{own}" + (f"; did you mean {close[0]}?" if close else "")
     bounds = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least")}
     bounds |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
     if kind in bounds:
@@ -277,6 +278,12 @@ def _shown(value: Any) -> str:
     if value is None:
         return "nothing"
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _takes_function(path: KeyPath) -> bool:
+    """Return whether the field at a path also accepts a function in a user's file."""
+    info = dict(fields_of(Config)).get(dotted(path))
+    return info is not None and FunctionPath in typing.get_args(info.annotation)
 
 
 def _literals_at(path: KeyPath) -> list[str]:

@@ -11,7 +11,7 @@ from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
-CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"]
+CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"]
 
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
 
@@ -117,6 +117,11 @@ def maths_notes(config: Config) -> list[str]:
     if used != own:
         whose = algorithm.estimator if own == "constant" else algorithm.policy_loss
         notes.append(f"algorithm.aggregation is {used}; {whose}'s own is {own}, which is used if it is unset")
+    if algorithm.policy_loss == "cispo" and algorithm.clip_low < 1:
+        notes.append(
+            f"algorithm.clip_low is {algorithm.clip_low:g}: cispo's weights are at least {1 - algorithm.clip_low:g};"
+            " the paper's have no lower bound, which is clip_low 1"
+        )
     if uses_k1_loss(config):
         notes.append(
             "warning: algorithm.kl.estimator is k1 as a loss, whose gradient is zero on average whatever the reference:"

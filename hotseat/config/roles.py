@@ -15,7 +15,7 @@ def has_reference(config: Config) -> bool:
     """Return whether the run loads a reference model."""
     if config.task == "dpo":
         return compares_with_reference(config) and not is_base_reference(config)
-    return config.task == "rl" and config.algorithm.kl.coef > 0
+    return config.task == "rl" and (config.algorithm.kl.coef > 0 or config.algorithm.distill_coef > 0)
 
 
 def compares_with_reference(config: Config) -> bool:

@@ -17,6 +17,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
+FunctionPath = Annotated[str, Field(pattern=r"^.+\.py:\w+$")]
 
 DEFAULT_MINUTES = 10.0  # between checkpoints, where the config does not say when to save
 
@@ -377,6 +378,8 @@ class DataConfig(Section):
     """Learn from every assistant turn, not from the last one only (sft)."""
     pretrain_mode: bool = False
     """Learn from every token (sft)."""
+    sampler: FunctionPath | None = None
+    """Your own function, `my.py:function`, that chooses each step's prompts, such as a curriculum (rl)."""
     prompt_max_length: Positive | None = None
     """Longest prompt that is kept; unset: `max_length` less `rollout.max_new_tokens` if that is set, else its half."""
     max_length: Positive = 2048
@@ -404,12 +407,20 @@ class KlConfig(Section):
 
 
 class CorrectionConfig(Section):
-    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "rollout-ratio"] | None = None
+    kind: Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"] | None = None
     """Correction of the gap between engine and trainer; unset is none, with staleness tis (gspo: rollout-ratio)."""
     low: Amount = 0.5
     """Lower bound of the ratio."""
     high: Amount = 5.0
     """Upper bound of the ratio."""
+    normalise: bool = False
+    """Divide the weights by their mean over the step."""
+    reject: Literal["k1", "k2", "k3"] | None = None
+    """Drop answers by the mean of this divergence between engine and trainer over their tokens; unset drops none."""
+    reject_low: Amount | None = None
+    """Lower bound of the geometric mean of the ratio, for k1; unset is 1 / `reject_high`."""
+    reject_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper bound: of the geometric mean of the ratio for k1, of the mean divergence for k2 and k3."""
 
 
 class FilteringConfig(Section):
@@ -448,16 +459,18 @@ class RewardModellingConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] = "group_norm"
-    """Advantage estimator; `gae` is PPO and brings a critic."""
+    estimator: Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"] | FunctionPath = (
+        "group_norm"
+    )
+    """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
     gamma: Fraction = 1.0
     """Discount per sampled token (gae and reinforce)."""
     gae_lambda: Fraction = 1.0
     """GAE's lambda."""
     std_norm: bool = True
     """Divide advantages by their deviation, where the estimator does."""
-    policy_loss: Literal["ppo", "gspo"] = "ppo"
-    """Ratio per token (ppo) or per sequence (gspo)."""
+    policy_loss: Literal["ppo", "gspo", "cispo"] | FunctionPath = "ppo"
+    """Clipped ratio per token (ppo), per sequence (gspo), as a weight (cispo), or your own loss, `my.py:function`."""
     clip_low: Share = 0.2
     """The ratio is clipped at 1 minus this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
@@ -466,10 +479,14 @@ class AlgorithmConfig(Section):
     """Bound on the loss of negative advantages; unset is none."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """Mean of token losses: over a step's tokens, per episode, or by a constant; unset is that of the loss's paper."""
+    mask_truncated: bool = False
+    """Leave answers that did not end by themselves out of the policy's loss; they still count in baselines."""
     entropy_coef: Amount | None = None
     """Weight of the entropy bonus; 0 only logs it, unset does not compute it."""
     aux_loss_coef: Amount = 0.0
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
+    distill_coef: Amount = 0.0
+    """Weight of on-policy distillation in the advantages, with `reference.model` as the teacher; 0 is none."""
     kl: KlConfig = KlConfig()
     """KL to the reference policy."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -698,7 +715,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     """The value model (estimator gae)."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The reference policy (KL above 0, dpo)."""
+    """The reference policy (KL above 0, dpo), or the teacher (distill_coef above 0)."""
     inference: InferenceConfig = InferenceConfig()
     """Old log-probs, computed on devices of their own."""
     reward: RewardConfig = RewardConfig()

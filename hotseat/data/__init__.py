@@ -5,6 +5,8 @@
     make_examples  rows -> token sequences with a mask of what to learn (sft)
     make_pairs     rows -> a better and a worse answer each (rm, dpo)
     PromptOrder    the order in which prompts are used
+    SampledOrder   the same, chosen by a user's function
+    check_saved    refuses an order that was saved with other prompts or another seed
     digest_of      digest by which a resumed run checks that its data is unchanged
 
 All problems of the data raise one `DataError` that names file, line and key. None of this needs a model.
@@ -13,7 +15,7 @@ All problems of the data raise one `DataError` that names file, line and key. No
 from hotseat.data._chat import ChatTemplate
 from hotseat.data.examples import Example, ExampleReport, make_examples
 from hotseat.data.lost import check_lost
-from hotseat.data.order import PromptOrder, digest_of
+from hotseat.data.order import PromptOrder, SampledOrder, check_saved, digest_of
 from hotseat.data.pairs import Pair, PairReport, make_pairs
 from hotseat.data.prompts import PromptReport, make_prompts
 from hotseat.data.rows import Row, load_rows
@@ -27,7 +29,9 @@ __all__ = [
     "PromptOrder",
     "PromptReport",
     "Row",
+    "SampledOrder",
     "check_lost",
+    "check_saved",
     "digest_of",
     "load_rows",
     "make_examples",

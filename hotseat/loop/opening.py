@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hotseat import clock, faults
 from hotseat.config import Config, loads_saved
 from hotseat.config.precision import idle_in_fp32, with_dtype, with_dtype_of
-from hotseat.data import PromptOrder, digest_of
+from hotseat.data import check_saved, digest_of
 from hotseat.errors import CheckpointError, RunError, UserError
 from hotseat.loop.planning.budgets import describe, uses, with_budgets_of
 from hotseat.loop.planning.plan import are_devices_logical, budgets_on, plan_notes, plan_on
@@ -137,7 +137,7 @@ def _begin_records(
 ) -> None:
     """Start the files of a new run, or record changed settings in a resumed one. Raises if its data changed."""
     if checkpoint is not None:
-        PromptOrder(len(rows), config.seed, digest_of(rows)).at(checkpoint.state["order"])
+        check_saved(checkpoint.state["order"], len(rows), config.seed, digest_of(rows))
         record_changes(run_dir, checkpoint.step, saver.changes)
     else:
         if (run_dir / MODEL).exists():

@@ -62,6 +62,7 @@ def rl_inputs(config: Config) -> RlInputs:
     batch_algebra(config, num_ranks)
     _check_runtime(config, plan)
     _check_transport(config, plan)
+    check_own_functions(config)
     tokenizer = load_tokenizer(config)
     check_models(config)
     check_readers(config, tokenizer)
@@ -202,6 +203,25 @@ def check_training(config: Config, algebra: BatchAlgebra) -> None:
         liger.check_device(torch.cuda.is_available())
     if config.train.backend == "deepspeed" and config.train.deepspeed.deepcompile:
         deepcompile.check_device(torch.cuda.is_available())
+
+
+def check_own_functions(config: Config) -> None:
+    """Raise if the user's own loss, estimator or sampler fails on a toy batch."""
+    from hotseat.loop.workers.own_functions import estimator_problem, is_own, policy_loss_problem, sampler_problem
+
+    algorithm, problems = config.algorithm, []
+    if is_own(algorithm.policy_loss):
+        problem = policy_loss_problem(algorithm.policy_loss, eps_low=algorithm.clip_low, eps_high=algorithm.clip_high)
+        problems.append(("algorithm.policy_loss", algorithm.policy_loss, problem))
+    if is_own(algorithm.estimator):
+        problems.append(("algorithm.estimator", algorithm.estimator, estimator_problem(algorithm.estimator)))
+    if config.data.sampler is not None:
+        problems.append(("data.sampler", config.data.sampler, sampler_problem(config.data.sampler)))
+    wrong = [f"  {key}: {name} {problem}" for key, name, problem in problems if problem is not None]
+    if wrong:
+        raise UserError(
+            "\n".join(["this run cannot start:", *wrong, "  docs/algorithms.md has what they get and return"])
+        )
 
 
 def local_inventory(config: Config) -> Inventory | None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import reduce
 from operator import add
 
@@ -25,6 +26,7 @@ from hotseat.algorithms import (
     estimate_kl,
     gspo_loss,
     loss_weights,
+    mask_truncated,
     ppo_loss,
     step_totals,
     value_loss,
@@ -52,6 +54,29 @@ def test_the_weights_of_three_episodes(how, expected):
     assert_close(loss_weights(layout, how, max_length=10, dtype=torch.float64), expected)
     assert step_totals(layout) == StepTotals(num_sampled=4, num_episodes=2)
     assert loss_weights(layout, how, max_length=10).dtype == torch.float32
+
+
+def test_truncated_episodes_are_masked_and_counted_in_no_mean():
+    # 3 sampled tokens, 1, none, 2: without the first and the third, N is 3 and E is 2.
+    layout = make_layout([*EPISODES, [[1, 1]]])
+    masked = replace(layout, mask=mask_truncated(layout, torch.tensor([True, False, True, False])))
+    assert masked.mask.tolist() == [False] * 5 + [True, False, False, True, True]
+    assert step_totals(masked) == StepTotals(3, 2)
+    assert_close(loss_weights(masked, "token_mean"), [0] * 5 + [1 / 3, 0, 0, 1 / 3, 1 / 3], 1e-6)
+    assert_close(loss_weights(masked, "sequence_mean"), [0] * 5 + [1 / 2, 0, 0, 1 / 4, 1 / 4], 1e-6)
+
+
+@few
+@given(layout=layouts(), seed=seeds)
+def test_masking_truncated_episodes_equals_a_loop(layout, seed):
+    truncated = numbers(seed, layout.num_episodes) > 0
+    kept = [
+        token
+        for episode in range(layout.num_episodes)
+        for token in sampled_tokens(layout, episode)
+        if not truncated[episode]
+    ]
+    assert mask_truncated(layout, truncated).nonzero().flatten().tolist() == sorted(kept)
 
 
 def test_a_weighted_sum_reads_no_token_of_weight_zero():

@@ -50,6 +50,7 @@ def test_every_variant_is_in_the_row_of_its_function():
     for function, variants in (
         ("estimate_kl", algorithms.KlEstimator),
         ("correction_weights", algorithms.Correction),
+        ("rejection_weights", algorithms.Rejection),
         ("loss_weights", algorithms.Aggregation),
     ):
         assert set(get_args(variants)) <= set(_code(text[function]))

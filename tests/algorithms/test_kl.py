@@ -7,7 +7,7 @@ from algorithm_cases import NAN, assert_close, numbers, quick, seeds, some_order
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import AdaptiveKl, FixedKl, estimate_kl
+from hotseat.algorithms import AdaptiveKl, FixedKl, distillation_advantages, estimate_kl, ppo_loss
 from hotseat.errors import NonFiniteError, UserError
 
 ESTIMATORS = ("k1", "k2", "k3")
@@ -76,6 +76,30 @@ def test_the_mean_gradient_of_each_estimate_over_all_tokens(seed):
     assert_close(mean_gradient("k1"), torch.zeros(6, dtype=torch.float64))
     assert_close(mean_gradient("k2"), gradient(kl))
     assert_close(mean_gradient("k3"), gradient(reversed_kl))
+
+
+@quick
+@given(seeds)
+def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(seed):
+    """Over every token of a vocabulary of six, weighted by the policy, as above."""
+    logits = numbers(seed, 6, grad=True)
+    log_probs, teacher = logits.log_softmax(0), numbers(seed + 1, 6).log_softmax(0)
+    every = torch.ones(6, dtype=torch.bool)
+    advantages = distillation_advantages(log_probs, teacher, every)
+    losses = ppo_loss(log_probs, log_probs.detach(), advantages, every, eps_low=0.2, eps_high=0.2).loss
+    (found,) = torch.autograd.grad((log_probs.exp().detach() * losses).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((log_probs.exp() * (log_probs - teacher)).sum(), logits)
+    assert_close(found, expected)
+
+
+@quick
+@given(seeds)
+def test_distillation_equals_a_loop_and_never_reads_unsampled_tokens(seed):
+    mask, old, teacher = numbers(seed, 9) > 0, numbers(seed + 1, 9, grad=True), numbers(seed + 2, 9)
+    expected = [float(t) - float(o) if m else 0.0 for o, t, m in zip(old, teacher, mask, strict=True)]
+    found = distillation_advantages(with_rubbish(old, mask), with_rubbish(teacher, mask), mask)
+    assert_close(found, expected)
+    assert not found.requires_grad
 
 
 @quick

@@ -7,6 +7,7 @@ import torch
 from algorithm_cases import assert_close, make_layout, numbers
 
 from hotseat.algorithms import (
+    cispo_loss,
     clip_rewards,
     compute_advantages,
     correction_weights,
@@ -17,6 +18,7 @@ from hotseat.algorithms import (
     gspo_loss,
     leave_one_out,
     loss_weights,
+    mask_truncated,
     ppo_loss,
     weighted_sum,
 )
@@ -92,6 +94,15 @@ def test_gspo_equals_trl_sequence_level(trl, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_cispo_equals_trl(trl, seed):
+    ours, theirs, old, advantages = _inputs(seed)
+    result = cispo_loss(ours, old, advantages, LAYOUT.mask, eps_low=1.0, eps_high=0.28)
+    assert result.clipped.any()
+    their_loss = trl.grpo_loss("cispo", LAYOUT, theirs, old, advantages, eps_high=1.28)
+    _assert_same(_step_loss(result.loss, "token_mean"), their_loss, ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_gspos_ratio_to_the_engine_equals_trl_with_the_engines_log_probs(trl, seed):
     ours, theirs, old, advantages = _inputs(seed)
     engine = old + numbers(seed + 300, LAYOUT.num_tokens, scale=0.2)
@@ -130,7 +141,15 @@ def test_entropy_bonus_equals_trl_under_token_mean(trl):
     _assert_same(_step_loss(token_losses, "token_mean"), their_loss, ours, theirs)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("tis", "token_truncate"), ("icepop", "token_mask")])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("tis", "token_truncate"),
+        ("icepop", "token_mask"),
+        ("seq-tis", "sequence_truncate"),
+        ("seq-icepop", "sequence_mask"),
+    ],
+)
 def test_corrections_and_their_place_in_the_loss_equal_trl(trl, kind, mode):
     layout = make_layout([[[1] * 5]] * 4)
     ours, theirs, old, advantages = _inputs(7, layout)
@@ -147,6 +166,7 @@ def test_corrections_and_their_place_in_the_loss_equal_trl(trl, kind, mode):
         low=0.6,
         high=1.5,
     )["importance_sampling_ratio"]
+    their_weights = their_weights.expand(4, 5)  # a sequence's weight is one number
     assert_close(weights.reshape(4, 5), their_weights)
 
     token_losses = weights * ppo_loss(ours, old, advantages, layout.mask, **CLIP).loss
@@ -172,6 +192,17 @@ def test_an_empty_episode_counts_in_trl_and_not_here(trl):
     ours = _step_loss(ppo_loss(log_probs, log_probs, advantages, layout.mask, **CLIP).loss, "sequence_mean", layout)
     theirs = trl.grpo_loss("grpo", layout, log_probs, log_probs, advantages, **CLIP)
     assert_close(ours * 2, theirs * 3)
+
+
+def test_masking_truncated_answers_equals_trl(trl):
+    truncated, rewards = [False, True, True, False], numbers(15, 4)
+    layout = make_layout([[[1] * 3]] * 4)
+    theirs = trl.generated_batch(
+        trl.GRPOTrainer, rewards, 2, old_log_probs=numbers(16, 4, 3), scale_rewards="none", truncated=truncated
+    )
+    assert mask_truncated(layout, torch.tensor(truncated)).reshape(4, 3).tolist() == theirs["completion_mask"].tolist()
+    # Masked answers still count in baselines.
+    assert_close(group_mean_centred(rewards, torch.tensor([0, 0, 1, 1])), theirs["advantages"])
 
 
 @pytest.mark.parametrize("seed", range(3))

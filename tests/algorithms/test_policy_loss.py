@@ -20,7 +20,7 @@ from algorithm_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotseat.algorithms import entropy_bonus, gspo_loss, ppo_loss
+from hotseat.algorithms import cispo_loss, entropy_bonus, gspo_loss, ppo_loss
 from hotseat.errors import UserError
 
 CLIP = {"eps_low": 0.2, "eps_high": 0.3}
@@ -29,6 +29,8 @@ CLIP = {"eps_low": 0.2, "eps_high": 0.3}
 def _loss(name, log_probs, old, advantages, layout, **options):
     if name == "ppo":
         return ppo_loss(log_probs, old, advantages, layout.mask, **CLIP, **options)
+    if name == "cispo":
+        return cispo_loss(log_probs, old, advantages, layout.mask, **CLIP)
     return gspo_loss(log_probs, old, advantages, layout, **CLIP, **options)
 
 
@@ -142,7 +144,41 @@ def test_gspos_ratio_to_the_engine_equals_a_loop_in_loss_and_gradient(layout, se
     assert_close(fast.grad, torch.zeros_like(fast) if slow.grad is None else slow.grad)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@few
+@given(layout=layouts(), seed=seeds)
+def test_cispo_equals_a_loop_in_loss_and_gradient(layout, seed):
+    """By numbers instead of autograd: the weight is a constant, so the gradient is loss / log π."""
+    old, advantages = numbers(seed, layout.num_tokens), numbers(seed + 1, layout.num_tokens)
+    log_probs = (old + numbers(seed + 2, layout.num_tokens, scale=0.5)).requires_grad_()
+    result = _loss("cispo", log_probs, old, advantages, layout)
+    result.loss.sum().backward()
+    losses, slopes = [0.0] * layout.num_tokens, [0.0] * layout.num_tokens
+    for episode in range(layout.num_episodes):
+        for token in sampled_tokens(layout, episode):
+            weight = min(max(math.exp(float(log_probs[token]) - float(old[token])), 0.8), 1.3)
+            slopes[token] = -weight * float(advantages[token])
+            losses[token] = slopes[token] * float(log_probs[token])
+    assert_close(result.loss, losses)
+    assert_close(log_probs.grad, slopes)
+
+
+def test_cispo_weighs_tokens_and_drops_none():
+    # ratio 2, 0.5, 1.1: weights 1.3, 0.8, 1.1; with eps_low 1 the second is 0.5. The loss is -weight * A * log-prob.
+    ratios = torch.tensor([2, 0.5, 1.1], dtype=torch.float64)
+    log_probs = (ratios.log() - 1).requires_grad_()
+    advantages, old, mask = torch.tensor([1.0, -2.0, 1.0]), torch.full((3,), -1.0), torch.ones(3, dtype=torch.bool)
+    result = cispo_loss(log_probs, old, advantages, mask, **CLIP)
+    assert_close(result.loss, torch.tensor([-1.3, 1.6, -1.1], dtype=torch.float64) * log_probs)
+    assert_close(result.ratio, ratios)
+    assert result.clipped.tolist() == [True, True, False]
+    result.loss.sum().backward()
+    assert_close(log_probs.grad, [-1.3, 1.6, -1.1])
+    without_lower = cispo_loss(log_probs.detach(), old, advantages, mask, eps_low=1.0, eps_high=0.3)
+    assert_close(without_lower.loss, torch.tensor([-1.3, 1.0, -1.1], dtype=torch.float64) * log_probs)
+    assert without_lower.clipped.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 @few
 @given(layout=layouts(), seed=seeds)
 def test_policy_loss_never_reads_unsampled_tokens(name, layout, seed):
@@ -158,7 +194,7 @@ def test_policy_loss_never_reads_unsampled_tokens(name, layout, seed):
     assert bool((here.loss[~layout.mask] == 0).all())
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 @few
 @given(episodes=episode_lists(), seed=seeds)
 def test_permuting_episodes_permutes_the_policy_loss(name, episodes, seed):
@@ -186,7 +222,7 @@ def test_entropy_bonus_equals_a_loop(seed, coefficient):
     assert_close(entropy_bonus(with_rubbish(entropies, mask), mask, coefficient), expected)
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_policy_loss_precision(name):
     layout = make_layout([[[0, 1]]])
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
@@ -194,7 +230,7 @@ def test_policy_loss_precision(name):
         assert _loss(name, *inputs, layout).loss.dtype == expected
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_no_gradient_flows_into_old_log_probs_or_advantages(name):
     layout = make_layout([[[0, 1, 1]]])
     log_probs, old, advantages = (numbers(i, 3, grad=True) for i in range(3))
@@ -208,5 +244,7 @@ def test_clips_that_cannot_work_are_refused():
     for low, high in ((0.0, 0.2), (1.5, 0.2), (0.2, -0.1)):
         with pytest.raises(UserError, match=rf"eps_low {low}, eps_high {high}: .*set 0 < eps_low <= 1"):
             ppo_loss(*inputs, torch.ones(1, dtype=torch.bool), eps_low=low, eps_high=high)
+        with pytest.raises(UserError, match=rf"eps_low {low}, eps_high {high}: .*set 0 < eps_low <= 1"):
+            cispo_loss(*inputs, torch.ones(1, dtype=torch.bool), eps_low=low, eps_high=high)
     with pytest.raises(UserError, match=r"dual_clip is 1.0: .* set it above 1"):
         gspo_loss(*inputs, make_layout([[[1]]]), **CLIP, dual_clip=1.0)

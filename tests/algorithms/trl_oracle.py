@@ -111,6 +111,7 @@ def generated_batch(
     correction: str | None = None,
     low: float | None = None,
     high: float | None = None,
+    truncated: list[bool] | None = None,
 ) -> dict[str, Tensor]:
     """What the trainer makes of samples and rewards before its loss: advantages and importance ratios.
 
@@ -121,7 +122,8 @@ def generated_batch(
     width = old.shape[1]
     stub = _stub()
     stub.environment_factories = stub.environments = stub.tools = None
-    stub.mask_truncated_completions, stub.pad_to_multiple_of, stub._tokenizer.pad_token_id = False, None, 0
+    stub.mask_truncated_completions = truncated is not None
+    stub.pad_to_multiple_of, stub._tokenizer.pad_token_id, stub.eos_token_ids = None, 0, [2]
     stub.num_generations, stub.num_iterations, stub.beta = group_size, 1, beta
     stub.reward_weights, stub.reward_func_names, stub.reward_funcs = torch.ones(1), ["reward"], [None]
     stub.reward_clip_range, stub.normalize_advantages = reward_clip, False
@@ -138,7 +140,7 @@ def generated_batch(
         None,
         None,
     )
-    completions = [[1] * width] * count
+    completions = [[1] * (width - 1) + [1 if is_cut else 2] for is_cut in truncated or [False] * count]
     generated: tuple[Any, ...] = ([[1]] * count, completions, completions)
     if trainer is GRPOTrainer:
         sampling = None if sampling_log_probs is None else sampling_log_probs.tolist()

@@ -202,7 +202,7 @@ def test_options_as_json_have_values_as_they_are(capsys):
 
 def test_options_that_need_what_is_not_built_say_so(capsys):
     assert main(["options", "use_modelscope"]) == 0
-    assert "Not part of this version: ModelScope." in capsys.readouterr().out
+    assert "Not part of this version: ModelScope; fetch the model with `modelscope download`" in capsys.readouterr().out
 
 
 def test_options_of_nothing_names_the_sections(capsys):

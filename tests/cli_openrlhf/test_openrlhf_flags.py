@@ -97,6 +97,13 @@ NEWER_STYLE = """
 
 # What no flag of OpenRLHF's says. A new field is either named here or gets a flag.
 WITHOUT_A_FLAG = {
+    "algorithm.correction.normalise",
+    "algorithm.correction.reject",
+    "algorithm.correction.reject_high",
+    "algorithm.correction.reject_low",
+    "algorithm.distill_coef",
+    "algorithm.mask_truncated",
+    "data.sampler",
     "algorithm.dpo.gamma",
     "algorithm.dpo.length_normalised",
     "algorithm.dpo.precompute",

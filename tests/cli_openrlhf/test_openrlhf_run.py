@@ -87,7 +87,7 @@ def test_what_is_not_built_prints_but_does_not_start(capsys):
     said = capsys.readouterr().err
     assert said.startswith("train_ppo_ray: not part of this version:\n")
     assert "  --full_determinism: deterministic kernels\n" in said
-    assert "  --use_ms: ModelScope\n" in said
+    assert "  --use_ms: ModelScope; fetch the model with `modelscope download`, and give its folder\n" in said
 
 
 def test_flags_without_effect_are_listed_once_on_stderr(capsys):

@@ -756,7 +756,7 @@ def test_what_is_not_built_is_named_by_flag_and_default():
     assert dict(found.not_built) == {
         "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--full_determinism": "deterministic kernels",
-        "--use_ms": "ModelScope",
+        "--use_ms": "ModelScope; fetch the model with `modelscope download`, and give its folder",
     }
     for command in ("train_dpo", "train_rm"):
         assert not translate(command, ["--backend", "fsdp"], {}).not_built

@@ -25,6 +25,19 @@ WITHOUT_EFFECT = {
         "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio, high: 2}}",
         "clip_low and clip_high bound",
     ),
+    "algorithm.correction.normalise": (
+        "algorithm: {policy_loss: gspo, correction: {kind: rollout-ratio, normalise: true}}",
+        "has no weights",
+    ),
+    "algorithm.correction.reject_high": ("algorithm: {correction: {reject_high: 2}}", "no answer is dropped"),
+    "algorithm.correction.reject_low": (
+        "algorithm: {correction: {reject: k3, reject_high: 2, reject_low: 0.5}}",
+        "no lower bound",
+    ),
+    "algorithm.dual_clip": (
+        "algorithm: {policy_loss: cispo, dual_clip: 3}",
+        "policy_loss is cispo; this is for ppo and gspo",
+    ),
     "algorithm.filtering.high": ("algorithm: {filtering: {high: 0.9}}", "enabled is false"),
     "reward.overlong.penalty_factor": ("reward: {overlong: {penalty_factor: 2}}", "buffer_length is 0"),
     "train.deepspeed.zpg": ("train: {deepspeed: {zpg: 8}}", "train.backend is fsdp"),
@@ -172,6 +185,18 @@ def test_every_rule_speaks_of_keys_that_exist():
             "algorithm: {correction: {kind: rollout-ratio}}",
             "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or",
         ),
+        ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gspo, and it is cispo: set tis"),
+        (
+            "data: {sampler: 's.py:f'}\noverlap: {staleness: 1}",
+            "that a sampler gets would depend on which answers arrive",
+        ),
+        ("algorithm: {correction: {reject: k1}}", "has to be set with reject k1: 2 keeps geometric means between"),
+        ("algorithm: {correction: {reject: k3}}", "has to be set with reject k3: 0.1 is loose, 0.01 strict"),
+        (
+            "algorithm: {correction: {reject: k1, reject_high: 0.5}}",
+            "ratio 1, which is outside [2, 0.5]: set reject_low",
+        ),
+        ("algorithm: {correction: {reject: k1, reject_low: 2, reject_high: 3}}", "ratio 1, which is outside [2, 3]"),
         (
             "algorithm: {kl: {coef: 0.1, as_loss: true, estimator: k1}}",
             "k1 as a loss regularises nothing: its gradient is zero on average, whatever the reference; set k2 or k3",

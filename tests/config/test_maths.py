@@ -19,6 +19,7 @@ from hotseat.errors import UserError
     [
         ("{}", "token_mean"),
         ("{policy_loss: gspo}", "sequence_mean"),
+        ("{policy_loss: cispo}", "token_mean"),
         ("{estimator: dr_grpo}", "constant"),
         ("{policy_loss: gspo, estimator: dr_grpo}", "sequence_mean"),
         ("{policy_loss: gspo, aggregation: token_mean}", "token_mean"),
@@ -41,6 +42,12 @@ def test_an_unset_aggregation_is_that_of_the_losss_paper(algorithm, used):
 def test_another_aggregation_than_the_losss_own_is_noted(algorithm, note):
     [found] = maths_notes(loads(f"algorithm: {algorithm}"))
     assert note in found
+
+
+def test_a_lower_bound_of_cispos_weights_is_noted():
+    [note] = maths_notes(loads("algorithm: {policy_loss: cispo}"))
+    assert note.startswith("algorithm.clip_low is 0.2: cispo's weights are at least 0.8; the paper's have no lower")
+    assert maths_notes(loads("algorithm: {policy_loss: cispo, clip_low: 1, clip_high: 3}")) == []
 
 
 def test_a_run_that_follows_the_papers_has_nothing_to_note():

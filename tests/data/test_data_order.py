@@ -2,12 +2,13 @@ import hashlib
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotseat.data import Example, PromptOrder, digest_of
+from hotseat.data import Example, PromptOrder, SampledOrder, digest_of
 from hotseat.errors import DataError
 from hotseat.types import Prompt
 
@@ -95,3 +96,56 @@ def test_examples_differ_by_tokens_and_by_what_is_learned():
 def test_no_prompts():
     with pytest.raises(DataError, match="no prompts"):
         PromptOrder(0, 1)
+
+
+def most_difficult(num, pass_rates, num_draws, rng):
+    """New prompts first, then those with the lowest scores; ties by chance."""
+    return np.lexsort((rng.random(len(pass_rates)), np.nan_to_num(pass_rates, nan=-1.0)))[:num]
+
+
+def test_a_sampler_gets_scores_and_counts_each_choice_as_a_pass():
+    order = SampledOrder(most_difficult, 4, seed=1)
+    assert sorted(order.next(4)) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    order.record({0: 1.0, 1: 0.25, 2: 0.0, 3: 0.5})
+    assert order.next(2) == [(1, 2), (1, 1)]
+    order.record({2: 0.75, 1: 0.8})
+    assert order.next(1) == [(1, 3)]
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_restored_sampler_chooses_as_the_one_that_was_saved(at):
+    def taken(order, steps):
+        keys = []
+        for step in steps:
+            keys.append(order.next(3))
+            order.record({index: (index * 7 + step) % 5 / 4 for _, index in keys[-1]})
+        return keys
+
+    whole, first = SampledOrder(most_difficult, 8, 5, "d"), SampledOrder(most_difficult, 8, 5, "d")
+    before = taken(first, range(at))
+    after = first.at(json.loads(json.dumps(first.state())))
+    assert before + taken(after, range(at, 6)) == taken(whole, range(6))
+
+
+def test_choices_that_are_no_prompts_are_refused():
+    for chosen, message in (
+        ([0], "returned 1 prompts: it has to return 2"),
+        ([0, 9], "returned 9: positions are 0 to 2"),
+        ([0, -1], "returned -1: positions are 0 to 2"),
+        ([0.5, 1], r"returned \[0.5, 1\]: it has to return 2 whole numbers"),
+        (None, "returned None: it has to return 2 whole numbers"),
+    ):
+        with pytest.raises(DataError, match=message):
+            SampledOrder(lambda *_, chosen=chosen: chosen, 3, 0).next(2)
+    with pytest.raises(DataError, match="no prompts to choose from"):
+        SampledOrder(most_difficult, 0, 0)
+
+
+def test_an_order_does_not_continue_one_of_the_other_kind():
+    plain, sampled = PromptOrder(3, 0), SampledOrder(most_difficult, 3, 0)
+    with pytest.raises(DataError, match="was saved without data.sampler"):
+        sampled.at(plain.state())
+    with pytest.raises(DataError, match="was saved with data.sampler"):
+        plain.at(sampled.state())
+    with pytest.raises(DataError, match="saved with seed 0, and now it is 1"):
+        SampledOrder(most_difficult, 3, 1).at(sampled.state())

@@ -23,6 +23,7 @@ from hotseat.loop.workers.experience import (
     with_advantages,
     with_fields,
     with_lags,
+    without_truncated,
 )
 from hotseat.loop.workers.losses import ADVANTAGES, LAGS, OLD_LOG_PROBS, REFERENCE_LOG_PROBS, ROLLOUT_LOG_PROBS
 from hotseat.loop.workers.models import by_sample
@@ -223,6 +224,30 @@ def test_long_and_truncated_answers_are_charged():
     assert shaped_rewards(groups, batch, settings(truncation_penalty=0.25)).tolist() == [0.25]
     assert shaped_rewards(groups, batch, settings(truncation_penalty=-1.0)).tolist() == [-1.0]
     assert shaped_rewards(groups, batch, settings()).tolist() == [1.0]
+
+
+def test_a_teacher_adds_its_log_ratio_to_the_advantages():
+    groups = [make_group(0, [1.0, 0.0])]
+    batch = flatten(groups)
+    count = batch.num_tokens
+    batch = with_fields(
+        batch, {OLD_LOG_PROBS: torch.full((count,), -1.0), REFERENCE_LOG_PROBS: torch.full((count,), -3.0)}
+    )
+    found = with_advantages(groups, batch, settings(distill_coefficient=0.25), alone)
+    # 0.5 and -0.5 of the rewards, and a quarter of -3 + 1
+    assert found.fields[ADVANTAGES][batch.mask].tolist() == [0.0, 0.0, -1.0, -1.0]
+
+
+def test_truncated_answers_count_in_the_baseline_and_not_in_the_loss():
+    group = make_group(0, [1.0, 0.0, 0.5])
+    cut = replace(group.samples[1], episode=replace(group.samples[1].episode, is_truncated=True))
+    groups = [replace(group, samples=(group.samples[0], cut, group.samples[2]))]
+    batch = without_truncated(groups, with_advantages(groups, flatten(groups), settings(), alone))
+    assert batch.fields[ADVANTAGES][batch.mask].tolist() == [0.5, 0.5, 0.0, 0.0]
+    [totals] = totals_of([batch])
+    assert (totals.num_sampled, totals.num_episodes) == (4, 2)
+    assert weighted(batch, "token_mean", totals).weights.sum() == 1
+    assert without_truncated([], flatten([])).num_tokens == 0
 
 
 def test_the_weights_of_a_step_add_up_to_one_over_all_ranks():

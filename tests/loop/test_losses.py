@@ -1,12 +1,15 @@
 """The objective of an update: its terms, put together."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from hotseat.algorithms import WeightTotals
 from hotseat.loop.workers.losses import (
     ADVANTAGES,
+    CORRECTION_SCALES,
     LAGS,
     OLD_LOG_PROBS,
     REFERENCE_LOG_PROBS,
@@ -79,6 +82,16 @@ def test_old_log_probs_clip_the_ratio():
     assert metrics["clipped"] == 1
 
 
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    given = outputs(0.0, -0.5, -1.0)
+    loss, metrics = objective(ratio="cispo")(given, batch(**{OLD_LOG_PROBS: [0.0, -1.0, -1.0]}))
+    # Weights 1.2 (ratio e^0.5) and 1: -(1.2 x 1 x -0.5 + 1 x -2 x -1) / 2
+    assert loss.item() == pytest.approx(-0.7)
+    loss.backward()
+    assert given.log_probs.grad.tolist() == pytest.approx([0.0, -0.6, 1.0])
+    assert metrics["clipped"] == 1
+
+
 def test_the_gap_to_the_engine_is_counted_and_corrected():
     # Trainer says -1 + log 4: the engine sampled it with a quarter of that; bounded at 2.
     old = [0.0, -1.0 + torch.log(torch.tensor(4.0)).item(), -1.0]
@@ -86,6 +99,20 @@ def test_the_gap_to_the_engine_is_counted_and_corrected():
     assert loss.item() == pytest.approx((-1.0 * 2 + 2.0) / 2)
     assert metrics["engine_gap"].item() == pytest.approx(1.3863, abs=1e-4)
     assert metrics["corrected"] == 1
+
+
+def test_weights_are_normalised_and_answers_rejected_beside_them():
+    old = [0.0, -1.0 + math.log(4), -1.0]
+    fields = {OLD_LOG_PROBS: old, CORRECTION_SCALES: [0.5] * 3}
+    assert objective(correction="tis").correction_totals(batch(**fields)) == WeightTotals(3.0, 2)
+    loss, _ = objective(correction="tis")(outputs(*old), batch(**fields))
+    assert loss.item() == pytest.approx((-1.0 * 2 + 2.0) / 2 * 0.5)
+    # The geometric mean of the ratios 4 and 1 is 2.
+    for high, expected, rejected in ((1.9, 0.0, 2), (2.1, (-1.0 + 2.0) / 2, 0)):
+        strict = objective(rejection="k1", rejection_high=high)
+        loss, metrics = strict(outputs(*old), batch(**{OLD_LOG_PROBS: old}))
+        assert loss.item() == pytest.approx(expected)
+        assert (metrics["rejected"], metrics["corrected"]) == (rejected, rejected)
 
 
 def test_gspo_is_corrected_by_one_ratio_to_the_engine():
@@ -146,7 +173,7 @@ def three_samples(advantages: list[float], **fields) -> MicroBatch:
     )
 
 
-@pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask-tis"])
+@pytest.mark.parametrize("correction", ["tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop"])
 def test_corrections_of_micro_batches_are_those_of_the_whole_step(correction):
     """The engine's gap of sample b is 1.5 and -1.3 in its two segments: 0.1 on average, which keeps all of it."""
     old = torch.tensor([0.0, 0.2, 0.0, 1.5, 0.0, -1.3, 0.0, 2.5])
@@ -178,3 +205,10 @@ def test_with_a_kl_or_entropy_term_every_sample_counts():
     assert objective(entropy_coefficient=0.0).samples_with_gradient(nothing) is None  # logged, of all samples
     compared = three_samples([0.0] * 4, **{REFERENCE_LOG_PROBS: torch.zeros(8)})
     assert objective().samples_with_gradient(compared) is None
+
+
+def test_samples_without_a_token_to_learn_from_need_no_gradient_whatever_is_logged():
+    samples = three_samples([1.0] * 4)
+    masked = replace(samples, mask=samples.mask & (torch.arange(8) >= int(samples.offsets[1])))  # all but sample a
+    for changes in ({}, {"entropy_coefficient": 0.1}):
+        assert objective(**changes).samples_with_gradient(masked) == [1, 2, 3]

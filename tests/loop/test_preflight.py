@@ -118,6 +118,8 @@ def test_what_the_backend_does_not_have_is_refused(task, make, monkeypatch):
 
 
 def test_missing_inputs_are_refused_at_once(task):
+    said = refused(task, rl_yaml(task), "algorithm.distill_coef=1")
+    assert "reference.model: not set: it is the teacher from which algorithm.distill_coef has the policy learn" in said
     message = refused(task, rl_yaml(task, reward=""), "actor.model=null", "rollout.samples_per_prompt=1")
     assert "actor.model: not set" in message
     assert "reward.function: no source of rewards" in message

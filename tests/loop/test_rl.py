@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from environments import own_environment
 from loop_cases import make_task, rl_yaml, same, weights
+from safetensors.torch import load_file, save_file
 
 from hotseat.config import loads
 from hotseat.errors import RewardError, RunError
@@ -92,6 +93,25 @@ def test_a_reference_is_measured_and_charged(task):
     assert records[1]["kl"] == pytest.approx(0.0, abs=1e-6)  # the policy starts where the reference is
     assert records[2]["kl"] > 0
     assert records[2]["kl_coefficient"] == 0.1
+
+
+def test_a_policy_is_distilled_from_a_teacher(task, tmp_path_factory):
+    teacher = make_task(tmp_path_factory.mktemp("teacher"), seed=5)
+    file = teacher / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"] *= 15  # as it is made, its distribution is almost flat
+    save_file(tensors, file, {"format": "pt"})
+    (task / "nothing.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
+    records = run(
+        task,
+        "algorithm.distill_coef=1",
+        f"reference.model={teacher}/model",
+        "train.num_episodes=12",
+        "actor.optimizer.learning_rate=0.01",
+        reward=f"{{function: {task}/nothing.py}}",
+    )
+    distances = [record["kl"] for record in records[1:]]
+    assert sum(distances[-4:]) < 0.6 * sum(distances[:4])
 
 
 def test_a_run_notes_maths_that_is_not_what_its_name_stands_for(task, capsys):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hotseat.algorithms import reason_to_drop
 from hotseat.cluster import WorkerGroup
-from hotseat.data import PromptOrder
+from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
 from hotseat.loop.workers.rollout_host import RolloutHost
@@ -62,7 +62,12 @@ class Collector:
         self.unfinished = NOTHING
 
     def collect(
-        self, order: PromptOrder, num_groups: int, num_samples: int, sampling: Sampling, group_filter: GroupFilter
+        self,
+        order: PromptOrder | SampledOrder,
+        num_groups: int,
+        num_samples: int,
+        sampling: Sampling,
+        group_filter: GroupFilter,
     ) -> Collected:
         """Sample prompts in order until `num_groups` groups are kept: the next prompts replace dropped groups."""
         kept: list[GroupFacts] = []

@@ -11,7 +11,7 @@ from hotseat.train.backend import UpdateReport
 from hotseat.train.update_facts import add_up
 
 _BY_LAG = ("engine_gap_lags", "tokens_lags")
-_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "kl", "entropy")
+_PER_TOKEN = ("clipped", "policy_kl", "engine_gap", "corrected", "rejected", "kl", "entropy")
 
 
 def policy_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import TypeVar
 
 from hotseat import faults
@@ -139,9 +140,10 @@ class RolloutPhase:
         return self._recovery.during(work)
 
     def release(self, batch: Collected) -> None:
-        """Let the hosts drop the groups of a batch."""
-        dropped = [facts for facts, _ in batch.dropped]
-        self._recovery.during(lambda: self._collector.forget([*batch.groups, *dropped]))
+        """Let the hosts drop the groups of a batch; the order of prompts gets their scores."""
+        groups = [*batch.groups, *(facts for facts, _ in batch.dropped)]
+        self._state.order.record({facts.prompt: fmean(facts.scores) for facts in groups if facts.scores})
+        self._recovery.during(lambda: self._collector.forget(groups))
         self._recovery.start_counting()
 
     def evaluate(self) -> dict[str, float]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from hotseat.algorithms import AdaptiveKl, FixedKl
 from hotseat.config import Config, loads_saved
-from hotseat.data import PromptOrder, digest_of
+from hotseat.data import PromptOrder, SampledOrder, digest_of
+from hotseat.loop.workers.own_functions import own_function
 from hotseat.types import Prompt
 
 NONE_SERVED = -1  # `RlState.version` before the first push
@@ -18,16 +19,17 @@ NONE_SERVED = -1  # `RlState.version` before the first push
 class RlState:
     """Order of the prompts, coefficient of the KL penalty, and version of the weights that engines serve."""
 
-    order: PromptOrder
+    order: PromptOrder | SampledOrder
     kl: AdaptiveKl | FixedKl
     version: int = NONE_SERVED
 
     @classmethod
     def initial(cls, config: Config, prompts: Sequence[Prompt]) -> RlState:
         """Make the state that a run begins with."""
-        kl = config.algorithm.kl
+        kl, sampler = config.algorithm.kl, config.data.sampler
+        facts = len(prompts), config.seed, digest_of(prompts)
         return cls(
-            PromptOrder(len(prompts), config.seed, digest_of(prompts)),
+            PromptOrder(*facts) if sampler is None else SampledOrder(own_function(sampler), *facts),
             FixedKl(kl.coef) if kl.target is None else AdaptiveKl(kl.coef, kl.target, kl.horizon),
         )
 

@@ -16,7 +16,7 @@ from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
-from hotseat.loop.setup.user_files import agent_problem, reward_problem
+from hotseat.loop.setup.user_files import agent_problem, function_problem, reward_problem
 from hotseat.loop.state.run_dir import check_name
 
 # Endings of data files: a path with one of them is no name on the hub.
@@ -71,13 +71,16 @@ def refuse_at_once(config: Config, optional: Collection[str] = ()) -> None:
 
 
 def _user_files(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of reward and agent files that are missing, or do not define what they should."""
+    """Yield (key, message) of the user's files that are missing, or do not define what they should."""
     if config.task != "rl":
         return
     for key, path, find_problem in (
         ("reward.function", config.reward.function, reward_problem),
         ("eval.reward", config.eval.reward, reward_problem),
         ("agent.path", config.agent.path, agent_problem),
+        ("algorithm.policy_loss", config.algorithm.policy_loss, function_problem),
+        ("algorithm.estimator", config.algorithm.estimator, function_problem),
+        ("data.sampler", config.data.sampler, function_problem),
     ):
         match = re.fullmatch(r"(.+\.py)(?::(\w+))?", path or "")
         if match is None:

@@ -22,6 +22,7 @@ from hotseat.loop.workers.engines import EngineSettings, VllmSettings
 from hotseat.loop.workers.experience import AdvantageSettings
 from hotseat.loop.workers.losses import PolicyObjective, ValueObjective
 from hotseat.loop.workers.models import PolicySettings
+from hotseat.loop.workers.own_functions import absolute
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.rollout_host import HostSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
@@ -263,13 +264,16 @@ def policy_settings(
     kl_in_reward = 0.0 if algorithm.kl.as_loss else kl_coefficient
     return PolicySettings(
         objective=PolicyObjective(
-            ratio=algorithm.policy_loss,
+            ratio=absolute(algorithm.policy_loss),
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             dual_clip=algorithm.dual_clip,
             correction=None if kind == "none" or kind == "rollout-ratio" else kind,
             correction_low=correction.low,
             correction_high=correction.high,
+            rejection=correction.reject,
+            rejection_low=correction.reject_low,
+            rejection_high=correction.reject_high,
             kl_estimator=kl_estimator(config),
             kl_coefficient=kl_coefficient if algorithm.kl.as_loss else 0.0,
             entropy_coefficient=algorithm.entropy_coef,
@@ -277,7 +281,7 @@ def policy_settings(
             max_lag=0 if version is None else config.overlap.staleness,
         ),
         advantages=AdvantageSettings(
-            estimator=algorithm.estimator,
+            estimator=absolute(algorithm.estimator),
             gamma=algorithm.gamma,
             gae_lambda=algorithm.gae_lambda,
             divide_by_std=algorithm.std_norm,
@@ -288,11 +292,21 @@ def policy_settings(
             overlong_factor=reward.overlong.penalty_factor,
             truncation_penalty=reward.truncation_penalty,
             max_sampled=max_sampled_tokens(config),
+            distill_coefficient=algorithm.distill_coef,
         ),
         aggregation=aggregation(config),
+        mask_truncated=algorithm.mask_truncated,
+        normalises_corrections=correction.normalise,
         max_epochs=config.train.max_epochs,
         # With one optimizer step per rollout the ratio is exactly one, and the old log-probs are the current ones.
-        needs_old_log_probs=optimizer_steps > 1 or kl_in_reward > 0 or is_filtered(config) or has_inference(config),
+        needs_old_log_probs=(
+            optimizer_steps > 1
+            or kl_in_reward > 0
+            or is_filtered(config)
+            or has_inference(config)
+            or correction.normalise
+            or algorithm.distill_coef > 0
+        ),
         temperature=config.rollout.temperature,
         score=score_batches(config),
         train=train_batches(config),

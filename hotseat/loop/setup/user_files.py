@@ -47,6 +47,17 @@ def reward_problem(file: Path, function: str | None = None) -> str | None:
     )
 
 
+def function_problem(file: Path, function: str | None = None) -> str | None:
+    """Return why a file does not have a function; None if it has, as far as its text shows."""
+    names = _names_in(file)
+    if isinstance(names, str):
+        return names
+    if not names.is_certain or function in names.bound:
+        return None
+    there = ", ".join(f"{name} (line {line})" for name, line in names.functions.items() if not name.startswith("_"))
+    return f"{file} has no function {function}; its functions are: {there or 'none'}"
+
+
 def line_of_function(file: Path, function: str) -> int | None:
     """Return the line on which a file defines a function; None if its text does not show it."""
     names = _names_in(file)

@@ -20,8 +20,10 @@ from hotseat.algorithms import (
     Moments,
     StepTotals,
     compute_advantages,
+    distillation_advantages,
     estimate_kl,
     loss_weights,
+    mask_truncated,
     overlong_penalty,
     penalise_truncation,
     step_totals,
@@ -34,6 +36,7 @@ from hotseat.loop.workers.losses import (
     RETURNS,
     ROLLOUT_LOG_PROBS,
 )
+from hotseat.loop.workers.own_functions import is_own, own_function
 from hotseat.train.packing import balance, take
 from hotseat.types import MicroBatch, PromptGroup, Segment
 
@@ -53,6 +56,7 @@ class AdvantageSettings:
     overlong_factor: float
     truncation_penalty: float | None  # None: no penalty
     max_sampled: int  # tokens that an episode may sample, over all of its turns
+    distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
 
 
 @dataclass(frozen=True)
@@ -219,8 +223,9 @@ def with_advantages(
     if turn_rewards is not None and turns is not None:
         # Turn rewards go to the ends of their turns; the rest of the episode's reward stays on its last token.
         rewards = rewards.index_add(0, batch.layout.token_episode[turns], -turn_rewards)
+    estimator = settings.estimator
     advantages = compute_advantages(
-        settings.estimator,
+        own_function(estimator) if is_own(estimator) else estimator,
         batch.layout,
         rewards,
         groups=group_ids,
@@ -236,7 +241,17 @@ def with_advantages(
         add_up=add_up,
     )
     learned = {} if values is None else {RETURNS: advantages.returns}
-    return with_fields(batch, {ADVANTAGES: advantages.advantages, **learned})
+    of_tokens = advantages.advantages
+    if settings.distill_coefficient:
+        teacher = distillation_advantages(batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask)
+        of_tokens = of_tokens + settings.distill_coefficient * teacher
+    return with_fields(batch, {ADVANTAGES: of_tokens, **learned})
+
+
+def without_truncated(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
+    """Return the batch with the tokens of truncated episodes masked. Their advantages were computed before."""
+    truncated = torch.tensor([sample.episode.is_truncated for group in groups for sample in group.samples])
+    return replace(batch, mask=mask_truncated(batch.layout, truncated))
 
 
 def with_fields(batch: MicroBatch, fields: Mapping[str, Tensor]) -> MicroBatch:

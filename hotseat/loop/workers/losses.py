@@ -11,17 +11,24 @@ from torch import Tensor
 
 from hotseat.algorithms import (
     Correction,
+    CorrectionWeights,
     KlEstimator,
+    Rejection,
+    WeightTotals,
+    cispo_loss,
     correction_weights,
     entropy_bonus,
     estimate_kl,
     gspo_loss,
     ppo_loss,
+    rejection_weights,
     sft_loss,
     value_loss,
+    weight_totals,
     weighted_sum,
 )
 from hotseat.algorithms.quantiles import count_sizes
+from hotseat.loop.workers.own_functions import is_own, own_policy_loss
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch
 
@@ -30,6 +37,7 @@ ADVANTAGES = "advantages"
 OLD_LOG_PROBS = "old_log_probs"  # absent where the ratio is exactly one, and the current log-probs stand for them
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # the engine's
 REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
+CORRECTION_SCALES = "correction_scales"  # present where corrections are normalised: 1 / their mean over the step
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
 RETURNS = "returns"  # what the critic learns
 LAGS = "lags"  # versions by which the oldest weights in a token's context are behind; absent without staleness
@@ -41,7 +49,7 @@ class PolicyTerms:
 
     loss: Tensor
     metrics: Mapping[str, Tensor | float]
-    clipped: Tensor  # [num_tokens] bool: the ratio left the clip range, and the token has no gradient
+    clipped: Tensor  # [num_tokens] bool: the ratio left the clip range; the token has no gradient, or less (cispo)
     corrected: Tensor  # [num_tokens] bool: its weight was changed because engine and trainer disagree
 
 
@@ -53,7 +61,7 @@ class PolicyObjective:
     max_lag: the largest lag of a token; above 0, gaps between engine and trainer are also measured for each lag.
     """
 
-    ratio: Literal["ppo", "gspo"]
+    ratio: str  # ppo, gspo, cispo, or FILE.py:FUNCTION of a user
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -64,6 +72,9 @@ class PolicyObjective:
     kl_coefficient: float  # 0: the KL is not in the loss
     entropy_coefficient: float | None  # None: the entropy is not computed
     ratio_to: Literal["old", "rollout"] = "old"
+    rejection: Rejection | None = None  # drops answers; the bounds are those of `rejection_weights`
+    rejection_low: float | None = None
+    rejection_high: float | None = None
     max_lag: int = 0
 
     @property
@@ -74,12 +85,13 @@ class PolicyObjective:
         """Return the segments of samples whose loss can have a gradient; None: all of them.
 
         Where all answers to a prompt have the same reward, their advantages are exactly zero, and so is their gradient:
-        it need not be computed. With a KL or an entropy, in the loss or only logged, every sample counts.
+        it need not be computed. With a KL or an entropy, in the loss or only logged, or with a user's own
+        loss, every sample counts that has a token to learn from.
         """
-        if REFERENCE_LOG_PROBS in batch.fields or self.needs_entropy:
-            return None
-        layout = batch.layout
-        is_token = (batch.mask & (batch.fields[ADVANTAGES] != 0)).to(torch.int64)
+        layout, learned = batch.layout, batch.mask
+        if REFERENCE_LOG_PROBS not in batch.fields and not self.needs_entropy and not is_own(self.ratio):
+            learned = learned & (batch.fields[ADVANTAGES] != 0)
+        is_token = learned.to(torch.int64)
         num_tokens = torch.zeros(layout.num_episodes, dtype=torch.int64).index_add_(0, layout.token_episode, is_token)
         chosen: list[int] = (num_tokens[layout.segment_episode] > 0).nonzero().squeeze(-1).tolist()
         return chosen if len(chosen) < batch.num_segments else None
@@ -93,15 +105,19 @@ class PolicyObjective:
         log_probs, mask = outputs.log_probs, batch.mask
         assert log_probs is not None
         old = batch.fields.get(OLD_LOG_PROBS, log_probs.detach())
-        clip: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high, "dual_clip": self.dual_clip}
-        rollout = batch.fields[ROLLOUT_LOG_PROBS]
+        clip: dict[str, Any] = {"eps_low": self.clip_low, "eps_high": self.clip_high}
+        advantages, rollout = batch.fields[ADVANTAGES], batch.fields[ROLLOUT_LOG_PROBS]
         if self.ratio == "gspo":
             base = rollout if self.ratio_to == "rollout" else None
             surrogate = gspo_loss(
-                log_probs, old, batch.fields[ADVANTAGES], batch.layout, ratio_base_log_probs=base, **clip
+                log_probs, old, advantages, batch.layout, ratio_base_log_probs=base, dual_clip=self.dual_clip, **clip
             )
+        elif self.ratio == "cispo":
+            surrogate = cispo_loss(log_probs, old, advantages, mask, **clip)
+        elif is_own(self.ratio):
+            surrogate = own_policy_loss(self.ratio, log_probs, old, advantages, batch.layout, **clip)
         else:
-            surrogate = ppo_loss(log_probs, old, batch.fields[ADVANTAGES], mask, **clip)
+            surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, **clip)
         loss = surrogate.loss
         metrics: dict[str, Tensor | float] = {
             "clipped": surrogate.clipped.sum(),
@@ -118,11 +134,17 @@ class PolicyObjective:
             metrics["tokens_lags"] = zeros.index_add(0, lags, mask.double())
         corrected = torch.zeros_like(mask)
         if self.correction is not None:
-            correction = correction_weights(
-                old, rollout, batch.layout, self.correction, low=self.correction_low, high=self.correction_high
-            )
-            loss = loss * correction.weights
+            correction = self._corrections(old, batch, self.correction)
+            loss = loss * correction.weights * batch.fields.get(CORRECTION_SCALES, 1.0)
             corrected = correction.changed
+        if self.rejection is not None:
+            assert self.rejection_high is not None
+            bounds = {"low": self.rejection_low, "high": self.rejection_high}
+            kept = rejection_weights(old, rollout, batch.layout, self.rejection, **bounds)
+            loss = loss * kept
+            metrics["rejected"] = (mask & (kept == 0)).sum()
+            corrected = corrected | (mask & (kept == 0))
+        if self.correction is not None or self.rejection is not None:
             metrics["corrected"] = corrected.sum()
         if REFERENCE_LOG_PROBS in batch.fields:
             kl = estimate_kl(log_probs, batch.fields[REFERENCE_LOG_PROBS], mask, self.kl_estimator)
@@ -134,6 +156,16 @@ class PolicyObjective:
             if self.entropy_coefficient:
                 loss = loss + entropy_bonus(outputs.entropy, mask, self.entropy_coefficient)
         return PolicyTerms(weighted_sum(loss, batch.weights), metrics, surrogate.clipped, corrected)
+
+    def correction_totals(self, batch: MicroBatch) -> WeightTotals:
+        """Add up the correction weights of one rank's part of a step, which has old log-probs."""
+        assert self.correction is not None
+        weights = self._corrections(batch.fields[OLD_LOG_PROBS], batch, self.correction).weights
+        return weight_totals(weights, batch.layout, self.correction)
+
+    def _corrections(self, old: Tensor, batch: MicroBatch, kind: Correction) -> CorrectionWeights:
+        rollout = batch.fields[ROLLOUT_LOG_PROBS]
+        return correction_weights(old, rollout, batch.layout, kind, low=self.correction_low, high=self.correction_high)
 
 
 @dataclass(frozen=True)

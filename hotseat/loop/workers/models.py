@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotseat.algorithms import Aggregation, Moments, StepTotals
+from hotseat.algorithms import Aggregation, Moments, StepTotals, WeightTotals
 from hotseat.algorithms.adapters import WeightForm, merge_apart
 from hotseat.cluster.activity import activity
 from hotseat.errors import DeviceMemoryError, HotseatError, RunError
@@ -40,8 +40,15 @@ from hotseat.loop.workers.experience import (
     with_advantages,
     with_fields,
     with_lags,
+    without_truncated,
 )
-from hotseat.loop.workers.losses import OLD_LOG_PROBS, REFERENCE_LOG_PROBS, RETURNS, PolicyObjective
+from hotseat.loop.workers.losses import (
+    CORRECTION_SCALES,
+    OLD_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    PolicyObjective,
+)
 from hotseat.loop.workers.proof import Canary, Proof
 from hotseat.loop.workers.records import Recorder, TokenRecord
 from hotseat.train.backend import Backend, Loss, TrainOptions, UpdateReport
@@ -98,6 +105,8 @@ class PolicySettings:
     score: BatchSettings
     train: BatchSettings
     learns_from_every_sample: bool = False  # also from samples whose loss has no gradient
+    mask_truncated: bool = False  # leave truncated episodes out of the loss
+    normalises_corrections: bool = False  # to mean 1 over each optimizer step
     version: int | None = None  # of the weights that learn, to measure how old samples are; None: they are not
 
 
@@ -316,8 +325,12 @@ class ActorWorker(ModelWorker):
             self._returns = by_sample([batch], [batch.fields[RETURNS]])
             batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
         self._recorder = self._start_recording(batch, settings, record) if record else None
+        if settings.mask_truncated:
+            batch = without_truncated(groups, batch)
         self._steps = cut_into_steps(batch, steps_of(shares), num_steps)
         self._totals = self._add_totals(self._steps)
+        if settings.normalises_corrections:
+            self._steps = self._with_correction_scales(settings.objective)
 
     def returns(self) -> BySample:
         """Return the critic's targets for the prepared samples of this rank, by sample id. They are kept no longer."""
@@ -424,6 +437,16 @@ class ActorWorker(ModelWorker):
     def close(self) -> None:
         self._sender.close()
         super().close()
+
+    def _with_correction_scales(self, objective: PolicyObjective) -> list[MicroBatch | None]:
+        """Return the steps with the factor that brings each one's correction weights to mean 1. Collective."""
+        local = [WeightTotals(0.0, 0) if batch is None else objective.correction_totals(batch) for batch in self._steps]
+        everyone = self._backend.gather_facts(local, "add up the correction weights of each optimizer step")
+        totals = [sum(parts, start=WeightTotals(0.0, 0)) for parts in zip(*everyone, strict=True)]
+        return [
+            None if batch is None else with_fields(batch, {CORRECTION_SCALES: torch.full([batch.num_tokens], of.scale)})
+            for batch, of in zip(self._steps, totals, strict=True)
+        ]
 
     def _add_moments(self, local: Moments) -> Moments:
         everyone = self._backend.gather_facts(local, "add up the moments of the advantages")

@@ -1,0 +1,197 @@
+"""Functions in users' files that take the place of built-in ones, and the trial that they have to pass.
+
+A policy loss is called as `gspo_loss` is, an estimator as `group_normalised` is, a sampler as `Sampler` says:
+
+    def my_loss(log_probs, old_log_probs, advantages, layout, *, eps_low, eps_high): ...   # [num_tokens] or PolicyLoss
+    def my_estimator(rewards, groups): ...                                                 # [num_episodes]
+    def my_sampler(num, pass_rates, num_draws, rng): ...                                   # num positions
+
+The trial calls them on a few made-up episodes before a model loads, and refuses what could not train. A loss must not
+depend on the other episodes of its micro-batch, nor an estimator on other groups: batches are cut anywhere between.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotseat.algorithms import PolicyLoss
+from hotseat.data.order import checked_choice
+from hotseat.errors import UserError
+from hotseat.types import TokenLayout
+
+_TOLERANCE = 1e-4  # between a whole toy batch and its parts
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a name is `FILE.py:FUNCTION`, and not that of a built-in function."""
+    return re.fullmatch(r".+\.py:\w+", name) is not None
+
+
+def absolute(name: str) -> str:
+    """Return `FILE.py:FUNCTION` with an absolute path, which means the same in every process; other names as given."""
+    if not is_own(name):
+        return name
+    file, _, function = name.rpartition(":")
+    return f"{Path(file).expanduser().absolute()}:{function}"
+
+
+@cache
+def own_function(name: str) -> Callable[..., Any]:
+    """Load the function that `FILE.py:FUNCTION` names, once per process."""
+    path, _, function_name = absolute(name).rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(f"hotseat_own_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file} cannot be loaded: {_described(error, file)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"{file} has no function {function_name}")
+    return function
+
+
+def own_policy_loss(
+    name: str,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    layout: TokenLayout,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> PolicyLoss:
+    """Call a user's loss, and complete a plain tensor of losses by the ratios. [num_tokens] in and out."""
+    result = own_function(name)(log_probs, old_log_probs, advantages, layout, eps_low=eps_low, eps_high=eps_high)
+    if not isinstance(result, PolicyLoss):
+        log_ratio = torch.where(layout.mask, log_probs - old_log_probs, 0.0).detach()
+        nothing = torch.zeros_like(layout.mask)
+        result = PolicyLoss(result, log_ratio.clamp(-20, 20).exp(), log_ratio, nothing, nothing)
+    return result
+
+
+# --- the trial --------------------------------------------------------------------------------------------------------
+
+
+def policy_loss_problem(name: str, *, eps_low: float, eps_high: float) -> str | None:
+    """Return why a user's loss cannot train a policy; None if it can, as far as a toy batch shows."""
+    layout = _toy_layout()
+    old = -torch.rand(layout.num_tokens, generator=torch.Generator().manual_seed(1)) - 0.5
+    shift = torch.randn(layout.num_tokens, generator=torch.Generator().manual_seed(2)) / 10
+    advantages = torch.tensor([1.0, -0.5, 0.25])[layout.token_episode]
+
+    def call(tokens: int, part: TokenLayout) -> tuple[Tensor, Tensor]:
+        log_probs = (old + shift)[:tokens].clone().requires_grad_()
+        clips = {"eps_low": eps_low, "eps_high": eps_high}
+        losses = own_policy_loss(name, log_probs, old[:tokens], advantages[:tokens], part, **clips).loss
+        return log_probs, losses
+
+    try:
+        log_probs, losses = call(layout.num_tokens, layout)
+        problem = _tensor_problem(losses, layout.num_tokens, "token")
+        if problem is not None:
+            return problem
+        if not losses.requires_grad:
+            return "returned losses without a gradient: compute them from log_probs, without detach() or no_grad()"
+        [gradient] = torch.autograd.grad(losses[layout.mask].sum(), log_probs, allow_unused=True)
+        if gradient is None or not gradient[layout.mask].any():
+            return "has no gradient with respect to log_probs: no token would be learned"
+        if not gradient.isfinite().all():
+            return "has a gradient that is not finite"
+        part = TokenLayout(layout.mask[:9], layout.offsets[:4], layout.segment_episode[:3], 2)
+        _, of_part = call(9, part)
+        if not torch.allclose(of_part[part.mask], losses[:9][part.mask], atol=_TOLERANCE):
+            return (
+                "gives an episode another loss when the next one is not in the micro-batch: return a loss per token"
+                " that depends on its own episode alone; algorithm.aggregation takes the mean"
+            )
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"raised {_described(error, Path(absolute(name).rpartition(':')[0]))}"
+    return None
+
+
+def estimator_problem(name: str) -> str | None:
+    """Return why a user's estimator cannot be used; None if it can, as far as toy groups show."""
+    rewards, groups = torch.tensor([0.0, 1.0, 1.0, 0.5, 0.25]), torch.tensor([0, 0, 1, 1, 1])
+    try:
+        function = own_function(name)
+        advantages = function(rewards.clone(), groups.clone())
+        problem = _tensor_problem(advantages, len(rewards), "episode")
+        if problem is not None:
+            return problem
+        if not torch.allclose(function(rewards[:2].clone(), groups[:2].clone()), advantages[:2], atol=_TOLERANCE):
+            return "gives a group other advantages when another group is not there: compare episodes of one group only"
+        equal = function(torch.ones(4), torch.tensor([0, 0, 1, 1]))
+        if not equal.isfinite().all():
+            return "is not finite for a group whose rewards are all equal: add a small number to what it divides by"
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"raised {_described(error, Path(absolute(name).rpartition(':')[0]))}"
+    return None
+
+
+def sampler_problem(name: str) -> str | None:
+    """Return why a user's sampler cannot choose prompts; None if it can, as far as six toy prompts show."""
+    rates, draws = np.array([np.nan, 0.0, 0.5, 1.0, np.nan, 0.25]), np.array([0, 1, 2, 1, 0, 3])
+    try:
+        chosen = []
+        for known in (rates, np.full(6, np.nan), rates):  # at the beginning no prompt has a score
+            generator = np.random.Generator(np.random.Philox(key=1))
+            chosen.append(checked_choice(own_function(name)(4, known.copy(), draws.copy(), generator), 4, 6))
+        if chosen[0] != chosen[2]:
+            return "chose differently from the same scores and generator: a resumed run would differ; use its rng only"
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"raised {_described(error, Path(absolute(name).rpartition(':')[0]))}"
+    return None
+
+
+def _toy_layout() -> TokenLayout:
+    """Three episodes of 6, 3 and 4 tokens; the first has two segments and a token that the environment inserted."""
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
+    return TokenLayout(mask, torch.tensor([0, 3, 6, 9, 13]), torch.tensor([0, 0, 1, 2]), 3)
+
+
+def _tensor_problem(values: Any, count: int, what: str) -> str | None:
+    if not isinstance(values, Tensor):
+        return f"returned {type(values).__name__}: return a tensor with a number per {what}"
+    if values.shape != (count,):
+        return f"returned the shape {list(values.shape)} for {count} {what}s: return [{count}], a number per {what}"
+    if not values.is_floating_point():
+        return f"returned {values.dtype}: return floating-point numbers"
+    if not values.isfinite().all():
+        return f"returned {int((~values.isfinite()).sum())} numbers of {count} that are not finite"
+    return None
+
+
+def _described(error: Exception, file: Path) -> str:
+    """Format an error with the line of the user's file that raised it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    where = f" at line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
