@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Grader, Graders, RewardFunction, Score
+from hotseat.rewards import sandbox as sandbox_module
 from hotseat.rewards.graders import grader_problem, package_problem
 from hotseat.rewards.sandbox import SandboxSettings
 
@@ -137,10 +137,8 @@ def test_a_function_is_added_with_its_logs(tmp_path):
 
 
 def children() -> list[int]:
-    pids: list[int] = []
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        pids += map(int, (task / "children").read_text().split())
-    return pids
+    """Return the processes that this one started."""
+    return sandbox_module._children(os.getpid())
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
