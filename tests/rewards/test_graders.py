@@ -77,17 +77,17 @@ def test_answers_are_not_executed_and_later_samples_are_unaffected(graders, tmp_
 
 def test_a_catastrophic_pattern_is_cut_off_and_the_next_answer_is_judged():
     """Scenario 52."""
-    with Graders([Grader("regex", "letters", timeout_s=0.2, pattern=CATASTROPHE)]) as graders:
+    with Graders([Grader("regex", "letters", timeout_s=3.0, pattern=CATASTROPHE)]) as graders:
         late, right, wrong = scores(graders, ["a" * 60 + "b", "aaa", "bbb"], None)
-        assert late == Failed("grader letters: no verdict within 0.2 s (sample 0/0/0)")
+        assert late == Failed("grader letters: no verdict within 3 s (sample 0/0/0)")
         assert (right.reward, wrong.reward) == (1.0, 0.0)
 
 
 def test_a_schema_with_a_catastrophic_pattern_is_cut_off():
     schema = {"type": "string", "pattern": CATASTROPHE}
-    with Graders([Grader("json", "json", timeout_s=0.2, json_schema=schema)]) as graders:
+    with Graders([Grader("json", "json", timeout_s=3.0, json_schema=schema)]) as graders:
         late, right = scores(graders, [json.dumps("a" * 60 + "b"), '"aaa"'], None)
-        assert late == Failed("grader json: no verdict within 0.2 s (sample 0/0/0)")
+        assert late == Failed("grader json: no verdict within 3 s (sample 0/0/0)")
         assert right.reward == 1.0
 
 
@@ -96,11 +96,16 @@ def test_an_answer_of_spaces_takes_no_time(graders):
     assert found.reward == 0.0
 
 
-def test_a_process_killed_from_outside_is_replaced(graders):
+def test_a_process_killed_from_outside_is_replaced():
     """Scenario 52."""
-    for pid in children():
-        os.kill(pid, signal.SIGKILL)
-    assert scores(graders, ["18"], "18")[0].reward == 11.0
+    before = set(children())
+    with Graders([Grader("exact", "exact", timeout_s=WIDE)]) as graders:
+        assert scores(graders, ["18"], "18")[0].reward == 1.0
+        own = set(children()) - before
+        assert own
+        for pid in own:
+            os.kill(pid, signal.SIGKILL)
+        assert scores(graders, ["18"], "18")[0].reward == 1.0
 
 
 def test_closing_ends_the_processes_and_what_was_submitted():
@@ -198,7 +203,7 @@ def test_tests_that_cannot_be_read_are_failed_samples(label, reason, tmp_path):
 
 @pytest.fixture(scope="module")
 def math():
-    with Graders([Grader("math", "math", timeout_s=1.0)]) as made:
+    with Graders([Grader("math", "math", timeout_s=WIDE)]) as made:
         yield made
 
 
@@ -223,8 +228,9 @@ def test_formulas_are_not_executed(math, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_formula_that_takes_too_long_is_a_failed_sample_and_the_next_is_judged(math):
+def test_a_formula_that_takes_too_long_is_a_failed_sample_and_the_next_is_judged():
     """Scenario 52."""
-    late, right = scores(math, ["$9^{9^{9^{9}}} - 9^{9^{9^{8}}}$", "18"], "18")  # no signal interrupts this
-    assert late == Failed("grader math: no verdict within 1 s (sample 0/0/0)")
+    with Graders([Grader("math", "math", timeout_s=6.0)]) as graders:
+        late, right = scores(graders, ["$9^{9^{9^{9}}} - 9^{9^{9^{8}}}$", "18"], "18")  # no signal interrupts this
+    assert late == Failed("grader math: no verdict within 6 s (sample 0/0/0)")
     assert right.reward == 1.0
