@@ -17,7 +17,7 @@ from hotseat.observe import LiveView
 
 @dataclass(frozen=True)
 class Generated:
-    """What a command wrote."""
+    """Counts of a command's output."""
 
     num_prompts: int
     num_samples: int

@@ -38,7 +38,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round scored: requests, texts, tokens without padding, and forwards."""
+    """Size of one round of scoring: requests, texts, tokens without padding, and forwards."""
 
     num_requests: int
     num_texts: int

@@ -25,7 +25,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a host has to report of the groups that it works on."""
+    """Report of a host on the groups that it works on."""
 
     facts: list[GroupFacts]  # of those that have finished since the last report
     num_unscored: int  # groups that wait for a reward model, which takes them by `to_score`
