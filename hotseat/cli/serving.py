@@ -99,7 +99,11 @@ def serve(
     which only this machine is served.
     """
     from hotseat.loop.serving.server import ROUTE, bound_socket, run_server
+    from hotseat.loop.setup.refusals import model_problem
 
+    problem = model_problem(name)
+    if problem is not None:
+        raise UserError(problem)
     with bound_socket(options, hint) as bound:
         print(f"loading {name}", flush=True)
         import torch

@@ -429,6 +429,8 @@ def test_wrong_arguments_are_refused_before_a_model_loads(capsys):
     ):
         assert main.main(["serve-rm", "nothing", *arguments]) == 2
         assert problem in capsys.readouterr().err
+    assert main.main(["serve-rm", "/no/model"]) == 2
+    assert "there is no folder /no/model" in capsys.readouterr().err
 
 
 class ServerProcess:

@@ -114,19 +114,26 @@ def looks_like_path(name: str) -> bool:
 
 def _missing_models(config: Config) -> Iterator[tuple[str, str]]:
     for key, name in _models(config):
-        path = Path(name)
-        if path.is_file():
-            yield key, f"{name} is a file: give the folder of a checkpoint, which holds config.json and weights"
-        elif path.is_dir() and not (path / "config.json").is_file():
-            inside = [entry for entry in sorted(path.glob("*/config.json")) if entry.parent.name == MODEL_FOLDER]
-            hint = f"; did you mean {inside[0].parent}?" if inside else ""
-            yield key, f"{name} is no checkpoint: there is no config.json in it{hint}"
-        elif not path.is_dir() and looks_like_path(name):
-            home = path.expanduser()
-            if home.is_dir():
-                yield key, f"{name}: ~ is not replaced here; write {home}"
-            else:
-                yield key, f"there is no folder {name}{near(home)}"
+        problem = model_problem(name)
+        if problem is not None:
+            yield key, problem
+
+
+def model_problem(name: str) -> str | None:
+    """Return why there is no model under a name that can only be a path; None: there may be one."""
+    path = Path(name)
+    if path.is_file():
+        return f"{name} is a file: give the folder of a checkpoint, which holds config.json and weights"
+    if path.is_dir() and not (path / "config.json").is_file():
+        inside = [entry for entry in sorted(path.glob("*/config.json")) if entry.parent.name == MODEL_FOLDER]
+        hint = f"; did you mean {inside[0].parent}?" if inside else ""
+        return f"{name} is no checkpoint: there is no config.json in it{hint}"
+    if not path.is_dir() and looks_like_path(name):
+        home = path.expanduser()
+        if home.is_dir():
+            return f"{name}: ~ is not replaced here; write {home}"
+        return f"there is no folder {name}{near(home)}"
+    return None
 
 
 def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
