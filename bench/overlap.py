@@ -1,10 +1,11 @@
-"""What rollout beside training gains where episodes take very different times, beside what the simulator predicts.
+"""What rollout beside training gains where episodes take very different times, beside the prediction of the gain.
 
     python bench/overlap.py [--steps 24] [--mean 0.4] [--staleness 1 2] [--checkpoints]
 
 An agent whose tool waits: log-normal, sigma 1. One sample per prompt, 16 prompts a step, 16 episodes at once. Training
 takes as long as an episode on average (it sleeps so long, besides its own work on a tiny model). Order of arrival, open
-requests keep their cache, the queue is as long as the staleness. Everything in one process.
+requests keep their cache, the queue is as long as the staleness. Everything in one process. The prediction is that of
+`hotseat plan --from` the run without staleness.
 
 With --checkpoints: what a checkpoint after every step costs while episodes are open, instead.
 """
@@ -12,8 +13,6 @@ With --checkpoints: what a checkpoint after every step costs while episodes are 
 from __future__ import annotations
 
 import argparse
-import math
-import random
 import statistics
 import tempfile
 import time
@@ -23,10 +22,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hotseat.config import loads
+from hotseat.config import loads, loads_saved
 from hotseat.loop.rl import update
-from hotseat.loop.rl.pace_simulator import step_times
-from hotseat.loop.rl.pacer import Pace
+from hotseat.loop.rl.forecast import forecasts, recorded_costs, resources_of
 from hotseat.loop.run import start
 from hotseat.loop.setup.demo import make_model
 from hotseat.observe import read_lines
@@ -70,16 +68,24 @@ def main() -> None:
             return
         for staleness in (0, *options.staleness):
             rows.append((staleness, *measure(Path(folder), options.steps, staleness)))
+        predicted = predict(Path(folder), [staleness for staleness, *_ in rows])
     table = Table(title=f"{options.steps} steps of {GROUPS} episodes, tool and training {options.mean} s on average")
-    for name in ("staleness", "seconds a step", "times synchronous", "predicted", "measured / predicted", "oldest"):
+    names = (
+        "staleness",
+        "seconds a step",
+        "predicted",
+        "times synchronous",
+        "predicted",
+        "measured / predicted",
+        "oldest",
+    )
+    for name in names:
         table.add_column(name, justify="right")
-    predicted = [predict(options.steps, options.mean, staleness, rows[0][2]) for staleness, *_ in rows]
-    for (staleness, step_s, _, oldest), expected in zip(rows, predicted, strict=True):
+    for (staleness, step_s, oldest), expected in zip(rows, predicted, strict=True):
         gain, forecast = rows[0][1] / step_s, predicted[0] / expected
-        table.add_row(
-            str(staleness), f"{step_s:.2f}", f"{gain:.2f}", f"{forecast:.2f}", f"{gain / forecast:.0%}", f"{oldest:.0f}"
-        )
-    Console().print(table)
+        cells = [f"{step_s:.2f}", f"{expected:.2f}", f"{gain:.2f}", f"{forecast:.2f}", f"{gain / forecast:.0%}"]
+        table.add_row(str(staleness), *cells, f"{oldest:.0f}")
+    Console(width=120).print(table)
 
 
 def slow_down_updates(seconds: float) -> None:
@@ -101,12 +107,11 @@ def prepare(folder: Path, num_steps: int, mean: float) -> None:
     (folder / "agent.py").write_text(AGENT.format(mean=mean))
 
 
-def measure(folder: Path, num_steps: int, staleness: int) -> tuple[float, float, float]:
-    """Return seconds of a step, seconds of training in it, and the largest age of a sample."""
+def measure(folder: Path, num_steps: int, staleness: int) -> tuple[float, float]:
+    """Return seconds of a step, and the largest age of a sample."""
     rows = run(folder, num_steps, staleness, f"staleness-{staleness}")
-    training = [row["time/prepare"] + row["time/update"] + row["time/sync"] for row in rows]
     oldest = max(row.get("staleness_max", 0.0) for row in rows)
-    return statistics.fmean(row["step_s"] for row in rows), statistics.fmean(training), oldest
+    return statistics.fmean(row["step_s"] for row in rows), oldest
 
 
 def measure_checkpoints(folder: Path, num_steps: int, values: Sequence[int]) -> None:
@@ -148,14 +153,11 @@ log: {{samples_per_step: 0}}
     return rows
 
 
-def predict(num_steps: int, mean: float, staleness: int, training_s: float) -> float:
-    """Return the seconds of a step by the simulator, with the waits of the run and its measured training."""
-    pace = Pace(GROUPS, staleness, staleness, "arrival" if staleness else "prompt", num_steps * GROUPS)
-    # The order of prompts is another, the waits are the same.
-    waits = [random.Random(n).lognormvariate(math.log(mean) - 0.5, 1.0) for n in range(num_steps * GROUPS)]
-    random.Random(0).shuffle(waits)
-    ends = step_times(pace, waits, num_places=GROUPS, training_s=training_s + mean)
-    return (ends[-1] - ends[WARM_UP - 1]) / (num_steps - WARM_UP)
+def predict(folder: Path, values: Sequence[int]) -> list[float]:
+    """Return the seconds of a step for each staleness, as `hotseat plan --from` predicts them from the first run."""
+    run_dir = folder / "runs" / "staleness-0"
+    config, costs = loads_saved((run_dir / "config.yaml").read_text()), recorded_costs(run_dir)
+    return [row.step_s for row in forecasts(config, costs, resources_of(config, 1, is_shared=False), values)]
 
 
 if __name__ == "__main__":

@@ -31,12 +31,18 @@ _BEAT_S = 0.1
 _CANCEL_S = 1.0  # how long a cancelled episode is waited for before it is abandoned
 
 
+class EpisodeFuture(Future[Outcome]):
+    """The outcome of an episode. `started_s`: when the episode began, by the monotonic clock; None before that."""
+
+    started_s: float | None = None
+
+
 @dataclass(eq=False)
 class _Job:
     prompt: Prompt
     key: SampleKey
     sampling: Sampling
-    future: Future[Outcome] = field(default_factory=Future)
+    future: EpisodeFuture = field(default_factory=EpisodeFuture)
     started: float = math.inf
     task: asyncio.Task[None] | None = None
     in_flight: set[str] = field(default_factory=set)
@@ -95,11 +101,11 @@ class AgentHost:
         self._thread.start()
         self._watch.start()
 
-    def submit(self, prompt: Prompt, key: SampleKey, sampling: Sampling) -> Future[Outcome]:
+    def submit(self, prompt: Prompt, key: SampleKey, sampling: Sampling) -> EpisodeFuture:
         """Queue an episode, and return its future at once."""
         return self.submit_many([(prompt, key)], sampling)[0]
 
-    def submit_many(self, samples: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[Future[Outcome]]:
+    def submit_many(self, samples: Sequence[tuple[Prompt, SampleKey]], sampling: Sampling) -> list[EpisodeFuture]:
         """Queue episodes that start together, so that their first requests reach the engine together."""
         jobs = [_Job(prompt, key, sampling) for prompt, key in samples]
         with self._lock:
@@ -166,7 +172,7 @@ class AgentHost:
                 with self._lock:
                     self._jobs.discard(job)
                 return
-            job.started = time.monotonic()
+            job.started = job.future.started_s = time.monotonic()
             job.task = episode = self._loop.create_task(self._episode(job))
             try:
                 done, _ = await asyncio.wait({episode}, timeout=self._timeout_s)

@@ -118,6 +118,7 @@ and GET /metrics (Prometheus) tell how it is. Ctrl-C or SIGTERM stops it once th
 examples:
   hotseat plan rl.yaml --inventory 1x8xH100-80G
   hotseat plan rl.yaml --inventory 2x8xH100-80G rollout.engine=vllm --explain
+  hotseat plan rl.yaml --from runs/rl-1        what overlap.staleness would gain, by the costs which that run measured
 
 No GPU is needed. The output begins with whether the run fits into memory. If it does not, it shows settings with which
 it does, as YAML to paste.

@@ -145,7 +145,14 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         " (a=2x8xH100-80G,b=1x8x4090); default: cluster.inventory, else as many nodes of 8 devices as it takes",
     )
     plan.add_argument("--explain", action="store_true", help="show the arithmetic behind every memory figure")
-    plan.add_argument("--json", action="store_true", help="print the whole plan as JSON instead")
+    plan_output = plan.add_mutually_exclusive_group()
+    plan_output.add_argument("--json", action="store_true", help="print the whole plan as JSON instead")
+    plan_output.add_argument(
+        "--from",
+        dest="recorded",
+        metavar="RUN_DIR",
+        help="also predict what overlap.staleness gains, from the costs that the RL run in this directory measured",
+    )
 
     explain = _command(commands, "explain", _explain, "show the batch algebra: prompts, samples, steps, micro-batches")
     _takes_config(explain)
@@ -333,6 +340,12 @@ def _plan(arguments: argparse.Namespace) -> int:
             lambda: advise(config, arguments.inventory),
             notes(config, placed, chosen, made),
         )
+        if arguments.recorded is not None:
+            from pathlib import Path
+
+            from hotseat.cli.forecast_view import print_forecast
+
+            print_forecast(chosen.config, made, Path(arguments.recorded), make_console())
     return REFUSED if made.verdict == "does_not_fit" else OK
 
 

@@ -279,6 +279,19 @@ def num_data_parallel(config: Config, made: Plan) -> int:
     return len(made.role("actor").processes) // config.train.num_model_parallel
 
 
+def engine_slots(config: Config) -> int:
+    """Return how many sequences one engine decodes at a time."""
+    return config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS
+
+
+def episodes_per_engine(config: Config) -> int:
+    """Return how many episodes are open for each engine.
+
+    Unless that is set, one half is sampled while agents and rewards handle the other.
+    """
+    return config.agent.max_concurrent or 2 * engine_slots(config)
+
+
 def is_offloaded(made: Plan, role: str) -> bool:
     """Tell whether a role's weights are off its devices in some step of the plan."""
     steps = [step for group in made.groups for step in group.steps]
@@ -350,7 +363,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             can_offload=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
             memory=EngineMemory(
                 max_tokens=config.data.max_length,
-                slots=VLLM_SLOTS if config.rollout.engine == "vllm" else config.rollout.num_slots,
+                slots=engine_slots(config),
                 engine=config.rollout.engine,
                 weight_bytes=_BYTES[dtype_of(config)],
                 kv_bytes=_BYTES[dtype_of(config)],

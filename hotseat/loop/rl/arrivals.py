@@ -2,7 +2,8 @@
 
     begun      groups that hosts sample from now on, and the version that is served then
     arrived    a finished group, and why it was dropped, if it was
-    taken      the groups of a step, in the order in which they are trained
+    taken      the groups of a step, in the order in which they are trained, the dropped ones, and for all of them the
+               seconds that each episode took, and then the rewards
     trained    the next version is served
     restored   the run was resumed after a step: what was recorded after that step's update is void
 
@@ -43,7 +44,10 @@ class Arrivals:
         dropped = [(*facts.key, reason) for facts, reason in batch.dropped]
         groups = [facts.key for facts in batch.groups]
         numbers = {"num_generated": batch.num_generated, "num_failed": batch.num_failed}
-        self._write({"event": "taken", "step": step, "groups": groups, "dropped": dropped, **numbers})
+        all_facts = (*batch.groups, *(facts for facts, _ in batch.dropped))
+        seconds = [[round(s, 4) for s in (*facts.episode_s, facts.scoring_s)] for facts in all_facts]
+        line = {"event": "taken", "step": step, "groups": groups, "dropped": dropped, **numbers, "seconds": seconds}
+        self._write(line)
 
     def trained(self, version: int) -> None:
         """Record that a batch was trained, and the version that is served since."""

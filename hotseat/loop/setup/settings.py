@@ -13,7 +13,7 @@ from hotseat.config.roles import compares_with_reference, has_inference, has_rew
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.config.urls import as_list
 from hotseat.errors import UserError
-from hotseat.loop.planning.plan import VLLM_SLOTS, CacheLimit
+from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
 from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
@@ -205,7 +205,7 @@ def engine_settings(
     return EngineSettings(
         model=config.actor.model,
         max_length=config.data.max_length,
-        num_slots=rollout.num_slots if rollout.engine == "transformers" else VLLM_SLOTS,
+        num_slots=engine_slots(config),
         eos_token_ids=eos_token_ids,
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
@@ -214,11 +214,6 @@ def engine_settings(
         keeps_cache=config.overlap.in_flight == "keep",
         vllm=vllm if rollout.engine == "vllm" else None,
     )
-
-
-def episodes_per_engine(config: Config) -> int:
-    """Return how many episodes keep an engine full: one half is sampled while agents and rewards handle the other."""
-    return 2 * (config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS)
 
 
 def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
@@ -234,7 +229,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         max_length=config.data.max_length,
         agent=config.agent.path,
         max_turns=config.agent.max_steps,
-        max_concurrent=config.agent.max_concurrent or episodes_per_engine(config),
+        max_concurrent=episodes_per_engine(config),
         episode_timeout_s=config.agent.timeout_s,
         reward=config.reward.function,
         eval_reward=config.eval.reward,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from hotseat.agents import AgentHost
+from hotseat.agents.host import EpisodeFuture
 from hotseat.errors import RunError
 from hotseat.loop.workers.facts import Job
 from hotseat.rewards import Score, Scorer
@@ -17,11 +19,13 @@ from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode
 
 @dataclass
 class OpenGroup:
-    """The episodes of one job: an outcome per sample, None until it is there."""
+    """The episodes of one job: an outcome per sample, None until it is there, and the seconds that each took."""
 
     job: Job
     outcomes: list[Any] = field(default_factory=list)
     num_open: int = 0
+    episode_s: list[float] = field(default_factory=list)
+    scoring_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,17 @@ class Collecting:
         self._agents = agents
         self._scoring = scoring
         self._reach = reach
-        self._done: SimpleQueue[tuple[OpenGroup, int | None, Future[Any]] | RunError] = SimpleQueue()
+        self._done: SimpleQueue[_Done | RunError] = SimpleQueue()
 
     def add(self, jobs: Sequence[Job], sampling: Sampling) -> None:
         """Start the episodes of jobs. Returns at once."""
-        groups = [OpenGroup(job, [None] * job.num_samples, job.num_samples) for job in jobs]
+        groups = [OpenGroup(job, [None] * job.num_samples, job.num_samples, [0.0] * job.num_samples) for job in jobs]
         samples = [(group, sample) for group in groups for sample in range(group.job.num_samples)]
         requests = [
             (group.job.prompt, SampleKey(group.job.epoch, group.job.prompt.index, sample)) for group, sample in samples
         ]
         for (group, sample), episode in zip(samples, self._agents.submit_many(requests, sampling), strict=True):
-            self._report(group, sample, episode)
+            self._report(group, sample, episode, episode)
 
     def next(self) -> tuple[OpenGroup, list[Score | Failed] | None]:
         """Wait for the next complete group: return it and the scores of its episodes, None if a model scores them.
@@ -70,13 +74,15 @@ class Collecting:
             item = self._done.get()
             if isinstance(item, RunError):
                 raise item
-            group, sample, future = item
+            group, sample = item.group, item.sample
             if sample is None:
-                return group, future.result()
-            outcome = future.result()
+                group.scoring_s = item.ended_s - item.started_s
+                return group, item.future.result()
+            outcome = item.future.result()
             if self._scoring.ignores_agents and isinstance(outcome, ScoredEpisode):
                 outcome = outcome.episode
             group.outcomes[sample] = outcome
+            group.episode_s[sample] = item.ended_s - item.started_s
             group.num_open -= 1
             if group.num_open == 0 and self._scoring.waits_for_model:
                 return group, None
@@ -88,8 +94,27 @@ class Collecting:
         """Have `next` raise this once, after it has returned what is complete already."""
         self._done.put(reason)
 
-    def _report(self, group: OpenGroup, sample: int | None, future: Future[Any]) -> None:
-        future.add_done_callback(lambda future: self._done.put((group, sample, future)))
+    def _report(
+        self, group: OpenGroup, sample: int | None, future: Future[Any], episode: EpisodeFuture | None = None
+    ) -> None:
+        asked_s = time.monotonic()
+
+        def report(future: Future[Any]) -> None:
+            ended_s = time.monotonic()
+            started_s = asked_s if episode is None else episode.started_s
+            self._done.put(_Done(group, sample, future, ended_s if started_s is None else started_s, ended_s))
+
+        future.add_done_callback(report)
+
+
+class _Done(NamedTuple):
+    """The end of an episode, or of the scoring of a group, whose `sample` is None."""
+
+    group: OpenGroup
+    sample: int | None
+    future: Future[Any]
+    started_s: float
+    ended_s: float
 
 
 def _score(group: OpenGroup, scorer: Scorer | None) -> Future[Any]:

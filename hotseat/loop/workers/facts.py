@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hotseat.types import Prompt
 
@@ -48,6 +48,8 @@ class GroupFacts:
     failures: tuple[tuple[int, str], ...]  # positions of the other samples, and why they have no reward
     extra: tuple[dict[str, float], ...] = ()
     versions: tuple[tuple[int, int], ...] = ()  # oldest and newest of the weights that sampled each
+    episode_s: tuple[float, ...] = field(default=(), compare=False)  # seconds of each episode, also of failed ones
+    scoring_s: float = field(default=0.0, compare=False)  # seconds from the last answer to the rewards
 
     @property
     def key(self) -> GroupKey:

@@ -375,7 +375,8 @@ class RolloutHost:
             else:
                 samples.append(outcome)
         job = group.job
-        return Finished(job.epoch, PromptGroup(job.prompt, tuple(samples), len(failures)), tuple(failures))
+        prompt_group = PromptGroup(job.prompt, tuple(samples), len(failures))
+        return Finished(job.epoch, prompt_group, tuple(failures), tuple(group.episode_s), group.scoring_s)
 
     def _group(self, key: GroupKey) -> PromptGroup:
         """Return a finished group: the process that finished it may have been another than this."""
@@ -422,6 +423,8 @@ def facts_of(finished: Finished) -> GroupFacts:
         failures=finished.failures,
         extra=tuple(dict(sample.extra) for sample in samples),
         versions=tuple(_versions(sample.episode) for sample in samples),
+        episode_s=finished.episode_s,
+        scoring_s=finished.scoring_s,
     )
 
 

@@ -20,11 +20,13 @@ KEPT_BYTES_PER_TOKEN = 8 + 1 + 4 + 4  # id, mask, log-prob and version of a toke
 
 @dataclass(frozen=True)
 class Finished:
-    """A group whose samples have their rewards, and those that have none with the reasons."""
+    """A group whose samples have their rewards, those that have none with the reasons, and the seconds it took."""
 
     epoch: int
     group: PromptGroup
     failures: tuple[tuple[int, str], ...]
+    episode_s: tuple[float, ...] = ()
+    scoring_s: float = 0.0
 
     @property
     def key(self) -> GroupKey:
@@ -51,7 +53,8 @@ class Spool:
         path = self._path(finished.key)
         temporary = path.with_suffix(f".{os.getpid()}.part")
         # A share travels flat: a few arrays instead of four small tensors for every segment.
-        flat = finished.epoch, Share((finished.group,), ((),)), finished.failures
+        share = Share((finished.group,), ((),))
+        flat = finished.epoch, share, finished.failures, finished.episode_s, finished.scoring_s
         temporary.write_bytes(pickle.dumps(flat, protocol=pickle.HIGHEST_PROTOCOL))
         temporary.replace(path)
 
@@ -61,8 +64,8 @@ class Spool:
             data = self._path(key).read_bytes()
         except FileNotFoundError:
             return None
-        epoch, share, failures = pickle.loads(data)
-        return Finished(epoch, share.groups[0], failures)
+        epoch, share, *rest = pickle.loads(data)  # files of earlier versions have no seconds
+        return Finished(epoch, share.groups[0], *rest)
 
     def has(self, key: GroupKey) -> bool:
         """Tell whether there is a group of that key."""

@@ -1,0 +1,87 @@
+"""`hotseat plan CONFIG --from RUN`: what staleness would gain, by the costs that a run measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hotseat.config import Config, loads_saved
+from hotseat.errors import UserError
+from hotseat.loop.planning.plan import make_plan
+from hotseat.loop.rl.forecast import (
+    Costs,
+    Forecast,
+    Resources,
+    for_samples,
+    forecasts,
+    own_step_s,
+    recorded_costs,
+    resources_of,
+    without_queueing,
+)
+from hotseat.loop.state.run_dir import CONFIG
+from hotseat.placement import Plan, shares_devices
+
+
+def print_forecast(config: Config, plan: Plan, run_dir: Path, console: Console) -> None:
+    """Print the predicted steps of a config, and beside them how well the recorded run itself is predicted."""
+    if config.task != "rl":
+        raise UserError(f"--from predicts what staleness gains in task rl; the task of this config is {config.task}")
+    recorded = _recorded_config(run_dir)
+    costs, resources = recorded_costs(run_dir), _resources(recorded, make_plan(recorded))
+    costs = without_queueing(recorded, costs, resources)
+    num_samples = config.rollout.samples_per_prompt
+    factor = _samples_per_step(config) / _samples_per_step(recorded)
+    rows = forecasts(config, for_samples(costs, num_samples, factor), _resources(config, plan))
+    console.print(f"\nStaleness, as predicted from the last {costs.num_steps} steps of {run_dir}", style="bold")
+    console.print(_table(rows, _samples_per_step(config)))
+    console.print(_own_line(recorded, costs, resources), style="dim", highlight=False)
+
+
+def _recorded_config(run_dir: Path) -> Config:
+    path = run_dir / CONFIG
+    if not path.is_file():
+        raise UserError(f"--from {run_dir}: there is no {path}; name the directory of a run")
+    recorded = loads_saved(path.read_text())
+    if recorded.task != "rl":
+        raise UserError(f"--from {run_dir}: that run's task is {recorded.task}; name the directory of an RL run")
+    return recorded
+
+
+def _resources(config: Config, plan: Plan) -> Resources:
+    return resources_of(config, len(plan.role("rollout").processes), is_shared=shares_devices(plan))
+
+
+def _samples_per_step(config: Config) -> int:
+    return config.rollout.batch_size * config.rollout.samples_per_prompt
+
+
+def _table(rows: list[Forecast], num_samples: int) -> Table:
+    """Make a table of the predicted speed for each staleness, in two ways unless devices are shared."""
+    is_shared = rows[0].step_s_waiting is None
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("staleness", justify="right")
+    names = ["arrival, recompute"] if is_shared else ["prompt, wait", "arrival, keep or recompute"]
+    for name in names:
+        for unit in (f"{name}: s a step", "samples/s", "gain"):
+            table.add_column(unit, justify="right")
+    for row in rows:
+        cells = [str(row.staleness)]
+        pairs = [(row.step_s, rows[0].step_s)]
+        if row.step_s_waiting is not None and rows[0].step_s_waiting is not None:
+            pairs.insert(0, (row.step_s_waiting, rows[0].step_s_waiting))
+        for step_s, synchronous_s in pairs:
+            cells += [f"{step_s:.2f}", f"{num_samples / step_s:,.1f}", f"{synchronous_s / step_s:.2f}x"]
+        table.add_row(*cells)
+    return table
+
+
+def _own_line(recorded: Config, costs: Costs, resources: Resources) -> str:
+    measured = f"that run, staleness {recorded.overlap.staleness}: {costs.step_s:.2f} s a step measured"
+    own_s = own_step_s(recorded, costs, resources)
+    if own_s is None:
+        return f"{measured}; overlap.in_flight restart is not simulated"
+    return f"{measured}, {own_s:.2f} s predicted; {costs.training_s:.2f} s of it from a batch to the end of its push"
