@@ -4,7 +4,10 @@ One run on Ray per size, as `hotseat run` does it: actor and engine take turns o
 and driver in processes of their own. The model has one layer of width 16, an answer is one token, and a sample is used
 once. "driver" is the processor time of the driver process, the part that no device and no other process can take over.
 
-    python bench/loop_overhead.py [--sizes 64 256 1024 4096] [--steps 12]
+With --staleness rollout runs beside training, so that finished groups go through the spool; with --hosts several
+processes run agents and rewards; then the mean says more than the median, because steps wait for each other's groups.
+
+    python bench/loop_overhead.py [--sizes 64 256 1024 4096] [--steps 12] [--staleness 1] [--hosts 2]
 """
 
 from __future__ import annotations
@@ -37,6 +40,11 @@ reward: {{function: {directory}/reward.py}}
 rollout: {{batch_size: {batch_size}, samples_per_prompt: 8, max_new_tokens: 1, num_slots: 256}}
 train: {{dtype: fp32, batch_size: {num_samples}, micro_batch_size: {micro_batch_size}}}
 log: {{every: 1000}}
+{ahead}"""
+
+AHEAD = """
+cluster: {{component_placement: {{actor: 0, rollout: 1}}}}
+overlap: {{staleness: {staleness}}}
 """
 
 REWARD = """
@@ -72,8 +80,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=1)
     arguments = parser.parse_args()
-    table = Table(*["samples", "step ms", *(f"{phase} ms" for phase in PHASES), "µs/sample", "driver µs/sample"])
+    phases = ("wait", "drain", *PHASES[1:]) if arguments.staleness else PHASES
+    names = ["samples", "step ms", *(f"{phase} ms" for phase in phases), "µs/sample", "mean", "driver µs/sample"]
+    table = Table(*names)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_task(directory, max(arguments.sizes) // GROUP_SIZE * arguments.steps)
@@ -86,15 +98,17 @@ def main() -> None:
                 micro_batch_size=min(num_samples, 1024),
                 batch_size=batch_size,
                 num_prompts=num_prompts,
+                ahead=AHEAD.format(staleness=arguments.staleness) if arguments.staleness else "",
             )
-            run.start(loads(text))
+            run.start(loads(text, [f"rollout.num_hosts={arguments.hosts}"]))
             records = read_lines(directory / f"samples-{num_samples}" / "metrics.jsonl")
             records = [record for record in records if "step_s" in record][NUM_WARM_UP:]
             step_s = statistics.median(record["step_s"] for record in records)
-            phases = [statistics.median(record[f"time/{phase}"] for record in records) for phase in PHASES]
+            mean_s = statistics.fmean(record["step_s"] for record in records)
+            seconds = [statistics.median(record[f"time/{phase}"] for record in records) for phase in phases]
             driver_s = statistics.median(record["time/driver_cpu"] for record in records)
-            cells = [f"{num_samples:,}", f"{1e3 * step_s:.0f}", *(f"{1e3 * phase:.0f}" for phase in phases)]
-            table.add_row(*cells, f"{1e6 * step_s / num_samples:.0f}", f"{1e6 * driver_s / num_samples:.0f}")
+            cells = [f"{num_samples:,}", f"{1e3 * step_s:.0f}", *(f"{1e3 * each:.0f}" for each in seconds)]
+            table.add_row(*cells, *(f"{1e6 * each / num_samples:.0f}" for each in (step_s, mean_s, driver_s)))
     Console(width=120).print(table)
 
 

@@ -57,6 +57,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                 "num_engines",
                 "tensor_parallel_size",
                 "memory_share",
+                "num_hosts",
                 "num_slots",
                 "prefix_caching",
                 "enforce_eager",

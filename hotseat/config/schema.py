@@ -309,6 +309,8 @@ class RolloutConfig(Section):
     """Devices per engine."""
     memory_share: Share | None = None
     """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
+    num_hosts: Positive | None = None
+    """Processes that run agents and score their answers; unset is one on each node with engines."""
     num_slots: Positive = 64
     """Sequences that one transformers engine decodes at a time."""
     prefix_caching: bool = False

@@ -25,6 +25,7 @@ from hotseat.config.batches import batch_algebra
 from hotseat.errors import WorkerError
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.planning.plan import make_flow, make_plan
+from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
@@ -146,7 +147,7 @@ class FakeHost:
         self.held: dict[GroupKey, GroupFacts] = {}
         self._unscored: list[Job] = []
 
-    def connect(self, engines: object) -> None:
+    def connect(self, client: str, engines: object, num_hosts: int = 1) -> None:
         """Nothing to remember: it samples by itself."""
 
     def collect(self, jobs: Sequence[Job], sampling: object) -> list[GroupFacts]:
@@ -164,7 +165,9 @@ class FakeHost:
 
         return [self._hold(job, of(job)) for job in self._unscored]
 
-    def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> tuple[GroupKey, ...]:
+    def share(
+        self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]], positions: Sequence[int] = ()
+    ) -> tuple[GroupKey, ...]:
         for key in keys:
             assert key in self.held, f"the host holds no group {key}"
         return tuple(keys)
@@ -374,7 +377,7 @@ class FakeArrivals:
 
     def begun(self, version: int, keys: Sequence[GroupKey]) -> None: ...
 
-    def arrived(self, facts: GroupFacts, reason: str | None) -> None: ...
+    def arrived(self, groups: object) -> None: ...
 
     def trained(self, version: int) -> None: ...
 
@@ -450,7 +453,7 @@ class Case:
         self.groups = Groups(
             self.engines,
             self.actor,
-            self.hosts,
+            RolloutHosts(self.hosts),
             self.critic,
             self.reference,
             self.reward,
@@ -472,7 +475,7 @@ class Case:
             self.engines,
             self.hosts,
             self.scheduler,
-            reconnect=lambda: self.log.append("reconnect"),
+            reconnect=lambda ranks: self.log.append(f"reconnect {ranks}"),
             push=lambda ranks: self.sync.push_again(ranks),
             rejoin=lambda ranks: self.log.append(f"rejoin {ranks}"),
             say=self.said.append,

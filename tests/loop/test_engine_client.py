@@ -92,7 +92,7 @@ def test_requests_of_one_turn_travel_together_and_spread_over_engines():
     engines = FakeEngines(2)
 
     async def main():
-        client = EngineClient(engines, timeout_s=5)
+        client = EngineClient(engines, "host-0", timeout_s=5)
         return await asyncio.gather(*(client.generate(request(str(i))) for i in range(6)))
 
     completions = asyncio.run(main())
@@ -105,7 +105,7 @@ def test_a_failing_engine_reaches_everybody_who_waits():
     engines.fail = WorkerError("rollout rank 0 died")
 
     async def main():
-        client = EngineClient(engines, timeout_s=5)
+        client = EngineClient(engines, "host-0", timeout_s=5)
         return await asyncio.gather(*(client.generate(request(str(i))) for i in range(3)), return_exceptions=True)
 
     assert [str(error) for error in asyncio.run(main())] == ["rollout rank 0 died"] * 3
@@ -116,7 +116,7 @@ def test_an_engine_that_fails_while_we_wait_is_noticed():
     engines.is_silent = True
 
     async def main():
-        client = EngineClient(engines, timeout_s=5)
+        client = EngineClient(engines, "host-0", timeout_s=5)
         waiting = asyncio.create_task(client.generate(request("a")))
         await asyncio.sleep(0.05)
         engines.fail = WorkerError("gone")
@@ -131,7 +131,7 @@ def test_silence_becomes_an_error_that_names_engine_and_request():
     engines.is_silent = True
 
     async def main():
-        return await EngineClient(engines, timeout_s=0.1).generate(request("a"))
+        return await EngineClient(engines, "host-0", timeout_s=0.1).generate(request("a"))
 
     with pytest.raises(DeadlineError, match="engine 0: request a had no answer in 0 s"):
         asyncio.run(main())
@@ -141,7 +141,7 @@ def test_a_second_batch_of_requests_is_sent_at_once():
     engines = FakeEngines(1)
 
     async def main():
-        client = EngineClient(engines, timeout_s=5)
+        client = EngineClient(engines, "host-0", timeout_s=5)
         first = asyncio.create_task(client.generate(request("a")))
         await asyncio.sleep(0.005)
         second = asyncio.create_task(client.generate(request("b")))
@@ -156,7 +156,7 @@ def test_an_engine_that_dies_costs_only_its_own_requests_and_they_go_to_the_othe
     engines.is_silent = True
 
     async def main():
-        client = EngineClient(engines, timeout_s=60, when_lost=lambda *about: lost.append(about))
+        client = EngineClient(engines, "host-0", timeout_s=60, when_lost=lambda *about: lost.append(about))
         waiting = [asyncio.create_task(client.generate(request(str(i)))) for i in range(6)]
         await until(lambda: all(engines.submitted.values()))
         engines.dead.add(1)
@@ -181,7 +181,7 @@ def test_without_an_engine_requests_wait_for_the_one_that_rejoins():
     engines.is_silent = True
 
     async def main():
-        client = EngineClient(engines, timeout_s=60, when_lost=lambda *about: lost.append(about))
+        client = EngineClient(engines, "host-0", timeout_s=60, when_lost=lambda *about: lost.append(about))
         first = asyncio.create_task(client.generate(request("first")))
         await until(lambda: engines.submitted[0])
         engines.dead.add(0)
@@ -206,7 +206,7 @@ def test_a_replacement_is_asked_again_although_the_client_has_not_seen_the_death
     engines.is_silent = True
 
     async def main():
-        client = EngineClient(engines, timeout_s=60, when_lost=lambda *about: lost.append(about))
+        client = EngineClient(engines, "host-0", timeout_s=60, when_lost=lambda *about: lost.append(about))
         waiting = [asyncio.create_task(client.generate(request(name))) for name in "ab"]
         await until(lambda: all(engines.submitted.values()))
         engines.dead.add(1)
@@ -224,7 +224,7 @@ def test_a_request_that_fails_fails_alone():
     engines.failing.add("1")
 
     async def main():
-        client = EngineClient(engines, timeout_s=60)
+        client = EngineClient(engines, "host-0", timeout_s=60)
         return await asyncio.gather(*(client.generate(request(str(i))) for i in range(3)), return_exceptions=True)
 
     first, failed, last = asyncio.run(main())
@@ -238,7 +238,7 @@ def test_requests_that_nobody_waits_for_are_aborted_in_one_call_per_engine():
     engines.is_silent = True
 
     async def main():
-        client = EngineClient(engines, timeout_s=60)
+        client = EngineClient(engines, "host-0", timeout_s=60)
         tasks = [asyncio.create_task(client.generate(request(str(i)))) for i in range(6)]
         await until(lambda: all(engines.submitted.values()))
         for task in tasks[:3]:

@@ -93,10 +93,10 @@ def test_a_shorter_queue_bounds_the_age_too(task):
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_in_prompt_order_weights_do_not_depend_on_who_is_slow(task, staleness):
+def test_in_prompt_order_weights_depend_neither_on_who_is_slow_nor_on_the_number_of_hosts(task, staleness):
     run(task, "even", f"{{staleness: {staleness}}}")
     (task / "reward.py").write_text(SLEEPS)
-    run(task, "uneven", f"{{staleness: {staleness}}}")
+    run(task, "uneven", f"{{staleness: {staleness}}}", "rollout.num_hosts=2")
     assert same(weights(task, "even"), weights(task, "uneven"))
 
 
@@ -278,7 +278,7 @@ def test_a_run_that_failed_leaves_no_groups_to_the_next_of_its_name(task):
 def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
     """An engine takes a while to drop its requests, and those who wait for them hear of it before it is done."""
 
-    def drop_requests(self):
+    def drop_requests(self, connected):
         self._engine.abort()
         until = time.monotonic() + 1.0
         while self._finished and time.monotonic() < until:

@@ -43,8 +43,9 @@ def test_a_queue_shorter_than_the_staleness_lets_the_next_batch_in_when_training
 def test_in_prompt_order_a_batch_waits_for_its_own_tickets() -> None:
     paced = pacer()
     assert paced.admit() == [0, 1, 2, 3]
+    assert paced.batch() == Awaited((0, 1), at_least=2)
     arrive(paced, [1, 2, 3])
-    assert paced.batch() == Awaited((0,))
+    assert paced.batch() == Awaited((0,), at_least=1)
     paced.arrive(0)
     assert paced.batch() == (0, 1)
 
@@ -52,7 +53,10 @@ def test_in_prompt_order_a_batch_waits_for_its_own_tickets() -> None:
 def test_in_order_of_arrival_a_batch_is_made_of_the_first_that_came() -> None:
     paced = pacer(order="arrival")
     paced.admit()
-    arrive(paced, [3, 1])
+    assert paced.batch() == Awaited((0, 1, 2, 3), at_least=2)
+    arrive(paced, [3])
+    assert paced.batch() == Awaited((0, 1, 2), at_least=1)
+    arrive(paced, [1])
     assert paced.batch() == (1, 3)
 
 
@@ -65,9 +69,10 @@ def test_tickets_that_are_due_are_waited_for() -> None:
     paced.trained()
     assert paced.admit() == [4, 5]
     arrive(paced, [4, 5])
-    assert paced.batch() == Awaited((0, 2))  # version 1 is the last that may learn from what began under version 0
+    # Version 1 is the last that may learn from what began under version 0.
+    assert paced.batch() == Awaited((0, 2), at_least=2)
     arrive(paced, [2])
-    assert paced.batch() == Awaited((0,))
+    assert paced.batch() == Awaited((0,), at_least=1)
     arrive(paced, [0])
     assert paced.batch() == (0, 2)
 
@@ -78,7 +83,7 @@ def test_a_dropped_group_is_replaced_by_the_next_prompt_at_once() -> None:
     paced.drop(0)
     assert paced.admit() == [2]
     arrive(paced, [1])
-    assert paced.batch() == Awaited((2,))
+    assert paced.batch() == Awaited((2,), at_least=1)
     arrive(paced, [2])
     assert paced.batch() == (1, 2)
 
@@ -112,6 +117,7 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
     paced = Pacer(pace)
     fates: dict[int, str] = {}
     num_drops = 0
+    num_awaited = 0  # arrivals without which there is no batch
     chance_of_drop = rng.choice([0.0, 0.0, 0.3])
     while paced.version < num_steps:
         paced.admit()
@@ -121,7 +127,13 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
         chosen = paced.batch() if not paced.training else None
         in_flight = list(paced.in_flight)
         is_ending = bool(paced.training) and (not in_flight or rng.random() < 0.3)
+        if isinstance(chosen, Awaited):
+            assert max(1, num_awaited) <= chosen.at_least <= len(chosen.numbers)
+            num_awaited = chosen.at_least
+        elif chosen is not None:
+            assert num_awaited <= 0
         if is_ending:
+            num_awaited = 0
             fates |= dict.fromkeys(paced.training, "trained")
             paced.trained()
         elif isinstance(chosen, tuple) and rng.random() < 0.7:
@@ -134,6 +146,7 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
                 assert chosen.numbers
                 assert set(chosen.numbers) <= set(in_flight)
             number = in_flight[int(rng.random() ** 2 * len(in_flight))]
+            num_awaited -= 1
             if rng.random() < chance_of_drop:
                 paced.drop(number)
                 fates[number] = "dropped"
@@ -145,6 +158,7 @@ def play(seed: int, num_steps: int = 12) -> Pacer:
         if rng.random() < 0.02 and not paced.training:
             paced = Pacer.restored(pace, paced.state())
             paced.begin_again(list(paced.in_flight))
+            num_awaited = 0
     assert paced.num_trained == per_step * num_steps
     assert not paced.in_flight
     assert not paced.waiting

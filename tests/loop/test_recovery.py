@@ -27,7 +27,7 @@ def recovery_of(engines: Engines, push=None, hosts=None) -> Recovery:
         engines,
         hosts or Engines(size=1),
         engines,
-        reconnect=lambda: engines.log.append("reconnect"),
+        reconnect=lambda ranks: engines.log.append(f"reconnect {ranks}"),
         push=push or (lambda ranks: engines.log.append(f"push {ranks}")),
         rejoin=lambda ranks: engines.log.append(f"rejoin {ranks}"),
         say=lambda text: None,
@@ -115,7 +115,7 @@ def test_a_host_is_replaced_too_and_engines_keep_their_weights():
     mine = recovery_of(engines, hosts=hosts)
     assert mine.during(dies(hosts, 1, rank=0)) == "done"
     assert hosts.log == ["restart 0"]
-    assert engines.log == ["reconnect"]
+    assert engines.log == ["reconnect [0]"]
     assert (mine.num_restarts, mine.num_host_restarts) == (0, 1)
 
 
@@ -132,7 +132,7 @@ def test_an_engine_gets_its_weights_although_a_host_dies_before_it_rejoins():
 
     mine._rejoin = rejoin
     assert mine.during(dies(engines, 1)) == "done"
-    assert engines.log == ["restart 1", "replaced rollout 1", "push [1]", "reconnect", "push [1]"]
+    assert engines.log == ["restart 1", "replaced rollout 1", "push [1]", "reconnect [0]", "push [1]"]
     assert next(rejoins, "both happened") == "both happened"
 
 

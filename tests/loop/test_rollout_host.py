@@ -47,7 +47,7 @@ def make_host(task, agent: str) -> RolloutHost:
             trust_remote_code=False,
         )
     )
-    host.connect(OneEngine(1))
+    host.connect("host-0", OneEngine(1))
     return host
 
 

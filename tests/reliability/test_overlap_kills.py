@@ -13,6 +13,7 @@ from hotseat.observe import read_lines
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 OVERLAP = "{staleness: 2}"
+TWO_HOSTS = ("rollout.num_hosts=2",)
 DRIVER_POINTS = ("generation.before", "prepare.before", "update.before", "push.before", "push.after", "save.before")
 
 
@@ -22,25 +23,57 @@ def task(tmp_path):
 
 
 def test_a_driver_and_then_an_engine_and_a_host_die_and_no_bit_changes(task):
-    """The driver with groups in flight; the resumed run replaces the others, and samples no finished group again."""
+    """The driver with groups in flight; the resumed run replaces the others, and samples no finished group again.
+
+    It has two rollout hosts, the undisturbed one has one.
+    """
     undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
-    with Faulty(task, num_passes=4, placement=BESIDE, overlap=OVERLAP) as run:
+    with Faulty(task, num_passes=4, placement=BESIDE, overlap=OVERLAP, overrides=TWO_HOSTS) as run:
         run.arm(Fault("update.before", "kill", skip=2))
         code, _, errors = run.go()
         assert code == -9, errors[-3000:]
         assert run.is_gone(within_s=60)
         run.arm(
             Fault("generation.during", "kill", skip=8),
-            Fault("group.first", "kill", by="agents:0", skip=5),
+            Fault("group.first", "kill", by="agents:1", skip=2),
         )
         code, out, errors = run.go()
         assert code == 0, errors[-3000:]
         assert run.all_happened()
         assert "resuming from" in out
         assert "engine 0 died and is replaced" in out
-        assert "rollout host 0 died and is replaced" in out
+        assert "rollout host 1 died and is replaced" in out
+        assert seconds_to_name("rollout host 1 died", run) < 5.0
         assert differences(undisturbed, run.run_dir) == []
         assert run.is_gone(within_s=60)
+
+
+@pytest.mark.long
+def test_a_host_dies_with_a_full_buffer_and_no_finished_group_is_sampled_again(task):
+    """Before a push nothing is in flight, so the host has finished all that it has begun."""
+    undisturbed = run_undisturbed(task, num_passes=4, overlap=OVERLAP)
+    with Faulty(task, num_passes=4, placement=BESIDE, overlap=OVERLAP, overrides=TWO_HOSTS) as run:
+        run.arm(Fault("push.before", "kill", to="agents:1", skip=3))
+        code, out, errors = run.go()
+        assert code == 0, errors[-3000:]
+        assert "rollout host 1 died and is replaced" in out
+        last = read_lines(run.run_dir / "metrics.jsonl")[-1]
+        assert (last["host_restarts"], last["groups_begun_again"]) == (1, 0)
+        began = Counter(
+            tuple(key)
+            for line in read_lines(run.run_dir / "arrivals.jsonl")
+            for key in line.get("groups", ())
+            if line["event"] == "begun"
+        )
+        assert set(began.values()) == {1}
+        assert differences(undisturbed, run.run_dir) == []
+
+
+def seconds_to_name(text: str, run: Faulty) -> float:
+    """Return the time from the last fault in a rollout host to the event that says so."""
+    [event] = [event for event in read_lines(run.run_dir / "events.jsonl") if event["text"].startswith(text)]
+    [happened] = run.faults.glob("*group.first*.happened")
+    return event["time"] - happened.stat().st_ctime
 
 
 @pytest.mark.long

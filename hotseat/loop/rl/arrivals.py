@@ -35,9 +35,9 @@ class Arrivals:
         """Record groups that are sampled from the beginning."""
         self._write({"event": "begun", "version": version, "groups": keys})
 
-    def arrived(self, facts: GroupFacts, reason: str | None) -> None:
-        """Record a finished group. `reason`: why it was dropped; None: it was kept."""
-        self._write({"event": "arrived", "group": facts.key, "dropped": reason})
+    def arrived(self, groups: Sequence[tuple[GroupFacts, str | None]]) -> None:
+        """Record finished groups, each with the reason for which it was dropped; None: it was kept."""
+        self._write(*({"event": "arrived", "group": facts.key, "dropped": reason} for facts, reason in groups))
 
     def taken(self, step: int, batch: Collected) -> None:
         """Record the batch of a step."""
@@ -57,9 +57,9 @@ class Arrivals:
         """Record that the run continues after `step` with a state of its stream."""
         self._write({"event": "restored", "step": step, "stream": state})
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, *lines: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,6 @@ from hotseat.loop.rl.update import UpdatePhase
 from hotseat.loop.setup import settings
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.models import EngineWorker
-from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
 from hotseat.placement import Plan, shares_devices
@@ -119,19 +118,19 @@ def _connect(
         warn,
     )
 
-    def reconnect() -> None:
-        """Connect hosts to the current engines, and drop requests of earlier connections."""
+    def reconnect(ranks: Sequence[int] | None = None) -> None:
+        """Connect hosts of these ranks, or all, to the current engines; drop requests of earlier connections."""
         # Hosts first: an episode that is still waited for would fail when its request is dropped.
-        groups.hosts.call(RolloutHost.connect, groups.engines)
-        groups.engines.call(EngineWorker.drop_requests)
+        connected = groups.hosts.connect(groups.engines, ranks)
+        groups.engines.call(EngineWorker.drop_requests, connected)
 
     recovery = Recovery(
         groups.engines,
-        groups.hosts,
+        groups.hosts.workers,
         scheduler,
         reconnect=reconnect,
         push=lambda ranks: sync.push_again(ranks),
-        rejoin=lambda ranks: groups.hosts.call(RolloutHost.rejoin, groups.engines, ranks),
+        rejoin=lambda ranks: groups.hosts.rejoin(groups.engines, ranks),
         say=partial(journal.say, kind="fault"),
         measures_its_device=groups.measures_its_device,
     )

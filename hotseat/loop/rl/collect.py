@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hotseat.algorithms import reason_to_drop
-from hotseat.cluster import WorkerGroup
 from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
+from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
-from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed, Prompt, Sampling
 
@@ -55,7 +54,7 @@ class Collector:
     unfinished: the groups sampled so far for a step whose `collect` has not returned, or has raised.
     """
 
-    def __init__(self, answer: Answer, hosts: WorkerGroup[RolloutHost], prompts: Sequence[Prompt]):
+    def __init__(self, answer: Answer, hosts: RolloutHosts, prompts: Sequence[Prompt]):
         self._answer = answer
         self._hosts = hosts
         self._prompts = prompts
@@ -107,7 +106,7 @@ class Collector:
 
     def forget(self, groups: Sequence[GroupFacts]) -> None:
         """Let the hosts drop these groups."""
-        self._hosts.call(RolloutHost.forget, [facts.key for facts in groups])
+        self._hosts.forget([facts.key for facts in groups])
 
 
 def too_few_kept(num_generated: int, num_kept: int, num_groups: int, reasons: Sequence[str]) -> RunError:

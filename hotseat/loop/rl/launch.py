@@ -7,16 +7,19 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
 from hotseat import faults
-from hotseat.cluster import WorkerGroup
+from hotseat.cluster import Process, WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
 from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model
+from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
+from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
 from hotseat.loop.setup import settings
@@ -28,6 +31,7 @@ from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWork
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
+from hotseat.placement import Plan
 
 M = TypeVar("M", bound=Movable)
 
@@ -38,7 +42,7 @@ class Groups:
 
     engines: WorkerGroup[EngineWorker]
     actor: WorkerGroup[ActorWorker]
-    hosts: WorkerGroup[RolloutHost]
+    hosts: RolloutHosts
     critic: WorkerGroup[CriticWorker] | None
     reference: WorkerGroup[ModelWorker] | None
     reward: WorkerGroup[RewardWorker] | None
@@ -111,12 +115,16 @@ def _launch(
     by_role: dict[str, WorkerGroup[Movable]] = {}
     say_fault = partial(journal.say, kind="fault")
 
+    places = host_places(config, plan)
+
     def options_of(role: str) -> dict[str, Any]:
-        return {
+        options = {
             "processes": plan.role(role).processes,
             "num_threads": config.cluster.threads_per_process,
             "timeout_s": config.cluster.call_timeout_s,
         }
+        # One call of every host waits for completions.
+        return options | ({"max_concurrency": EngineWorker.max_concurrency + len(places)} if role == "rollout" else {})
 
     def launch(role: str, cls: type[M], *args: Any) -> WorkerGroup[M]:
         started_s = time.monotonic()
@@ -127,7 +135,14 @@ def _launch(
 
     def launch_hosts() -> WorkerGroup[RolloutHost]:
         started_s = time.monotonic()
-        group = cluster.launch("agents", RolloutHost, args=(host,), timeout_s=config.cluster.call_timeout_s, wait=False)
+        group = cluster.launch(
+            "agents",
+            RolloutHost,
+            args=(host,),
+            processes=places,
+            timeout_s=config.cluster.call_timeout_s,
+            wait=False,
+        )
         readiness.watch(group, started_s)
         return group
 
@@ -177,10 +192,42 @@ def _launch(
         group.ready()
     for warm_up in warming:
         warm_up.result()
+    if host.spool is not None and len({place.node for place in places}) > 1:
+        check_spool(hosts, Path(host.spool))
+    rollout_hosts = RolloutHosts(hosts)
     if engine is not None:
-        hosts.call(RolloutHost.connect, engines)
+        rollout_hosts.connect(engines)
     have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
-    return Groups(engines, actor, hosts, critic, reference, reward, inference, by_role, have_gpus, measures_its_device)
+    return Groups(
+        engines,
+        actor,
+        rollout_hosts,
+        critic,
+        reference,
+        reward,
+        inference,
+        by_role,
+        have_gpus,
+        measures_its_device,
+    )
+
+
+def host_places(config: Config, plan: Plan) -> list[Process]:
+    """Return the places of the rollout hosts: as many as the config says, spread over the nodes with engines."""
+    nodes = sorted({process.node for process in plan.role("rollout").processes}) or [0]
+    return [Process(rank, nodes[rank % len(nodes)]) for rank in range(config.rollout.num_hosts or len(nodes))]
+
+
+def check_spool(hosts: WorkerGroup[RolloutHost], folder: Path) -> None:
+    """Raise if some host has another folder of that name than this process: finished groups go through it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=folder) as mark:
+        seen = hosts.call(RolloutHost.sees, mark.name)
+    if not all(seen):
+        raise RunError(
+            f"rollout host {seen.index(False)}, on another node, does not see the files of {folder}, through which"
+            " finished groups go: put run_dir on a disk that all nodes share, or set rollout.num_hosts to 1"
+        )
 
 
 def _trainers(config: Config) -> dict[str, type[ModelWorker]]:

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from hotseat import faults
-from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.rl.collect import Collected
-from hotseat.loop.rl.pacer import Awaited
+from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import Recovery
 from hotseat.loop.rl.tickets import Tickets
 from hotseat.loop.state.run_dir import SPOOL
 from hotseat.loop.workers.facts import GroupFacts, GroupKey, Job
-from hotseat.loop.workers.rollout_host import RolloutHost, facts_of
+from hotseat.loop.workers.rollout_host import facts_of
 from hotseat.loop.workers.spool import Spool
 from hotseat.types import Prompt, Sampling
 
@@ -56,7 +55,7 @@ class OverlappedStream:
         tickets: Tickets,
         asking: Asking,
         in_flight: InFlight,
-        hosts: WorkerGroup[RolloutHost],
+        hosts: RolloutHosts,
         spool: Spool,
         recovery: Recovery,
         callbacks: Callbacks,
@@ -99,7 +98,7 @@ class OverlappedStream:
     def release(self, batch: Collected) -> None:
         """Drop the groups of a batch."""
         keys = [facts.key for facts in (*batch.groups, *(facts for facts, _ in batch.dropped))]
-        self._recovery.during(lambda: self._hosts.call(RolloutHost.forget, keys))
+        self._recovery.during(lambda: self._hosts.forget(keys))
         self._recovery.start_counting()
 
     @contextmanager
@@ -157,11 +156,10 @@ class OverlappedStream:
             with self._sampling() if self._sampling is not None else nullcontext():
                 self._exchange(wait_s=None)
                 while not self._is_scoring_due:
-                    batch = self._tickets.pacer.batch()
-                    if not isinstance(batch, Awaited):
+                    num_awaited = self._tickets.num_awaited
+                    if num_awaited == 0:
                         return
-                    assert batch.numbers, "no batch, and nothing in flight that could make up one"
-                    self._exchange(FETCH_WAIT_S)
+                    self._await(num_awaited)
             self._score()
 
     @contextmanager
@@ -180,31 +178,35 @@ class OverlappedStream:
             if self._is_scoring_due:
                 self._score()
             else:
-                self._exchange(FETCH_WAIT_S)
+                self._await(len(self._tickets.pacer.in_flight))
             self._exchange(wait_s=None)
+
+    def _await(self, num_groups: int) -> None:
+        """Wait for so many groups. Where some are dropped, each may free a place, which is not to stay empty."""
+        self._exchange(FETCH_WAIT_S, 1 if self._tickets.is_filtered else max(1, num_groups - self._num_unscored))
 
     def _begin_ahead(self) -> None:
         """Begin what may begin while the loop does something else. On shared devices that waits for their lease."""
         if self._sampling is None:
             self._recovery.during(lambda: self._exchange(wait_s=None))
 
-    def _exchange(self, wait_s: float | None) -> None:
-        """Begin everything that may begin; with `wait_s`, wait that long for a group to finish."""
+    def _exchange(self, wait_s: float | None, at_least: int = 1) -> None:
+        """Begin everything that may begin; with `wait_s`, wait that long for so many groups to finish."""
         num_restarts = self._recovery.num_restarts + self._recovery.num_host_restarts
         if num_restarts != self._num_restarts:  # a host that was replaced has lost what was open
             self._tickets.begin_again()
             self._num_restarts = num_restarts
         jobs = [self._job(key) for key in self._tickets.admit()]
-        if jobs:
-            [sampled] = self._hosts.call(RolloutHost.begin, jobs, self._asking.sampling)
-            self._tickets.begin(sampled)
+        for taken, sampled in self._hosts.begin(jobs, self._asking.sampling):
+            self._tickets.begin(taken, sampled)
         if wait_s is None:
             return
+        self._num_unscored = self._num_sent_again = 0
         # On shared devices an engine is replaced between two leases, in which the others pause.
-        [fetched] = self._hosts.call(RolloutHost.fetch, wait_s, reports_deaths=self._sampling is None)
-        self._num_unscored, self._num_sent_again = fetched.num_unscored, fetched.num_sent_again
-        for group in fetched.facts:
-            self._tickets.arrive(group)
+        for fetched in self._hosts.fetch(wait_s, at_least, reports_deaths=self._sampling is None):
+            self._num_unscored += fetched.num_unscored
+            self._num_sent_again += fetched.num_sent_again
+            self._tickets.arrive(fetched.facts)
 
     @property
     def _is_scoring_due(self) -> bool:
@@ -217,8 +219,7 @@ class OverlappedStream:
 
     def _score(self) -> None:
         self._num_unscored = 0
-        for group in self._callbacks.score():
-            self._tickets.arrive(group)
+        self._tickets.arrive(self._callbacks.score())
 
     def _job(self, key: GroupKey) -> Job:
         epoch, prompt = key

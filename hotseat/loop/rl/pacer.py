@@ -42,9 +42,10 @@ class Pace:
 
 @dataclass(frozen=True)
 class Awaited:
-    """Tickets in flight without which there is no next batch."""
+    """Tickets in flight without which there is no next batch, and how many of them have to arrive at least."""
 
     numbers: tuple[int, ...]
+    at_least: int
 
 
 @dataclass
@@ -120,13 +121,15 @@ class Pacer:
     def _batch_in_order(self) -> tuple[int, ...] | Awaited:
         first = sorted([*self.in_flight, *self.waiting])[: self.pace.groups_per_step]
         missing = tuple(ticket for ticket in first if ticket in self.in_flight)
-        return Awaited(missing) if missing or len(first) < self.pace.groups_per_step else tuple(first)
+        if missing or len(first) < self.pace.groups_per_step:
+            return Awaited(missing, len(missing))
+        return tuple(first)
 
     def _batch_by_arrival(self) -> tuple[int, ...] | Awaited:
         """Choose the tickets that a later batch would train too late, oldest first, then the first arrivals."""
         size = self.pace.groups_per_step
         if len(self.waiting) < size:
-            return Awaited(tuple(self.in_flight))
+            return Awaited(tuple(self.in_flight), size - len(self.waiting))
         began = [*self.in_flight.values(), *self.waiting.values()]
         chosen: dict[int, None] = {}  # an ordered set
         for version in sorted({*began}):
@@ -136,7 +139,8 @@ class Pacer:
                 continue
             candidates = [t for t, start in self.waiting.items() if start <= version and t not in chosen]
             if missing > len(candidates):
-                return Awaited(tuple(t for t, start in self.in_flight.items() if start <= version))
+                due = tuple(t for t, start in self.in_flight.items() if start <= version)
+                return Awaited(due, missing - len(candidates))
             chosen |= dict.fromkeys(candidates[:missing])
         rest = [ticket for ticket in self.waiting if ticket not in chosen]
         tickets = [*chosen, *rest[: size - len(chosen)]]

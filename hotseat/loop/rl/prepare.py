@@ -18,7 +18,6 @@ from hotseat.loop.rl.sample_log import SampleLog
 from hotseat.loop.rl.stream import Stream
 from hotseat.loop.workers.experience import Share, assign
 from hotseat.loop.workers.models import ActorWorker, BySample, ModelWorker
-from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.value_models import CriticWorker
 
 Shares = list[list[Share]]  # for each data-parallel rank, references to its groups, typed as what they arrive as
@@ -75,8 +74,7 @@ class PreparePhase:
         shares = []
         for members in ranks:
             keys = [batch.groups[index].key for index in members]
-            [share] = self._groups.hosts.call_and_keep(RolloutHost.share, keys, [steps[index] for index in members])
-            shares.append([share.as_argument()])
+            shares.append(self._groups.hosts.share(keys, [steps[index] for index in members]))
         return shares, 1 + max(step for group in steps for step in group)
 
     def _make_experience(self, shares: Mapping[int, Shares], num_optimizer_steps: int) -> None:

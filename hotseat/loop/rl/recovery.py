@@ -26,8 +26,8 @@ T = TypeVar("T")
 class Recovery:
     """Runs work that needs engines and hosts; if some die meanwhile, replaces them and runs it again.
 
-    reconnect: connects new hosts to the engines' current processes. push: sends the current weights to engines of these
-    ranks, and proves that they arrived. rejoin: has hosts send requests to them.
+    reconnect: connects hosts of these ranks, which are new, to the engines' current processes. push: sends the current
+    weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send requests to them.
     measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
     """
 
@@ -37,7 +37,7 @@ class Recovery:
         hosts: WorkerGroup[Any],
         scheduler: DeviceScheduler,
         *,
-        reconnect: Callable[[], object],
+        reconnect: Callable[[Sequence[int]], object],
         push: Callable[[Sequence[int]], object],
         rejoin: Callable[[Sequence[int]], object],
         say: Callable[[str], object],
@@ -112,7 +112,7 @@ class Recovery:
                     self.num_host_restarts += 1
                     self._hosts.restart(rank)
                 if dead_hosts:
-                    self._reconnect()
+                    self._reconnect(dead_hosts)
                 if needs_push and self._new_engines:
                     self._push(sorted(self._new_engines))
                     self._use_new_engines()

@@ -17,9 +17,10 @@ from hotseat.cluster.group import Arguments
 from hotseat.errors import RunError, UserError
 from hotseat.loop.rl.arrivals import RecordedBatch, recorded_batches
 from hotseat.loop.rl.collect import Collected
+from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.state.run_dir import ARRIVALS, ROLLOUTS
 from hotseat.loop.workers.facts import GroupFacts, GroupKey
-from hotseat.loop.workers.rollout_host import RolloutHost, facts_of
+from hotseat.loop.workers.rollout_host import facts_of
 from hotseat.loop.workers.spool import Spool
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Recording:
 class ReplayStream:
     """Supplies the batches of a recording. Nothing is sampled or evaluated."""
 
-    def __init__(self, recording: Recording, hosts: WorkerGroup[RolloutHost]):
+    def __init__(self, recording: Recording, hosts: RolloutHosts):
         self._recording = recording
         self._hosts = hosts
 
@@ -81,7 +82,7 @@ class ReplayStream:
 
     def release(self, batch: Collected) -> None:
         """Let hosts drop a batch from memory; the recording keeps it."""
-        self._hosts.call(RolloutHost.forget, [facts.key for facts in batch.groups])
+        self._hosts.forget([facts.key for facts in batch.groups])
 
     def crossing(self) -> AbstractContextManager[None]:
         """Wait for nothing: no request is open."""

@@ -8,12 +8,12 @@ from statistics import fmean
 from typing import TypeVar
 
 from hotseat import faults
-from hotseat.cluster import as_arguments
 from hotseat.config import Config
 from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy
 from hotseat.errors import RunError
 from hotseat.loop.rl.canary import CanaryGuard
 from hotseat.loop.rl.collect import Collected, Collector, GroupFilter, evaluation_metrics
+from hotseat.loop.rl.hosts import in_order_of
 from hotseat.loop.rl.launch import Groups
 from hotseat.loop.rl.meter import PhaseMeter
 from hotseat.loop.rl.phase_settings import PhaseSettings
@@ -24,7 +24,6 @@ from hotseat.loop.rl.sync import SyncPhase
 from hotseat.loop.setup import settings
 from hotseat.loop.workers.facts import GroupFacts, Job
 from hotseat.loop.workers.models import EngineWorker
-from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.loop.workers.value_models import RewardWorker
 from hotseat.types import Prompt, Sampling
 
@@ -59,10 +58,10 @@ class Answering:
     def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Have prompts answered and the answers scored: by the hosts, or by a reward model in its own lease."""
         with self.sampling():
-            [facts] = self._hosts.call(RolloutHost.collect, jobs, sampling)
+            facts = self._hosts.collect(jobs, sampling)
         if self._reward is None or facts:  # `eval.reward` has scored them
             return facts
-        return self.score()
+        return in_order_of(jobs, self.score())
 
     def score(self) -> list[GroupFacts]:
         """Have the reward model score what hosts hold for it; return the groups that are complete then."""
@@ -70,16 +69,12 @@ class Answering:
         num_model_parallel = self._settings.config.train.num_model_parallel
         with self._meter.lease("prepare", "reward"):
             num_ranks = self._reward.size // num_model_parallel
-            waiting = [
-                as_arguments(self._hosts.call_and_keep(RolloutHost.to_score, rank, num_ranks))
-                for rank in range(num_ranks)
-            ]
+            waiting = [self._hosts.to_score(rank, num_ranks) for rank in range(num_ranks)]
             scored = self._reward.scatter(
                 RewardWorker.rewards, repeated(waiting, num_model_parallel), settings=self._settings.reward
             )
         rewards = {name: reward for rank in scored for name, reward in rank.items()}
-        [facts] = self._hosts.call(RolloutHost.take_rewards, rewards)
-        return facts
+        return self._hosts.take_rewards(rewards)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ from hotseat.loop.rl.sample_records import ChosenSample, choose, failures, gaps,
 from hotseat.loop.rl.state import RlState
 from hotseat.loop.workers.models import ActorWorker
 from hotseat.loop.workers.records import SampleRecord
-from hotseat.loop.workers.rollout_host import RolloutHost
 from hotseat.observe import Journal
 
 NUM_RECORDED = 200  # steps whose samples are recorded before recording becomes less frequent
@@ -44,7 +43,7 @@ class SampleLog:
         self._chosen = []
         if self._is_due(step):
             chosen = choose(batch, step, self._log.samples_per_step)
-            [records] = self._hosts.call(RolloutHost.sample_records, [each.key for each in chosen])
+            records = self._hosts.sample_records([each.key for each in chosen])
             self._chosen = list(zip(chosen, records, strict=True))
 
     def record(self, step: int, batch: Collected, metrics: Mapping[str, float]) -> None:

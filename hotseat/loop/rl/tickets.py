@@ -74,24 +74,30 @@ class Tickets:
         self._unbegun |= new.keys()
         return [key for key in self._tickets if key in self._unbegun]
 
-    def begin(self, sampled: Iterable[GroupKey]) -> None:
-        """Record that a host has taken all that `admit` returned: it samples these, and has finished the others."""
+    def begin(self, taken: Iterable[GroupKey], sampled: Iterable[GroupKey]) -> None:
+        """Record what a host has taken of that which `admit` returned: it samples some, and has the others already."""
         keys = list(sampled)
         self._record.begun(self.pacer.version, keys)
         self.pacer.begin_again([self._tickets[key] for key in keys])
         self.num_begun_again += sum(key in self._begun for key in keys)
-        self._begun = {key for key in self._tickets if key in self._begun or key in self._unbegun}
-        self._unbegun = set()
+        self._begun = {key for key in self._begun if key in self._tickets} | {*taken}
+        self._unbegun -= {*taken}
 
     def begin_again(self) -> None:
         """Have `admit` return everything in flight: what hosts have lost of it begins again."""
         self._unbegun = {key for key, ticket in self._tickets.items() if ticket in self.pacer.in_flight}
 
-    def arrive(self, facts: GroupFacts) -> None:
-        """Keep or drop a finished group. Raises if too many rewards failed or too many groups were dropped."""
+    def arrive(self, groups: Sequence[GroupFacts]) -> None:
+        """Keep or drop finished groups. Raises if too many rewards failed or too many groups were dropped."""
+        if not groups:
+            return
+        judged = [(facts, self._filter.reason_to_drop(facts)) for facts in groups]
+        self._record.arrived(judged)
+        for facts, reason in judged:
+            self._arrive(facts, reason)
+
+    def _arrive(self, facts: GroupFacts, reason: str | None) -> None:
         ticket = self._tickets[facts.key]
-        reason = self._filter.reason_to_drop(facts)
-        self._record.arrived(facts, reason)
         self._arrivals.add(_Arrival(ticket, facts, reason))
         if reason is None:
             self.pacer.arrive(ticket)
@@ -106,6 +112,20 @@ class Tickets:
         if arrivals.num_dropped >= MAX_REFILLS * most:
             reasons = [each.reason for each in arrivals.each if each.reason is not None]
             raise too_few_kept(len(arrivals.each), len(self._facts), most, reasons)
+
+    @property
+    def num_awaited(self) -> int:
+        """Return how many groups have to arrive at least before there is a batch; 0 if there is one."""
+        awaited = self.pacer.batch()
+        if not isinstance(awaited, Awaited):
+            return 0
+        assert awaited.numbers, "no batch, and nothing in flight that could make up one"
+        return awaited.at_least
+
+    @property
+    def is_filtered(self) -> bool:
+        """Tell whether groups are dropped for their scores."""
+        return self._filter.low is not None or self._filter.high is not None
 
     # --- batches ------------------------------------------------------------------------------------------------------
 

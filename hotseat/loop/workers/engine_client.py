@@ -7,8 +7,6 @@ completions. A request goes to the engine with the fewest requests in flight.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -59,14 +57,14 @@ class EngineClient:
     When an engine dies, its requests alone are sent again, to the other engines; without any they wait. `rejoin` brings
     its replacement in. Every other error fails the requests that it concerns, and no others.
 
+    name: distinguishes this client from others of the same engines.
     when_lost: called in the event loop with the death of an engine, and whether any is left.
     """
-
-    _numbers = itertools.count()
 
     def __init__(
         self,
         engines: WorkerGroup[TakesRequests],
+        name: str,
         *,
         timeout_s: float,
         when_lost: Callable[[Exception, bool], object] = lambda error, is_any_left: None,
@@ -75,7 +73,7 @@ class EngineClient:
         self._timeout_s = timeout_s
         self._when_lost = when_lost
         self._fetch_wait_s = min(FETCH_WAIT_S, timeout_s / 4)
-        self._name = f"{os.getpid()}-{next(self._numbers)}"
+        self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the first request
         # By request id, oldest first. A rank that is not here is dead.
         self._in_flight: dict[int, dict[str, _Open]] = {rank: {} for rank in engines.ranks}

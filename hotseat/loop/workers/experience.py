@@ -65,6 +65,7 @@ class Share:
 
     groups: tuple[PromptGroup, ...]
     steps: tuple[tuple[int, ...], ...]  # per group, per sample
+    positions: tuple[int, ...] = ()  # of the groups among those of all shares of the rank; empty: it has one share
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle all segments as four flat arrays: four small tensors per segment take ten times as long."""
@@ -72,7 +73,8 @@ class Share:
         segments = [segment for episode in episodes for segment in episode.segments]
         flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
         lengths = [[len(segment.token_ids) for segment in episode.segments] for episode in episodes]
-        return _rebuild_share, (self.steps, [_with_episodes(group, iter(())) for group in self.groups], lengths, flat)
+        groups = [_with_episodes(group, iter(())) for group in self.groups]
+        return _rebuild_share, (self.steps, groups, lengths, flat, self.positions)
 
 
 def _rebuild_share(
@@ -80,12 +82,13 @@ def _rebuild_share(
     groups: Sequence[PromptGroup],
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
+    positions: tuple[int, ...] = (),
 ) -> Share:
     """Rebuild a share from what `Share.__reduce__` pickled."""
     sizes = [length for episode in lengths for length in episode]
     parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
     segments = iter([tuple(Segment(*next(parts)) for _ in episode) for episode in lengths])
-    return Share(tuple(_with_episodes(group, segments) for group in groups), steps)
+    return Share(tuple(_with_episodes(group, segments) for group in groups), steps, positions)
 
 
 def _tensors(segment: Segment) -> tuple[Tensor, ...]:
@@ -269,7 +272,11 @@ def steps_of(shares: Sequence[Share]) -> dict[str, int]:
 
 
 def groups_of(shares: Sequence[Share]) -> list[PromptGroup]:
-    return [group for share in shares for group in share.groups]
+    """Return the groups of a rank in their order, whichever hosts they come from."""
+    if len(shares) == 1:
+        return list(shares[0].groups)
+    placed = {at: group for share in shares for at, group in zip(share.positions, share.groups, strict=True)}
+    return [placed[at] for at in sorted(placed)]
 
 
 def cut_into_steps(batch: MicroBatch, sample_steps: Mapping[str, int], num_steps: int) -> list[MicroBatch | None]:

@@ -491,6 +491,7 @@ class EngineWorker:
         self._receiver = Receiver(self._engine)
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | FailedRequest]] = {}
+        self._open: dict[str, set[str]] = {}  # ids of requests, by client
         self._is_paused = False
         self._held: list[tuple[str, Sequence[Request]]] = []  # came while paused, by client
 
@@ -509,6 +510,8 @@ class EngineWorker:
                 for request in requests:
                     self.submit(client, [request])
             return
+        with self._changed:
+            self._open.setdefault(client, set()).update(request.id for request in requests)
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._finish_done, client, request.id))
 
@@ -525,12 +528,17 @@ class EngineWorker:
             self._held = [(client, [each for each in held if each.id not in names]) for client, held in self._held]
         self._engine.abort(request_ids)
 
-    def drop_requests(self) -> None:
-        """Abort the requests of all clients: those who waited are gone, or will ask again."""
-        self._engine.abort()
+    def drop_requests(self, connected: Sequence[str] = ()) -> None:
+        """Abort the requests of all other clients: those who waited are gone, or will ask again."""
         with self._changed:
-            self._finished.clear()
-            self._held.clear()
+            gone = self._open.keys() - set(connected)
+            names = sorted(name for client in gone for name in self._open[client])
+            self._held = [(client, held) for client, held in self._held if client in connected]
+        self._engine.abort(names)
+        with self._changed:
+            for client in gone | (self._finished.keys() - set(connected)):
+                self._open.pop(client, None)
+                self._finished.pop(client, None)
 
     def pause(self) -> None:
         """Stop sampling. Open requests keep their place, and the engine may leave its device with them."""
@@ -551,6 +559,7 @@ class EngineWorker:
 
     def _finish(self, client: str, outcome: Completion | FailedRequest) -> None:
         with self._changed:
+            self._open.get(client, set()).discard(outcome.request_id)
             self._finished.setdefault(client, []).append(outcome)
             self._changed.notify_all()
 

@@ -93,10 +93,19 @@ class RolloutHost:
         self._deaths: list[RunError] = []  # of engines
         self._lost: RunError | None = None  # the last of them, until its engine is replaced
         self._has_engines = True
+        self._is_hurried = False
         self._client: EngineClient | None = None
 
-    def connect(self, engines: WorkerGroup[TakesRequests]) -> None:
-        """Connect to the engines, at the start of a run. Called again, everything in progress ends."""
+    def sees(self, path: str) -> bool:
+        """Tell whether a file is there on this node."""
+        return Path(path).is_file()
+
+    def connect(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1) -> None:
+        """Connect to the engines, at the start of a run. Called again, everything in progress ends.
+
+        client: the name under which requests are sent, another one for every connection. num_hosts: those that share
+        the places for episodes.
+        """
         settings = self._settings
         with self._changed:
             if self._current is not None:
@@ -105,14 +114,14 @@ class RolloutHost:
             self._lost, self._has_engines = None, True
         if self._agents is not None:
             self._agents.close()
-        self._client = client = EngineClient(engines, timeout_s=settings.episode_timeout_s, when_lost=self._lose)
+        self._client = EngineClient(engines, client, timeout_s=settings.episode_timeout_s, when_lost=self._lose)
         self._agents = AgentHost(
             self._agent,
-            client.generate,
+            self._client.generate,
             run_seed=settings.run_seed,
-            max_concurrent=settings.max_concurrent * engines.size,
+            max_concurrent=-(-settings.max_concurrent * engines.size // num_hosts),
             timeout_s=settings.episode_timeout_s,
-            abort=client.abort,
+            abort=self._client.abort,
         )
 
     def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
@@ -142,15 +151,8 @@ class RolloutHost:
         scoring = self._scoring(is_evaluation=jobs[0].epoch == EVALUATION)
         collection = self._collect(jobs, sampling, scoring)
         groups, facts = collection.groups, collection.facts
-        missing = {job.key for job in jobs} - groups.keys()
-        while missing:
-            group, scores = self._next_of(collection)
-            groups[group.job.key] = group
-            missing.discard(group.job.key)
-            if scores is not None:
-                facts[group.job.key] = self._finish(group, scores)
-                if len(facts) == 1:
-                    faults.reach("evaluation.during" if group.job.epoch == EVALUATION else "group.first")
+        while self._take_next(collection, jobs):
+            pass
         if scoring.waits_for_model:
             with self._changed:
                 # They come after this evaluation; those of an evaluation that is repeated are of no use.
@@ -160,12 +162,17 @@ class RolloutHost:
             return []
         return [facts[job.key] for job in jobs]
 
-    def _collect(self, jobs: Sequence[Job], sampling: Sampling, scoring: Scoring) -> _Collection:
-        """Begin jobs that are not in progress, and return the collection of all of them."""
-        assert self._agents is not None, "not connected to the engines"
+    def _check_engines(self) -> None:
+        """Raise if no engine is left."""
         with self._changed:
             if not self._has_engines and self._lost is not None:
                 raise self._lost
+
+    def _collect(self, jobs: Sequence[Job], sampling: Sampling, scoring: Scoring) -> _Collection:
+        """Begin jobs that are not in progress, and return the collection of all of them."""
+        assert self._agents is not None, "not connected to the engines"
+        self._check_engines()
+        with self._changed:
             if self._collection is None or self._collection.scoring != scoring:
                 self._collection = _Collection(Collecting(self._agents, scoring, faults.reach), scoring)
             collection = self._collection
@@ -176,8 +183,26 @@ class RolloutHost:
             collection.collecting.add(new, sampling)
         return collection
 
+    def _take_next(self, collection: _Collection, jobs: Sequence[Job]) -> bool:
+        """Wait for a group if not all jobs are answered. Return whether they were not.
+
+        An earlier call may still wait for the same jobs: its caller has not, since another host died meanwhile.
+        """
+        groups, facts = collection.groups, collection.facts
+        with collection.lock:
+            if groups.keys() >= {job.key for job in jobs}:
+                return False
+            group, scores = self._next_of(collection)
+            groups[group.job.key] = group
+            if scores is not None:
+                facts[group.job.key] = self._finish(group, scores)
+                if len(facts) == 1:
+                    faults.reach("evaluation.during" if group.job.epoch == EVALUATION else "group.first")
+            return True
+
     def _next_of(self, collection: _Collection) -> tuple[OpenGroup, list[Score | Failed] | None]:
         while True:
+            self._check_engines()
             try:
                 return collection.collecting.next()
             except Exception as error:
@@ -212,8 +237,8 @@ class RolloutHost:
         serving.collecting.add(new, sampling)
         return [job.key for job in new]
 
-    def fetch(self, wait_s: float, *, reports_deaths: bool = True) -> Fetched:
-        """Report groups that have finished, waiting for the first at most `wait_s`.
+    def fetch(self, wait_s: float, at_least: int = 1, *, reports_deaths: bool = True) -> Fetched:
+        """Report groups that have finished, waiting for so many of them at most `wait_s`, or until `hurry` is called.
 
         Raises what ended the work on the others, once nothing that has finished is left to report. The death of an
         engine is raised too, until its replacement rejoins; without `reports_deaths` only if no engine is left.
@@ -225,13 +250,24 @@ class RolloutHost:
             def error() -> Exception | None:
                 return serving.error or (self._lost if reports_deaths or not self._has_engines else None)
 
-            self._changed.wait_for(lambda: self._finished or self._to_be_scored or error(), timeout=wait_s)
+            def is_done() -> bool:
+                num_finished = len(self._finished) + len(self._to_be_scored)
+                return num_finished >= at_least or self._is_hurried or error() is not None
+
+            self._changed.wait_for(is_done, timeout=wait_s)
+            self._is_hurried = False
             facts, self._finished = self._finished, []
             self._unscored += self._to_be_scored
             self._to_be_scored = []
             if not facts and not self._unscored and (raised := error()) is not None:
                 raise raised
             return Fetched(facts, len(self._unscored), self._client.num_sent_again)
+
+    def hurry(self) -> None:
+        """Have the current or the next `fetch` return at once."""
+        with self._changed:
+            self._is_hurried = True
+            self._changed.notify_all()
 
     def _serving(self) -> _Serving:
         """Return the work in progress beside training, begun when it is first asked for after `connect`."""
@@ -316,9 +352,13 @@ class RolloutHost:
             retokenized.append(end)  # reward models put the reward of an answer at its end token
         return torch.tensor(retokenized)
 
-    def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]]) -> Share:
-        """Return groups for one rank, with the optimizer step of each sample."""
-        return Share(tuple(self._group(key) for key in keys), tuple(tuple(group) for group in steps))
+    def share(self, keys: Sequence[GroupKey], steps: Sequence[Sequence[int]], positions: Sequence[int] = ()) -> Share:
+        """Return groups for one rank, with the optimizer step of each sample.
+
+        positions: of these groups among all of the rank's, where other hosts have some of them.
+        """
+        groups = tuple(self._group(key) for key in keys)
+        return Share(groups, tuple(tuple(group) for group in steps), tuple(positions))
 
     def forget(self, keys: Sequence[GroupKey]) -> None:
         for key in keys:
@@ -405,6 +445,7 @@ class _Collection:
     begun: set[GroupKey] = field(default_factory=set)
     groups: dict[GroupKey, OpenGroup] = field(default_factory=dict)
     facts: dict[GroupKey, GroupFacts] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by who waits for the next group
 
 
 def facts_of(finished: Finished) -> GroupFacts:
