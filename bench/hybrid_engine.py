@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.shapes import VOCAB_SIZES, make_weights, shape
 from lib.trl_side import time_grpo
 from lib.words import save_prompts, save_tokenizer
 
 NUM_PROMPTS, GROUP_SIZE, PROMPT_LENGTH, NUM_NEW_TOKENS = 32, 8, 23, 512
 NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE
 NUM_WARM_UP = 2  # steps that do not count
-VOCAB_SIZES = {"1.5B": 151_936, "8B": 128_256}
 
 
 @dataclass(frozen=True)
@@ -111,34 +111,6 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def shape(model: str) -> Any:
-    from transformers import LlamaConfig
-
-    vocab_size = VOCAB_SIZES[model]
-    common = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": vocab_size, "pad_token_id": 0}
-    if model == "1.5B":
-        return LlamaConfig(
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            **common,
-        )
-    return LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        **common,
-    )
-
-
 def make_model(directory: Path, model: str) -> None:
     """Random weights, a tokenizer with one word per token, and prompts, by a process that leaves no memory in use."""
     if not (directory / model / "prompts.jsonl").exists():
@@ -147,17 +119,12 @@ def make_model(directory: Path, model: str) -> None:
 
 def write_model(directory: Path, model: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
     path, vocab_size = directory / model, VOCAB_SIZES[model]
     words = [*(f"w{index}" for index in range(vocab_size)), "<eos>"]
     save_tokenizer(path, words)
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        made = AutoModelForCausalLM.from_config(shape(model))
-    torch.set_default_dtype(torch.float32)
-    made.to(torch.bfloat16).save_pretrained(path)
+    make_weights(shape(model, eos_token_id=vocab_size), "cuda").save_pretrained(path)
     if model == "1.5B":
         reward_model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.bfloat16)
         reward_model.save_pretrained(directory / f"{model}-reward")
@@ -422,7 +389,7 @@ def run_trl(directory: Path, name: str) -> dict[str, Any]:
 
 def num_parameters(model: str, has_critic: bool = False) -> int:
     """Of the layers and the output embedding, and of a critic's layers: what forwards multiply with."""
-    config = shape(model)
+    config = shape(model, eos_token_id=VOCAB_SIZES[model])
     hidden, inner = config.hidden_size, config.intermediate_size
     head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     attention = 2 * hidden * head * (config.num_attention_heads + config.num_key_value_heads)

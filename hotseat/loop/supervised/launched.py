@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,16 @@ from hotseat.config.precision import with_dtype
 from hotseat.config.roles import has_reference
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.opening import OpenRun, are_budgets_tried, export_models, open_run, stoppable, with_known_dtype
-from hotseat.loop.planning.budgets import Use, smaller_budget_kept, uses, with_budget, with_budgets_of
+from hotseat.loop.planning.budgets import smaller_budget_kept, uses, with_budget, with_budgets_of
 from hotseat.loop.planning.plan import is_offloaded, make_plan, with_budgets
 from hotseat.loop.preflight import supervised_inputs
 from hotseat.loop.state.run_dir import write_config
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
 from hotseat.loop.supervised.led_ranks import LedRanks, LedSaver
 from hotseat.loop.supervised.loop import SupervisedRun, TokenBudget, columns, train_supervised, worker_arguments
-from hotseat.loop.supervised.worker import Preparation, SupervisedWorker
+from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
 from hotseat.observe import LiveView, Silence
 from hotseat.placement import GIB, DeviceKind, Inventory, Node
-from hotseat.train.backend import UpdateReport
 
 AGAIN = "start it again with checkpoint.resume=true"
 
@@ -41,9 +40,9 @@ class LaunchedRanks:
         """Do a part of what comes before the first step."""
         return self._worker.prepare()
 
-    def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
-        """Make an optimizer step."""
-        return self._worker.step_and_budget()
+    def step(self) -> Sequence[StepResult]:
+        """Make an optimizer step; every rank returns its own."""
+        return [self._worker.measured_step()]
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the held-out examples."""

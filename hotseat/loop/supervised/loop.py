@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
+from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
 from hotseat.loop.planning.plan import is_offloaded
@@ -24,9 +25,8 @@ from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.saving import BACKEND, CheckpointSource, Saver
 from hotseat.loop.supervised.led_ranks import LedSaver
-from hotseat.loop.supervised.worker import Preparation, SupervisedWorker
+from hotseat.loop.supervised.worker import Preparation, StepResult, SupervisedWorker
 from hotseat.observe import Journal
-from hotseat.train.backend import UpdateReport
 
 
 class TrainingRanks(Protocol):
@@ -35,8 +35,8 @@ class TrainingRanks(Protocol):
     def prepare(self) -> Preparation:
         """Do a part of what an objective with a reference does before the first step."""
 
-    def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
-        """Make an optimizer step; return its report and the budgets that ranks lowered."""
+    def step(self) -> Sequence[StepResult]:
+        """Make an optimizer step; return its result on the ranks of which this process knows."""
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the held-out examples."""
@@ -70,9 +70,9 @@ def train_supervised(
     for step in range(first_step, run.num_steps + 1):
         started_s = time.monotonic()
         journal.phase("update")
-        report, lowered = run.ranks.step()
-        run.budget.keep_lowered(lowered)
-        metrics = step_metrics(run.data, report, time.monotonic() - started_s) | saver.metrics()
+        results = run.ranks.step()
+        run.budget.keep_lowered(results[0].lowered)
+        metrics = step_metrics(run.data, results, time.monotonic() - started_s) | saver.metrics()
         if run.is_evaluated(step):
             journal.phase("evaluate")
             evaluation = run.ranks.evaluate()
@@ -111,8 +111,9 @@ def resumed(checkpoint: Checkpoint) -> tuple[int, dict[str, float]]:
     return checkpoint.step + 1, dict(checkpoint.state["evaluation"])
 
 
-def step_metrics(data: SupervisedData, report: UpdateReport, seconds: float) -> dict[str, float]:
-    """Return the metrics of an optimizer step that took `seconds`."""
+def step_metrics(data: SupervisedData, results: Sequence[StepResult], seconds: float) -> dict[str, float]:
+    """Return the metrics of an optimizer step that took `seconds`: a report is all ranks', memory the fullest one's."""
+    report = results[0].report
     metrics = {
         "loss": report.loss,
         **data.objective.metrics(report),
@@ -122,6 +123,9 @@ def step_metrics(data: SupervisedData, report: UpdateReport, seconds: float) -> 
         "tokens_per_s": report.num_tokens / seconds,
         "step_s": seconds,
     }
+    if has_gpu():
+        fullest = max((result.held for result in results), key=lambda held: held.peak)
+        metrics |= {"memory/update/actor": fullest.peak / 2**30, "memory/update/unused": fullest.unused / 2**30}
     if "aux_loss" in report.metrics:
         metrics["aux_loss"] = report.metrics["aux_loss"]
     return metrics
@@ -193,9 +197,9 @@ class RanksOnCluster:
         """Do a part of what comes before the first step."""
         return self._actor.call(SupervisedWorker.prepare)[0]
 
-    def step(self) -> tuple[UpdateReport, Mapping[Use, int]]:
+    def step(self) -> Sequence[StepResult]:
         """Make an optimizer step."""
-        return self._actor.call(SupervisedWorker.step_and_budget)[0]
+        return self._actor.call(SupervisedWorker.measured_step)
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the held-out examples."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.data import PromptOrder, digest_of
+from hotseat.loop.devices.memory import Held
 from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings
 from hotseat.loop.workers.models import BackendWorker
@@ -50,6 +51,15 @@ class Preparation:
     @property
     def is_done(self) -> bool:
         return self.num_done == self.num_to_do
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An optimizer step of one rank. lowered: budgets of tokens that did not fit into memory; held: at its peak."""
+
+    report: UpdateReport
+    lowered: Mapping[Use, int]
+    held: Held
 
 
 class SupervisedWorker(BackendWorker):
@@ -196,9 +206,9 @@ class SupervisedWorker(BackendWorker):
         scored = zip(pieces, self._reference.log_probs(pieces), strict=True)
         return [with_reference(piece, log_probs) for piece, log_probs in scored]
 
-    def step_and_budget(self) -> tuple[UpdateReport, dict[Use, int]]:
-        """Make a `step`; return its report and the budgets that were lowered. Collective."""
-        return self.step(), self.lowered()
+    def measured_step(self) -> StepResult:
+        """Make a `step`; return its report, the budgets that were lowered, and the memory it took. Collective."""
+        return StepResult(self.step(), self.lowered(), self.held())
 
     def use_budget(self, max_tokens: int) -> None:
         """Cut micro-batches of at most `max_tokens` tokens from now on."""

@@ -121,6 +121,10 @@ class BackendWorker:
         self._cutter = Cutter(self._backend)
         self._sequence_parallel_size = options.sequence_parallel_size
 
+    def held(self) -> Held:
+        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
+        return _held()
+
     def device_type(self) -> str:
         """Return `cuda` or `cpu`."""
         return device_of_process().type
@@ -218,10 +222,6 @@ class ModelWorker(BackendWorker):
         """Write the model, or its moving average, as a Hugging Face checkpoint. Collective."""
         with self._backend.averaged() if is_averaged else nullcontext():
             self._backend.export(Path(directory))
-
-    def held(self) -> Held:
-        """Return the peak of allocated device memory since the last call, and the unused allocator cache."""
-        return _held()
 
     def release_cache(self) -> None:
         """Return unused allocator cache to the device."""
