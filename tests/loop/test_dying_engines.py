@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from loop_cases import rl_yaml, same, weights
-from test_overlap import trained
+from test_overlap import long_answers, trained
 
 from hotseat.cluster import _local
 from hotseat.config import loads
@@ -21,18 +21,24 @@ pytestmark = pytest.mark.slow
 TWO_ENGINES = "{runtime: local, inventory: 1x3, component_placement: {actor: 0, rollout: 1-2}}"
 
 
+SHARED = "{runtime: local, inventory: 1x1, component_placement: {actor: 0, rollout: '@actor'}}"
+PARTLY_SHARED = "{runtime: local, inventory: 1x2, component_placement: {actor: 0, rollout: 0-1}}"
+CARRIED = "{staleness: 1, order: arrival, in_flight: recompute}"
+
+
 class Engines(_local.LocalGroup):
-    """Engines that record their requests. The last one dies in a fetch from its `fatal`-th on, with requests in flight.
+    """Engines that record their requests. The last one dies from its `fatal`-th `deadly` call on, with requests open.
 
     From then on every call to it fails, as do those under way, until it is restarted.
     """
 
-    def __init__(self, launch, rank_env, fatal: int):
+    def __init__(self, launch, rank_env, fatal: int, deadly: str = "fetch"):
         self.fatal = fatal
+        self.deadly = deadly
         self.dead: set[int] = set()
         self.submitted: list[tuple[int, str]] = []  # the rank, and the sample and turn
         self.log: list[str] = []
-        self._num_fetches = 0
+        self._num_deadly = 0
         self._num_open = 0  # requests that the last engine has, and has not answered
         self._lock = threading.Lock()
         super().__init__(launch, rank_env)
@@ -63,9 +69,9 @@ class Engines(_local.LocalGroup):
             self._num_open += len(args[1]) if rank == len(self.ranks) - 1 else 0
         if method in ("submit", "finish_load"):
             self.log.append(f"{method} {rank}")
-        if method == "fetch" and rank == len(self.ranks) - 1:
-            self._num_fetches += 1
-            if self.fatal and self._num_fetches >= self.fatal and self._num_open > 0:
+        if method == self.deadly and rank == len(self.ranks) - 1:
+            self._num_deadly += 1
+            if self.fatal and self._num_deadly >= self.fatal and self._num_open > 0:
                 self.fatal = 0
                 self.dead.add(rank)
                 self.log.append("died")
@@ -82,17 +88,17 @@ def run(task, monkeypatch):
     """Return a function that makes a run with two engines, of which one dies, and returns its engines."""
     plain = _local.LocalGroup
 
-    def make(name: str, overlap: str, fatal: int) -> Engines:
+    def make(name: str, overlap: str, fatal: int, cluster: str = TWO_ENGINES, deadly: str = "fetch", **more) -> Engines:
         made: list[Engines] = []
 
         def group(launch, rank_env):
             if launch.name != "rollout":
                 return plain(launch, rank_env)
-            made.append(Engines(launch, rank_env, fatal))
+            made.append(Engines(launch, rank_env, fatal, deadly))
             return made[0]
 
         monkeypatch.setattr("hotseat.cluster._local.LocalGroup", group)
-        start(loads(rl_yaml(task, name=name, overlap=overlap, cluster=TWO_ENGINES), ["train.num_episodes=2"]))
+        start(loads(rl_yaml(task, name=name, overlap=overlap, cluster=cluster, **more), ["train.num_episodes=2"]))
         return made[0]
 
     return make
@@ -127,3 +133,31 @@ def test_only_the_requests_of_a_dead_engine_are_sent_again(task, run, overlap):
         assert last["requests_sent_again"] >= len(again)  # some had not reached the engine yet
     if "arrival" not in overlap:
         assert same(weights(task, "calm"), weights(task, "run"))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "deadly"),
+    [
+        (SHARED, "pause"),
+        (PARTLY_SHARED, "fetch"),
+        pytest.param(SHARED, "fetch", marks=pytest.mark.long),
+        pytest.param(PARTLY_SHARED, "pause", marks=pytest.mark.long),
+    ],
+)
+def test_on_shared_devices_an_engine_dies_in_its_turn_or_at_its_end(task, run, cluster, deadly):
+    """Requests that were carried over are sent again, to the other engine or to the replacement, and none is lost."""
+    engines = run("run", CARRIED, fatal=2, cluster=cluster, deadly=deadly, **long_answers(task))
+    assert "died" in engines.log
+    sent = Counter(name for _, name in engines.submitted)
+    assert {name for name, count in sent.items() if count > 1}
+    counts = trained(task, "run")
+    assert len(counts) == 4 * 4 * 4
+    assert set(counts.values()) == {1}
+    after = engines.log[engines.log.index("died") + 1 :]
+    last_rank = len(engines.ranks) - 1
+    assert f"submit {last_rank}" not in after[: after.index(f"finish_load {last_rank}")]
+    last = list(read_lines(task / "runs" / "run" / "metrics.jsonl"))[-1]
+    assert last["engine_restarts"] == 1
+    assert last["groups_begun_again"] == 0
+    assert last["samples_failed"] == 0
+    assert last["staleness_max"] <= 1
