@@ -7,8 +7,9 @@ groups, because a baseline compares siblings.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from hotseat.loop.workers.losses import (
 )
 from hotseat.loop.workers.own_functions import is_own, own_function
 from hotseat.train.packing import balance, take
-from hotseat.types import MicroBatch, PromptGroup, Segment
+from hotseat.types import Episode, MicroBatch, Prompt, PromptGroup, SampleKey, ScoredEpisode, Segment
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,51 @@ class Share:
     positions: tuple[int, ...] = ()  # of the groups among those of all shares of the rank; empty: it has one share
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all segments as four flat arrays: four small tensors per segment take ten times as long."""
-        episodes = [sample.episode for group in self.groups for sample in group.samples]
-        segments = [segment for episode in episodes for segment in episode.segments]
+        """Pickle all segments as four flat arrays, and samples as rows: objects of their own take ten times as long."""
+        samples = [sample for group in self.groups for sample in group.samples]
+        segments = [segment for sample in samples for segment in sample.episode.segments]
         flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
-        lengths = [[len(segment.token_ids) for segment in episode.segments] for episode in episodes]
-        groups = [_with_episodes(group, iter(())) for group in self.groups]
-        return _rebuild_share, (self.steps, groups, lengths, flat, self.positions)
+        lengths = [[len(segment.token_ids) for segment in sample.episode.segments] for sample in samples]
+        rows = [(*_key_of(sample.episode.key), *_episode_of(sample.episode), *_score_of(sample)) for sample in samples]
+        groups = [(group.prompt, len(group.samples), group.num_failed) for group in self.groups]
+        return _share_of_rows, (self.steps, groups, rows, lengths, flat, self.positions)
+
+
+# Everything but the segments of an episode and the episode of a scored one, whatever fields they have.
+_KEY = tuple(each.name for each in fields(SampleKey))
+_EPISODE = tuple(each.name for each in fields(Episode) if each.name not in ("key", "segments"))
+_SCORE = tuple(each.name for each in fields(ScoredEpisode) if each.name != "episode")
+_key_of, _episode_of, _score_of = attrgetter(*_KEY), attrgetter(*_EPISODE), attrgetter(*_SCORE)
+
+
+def _share_of_rows(
+    steps: tuple[tuple[int, ...], ...],
+    groups: Sequence[tuple[Prompt, int, int]],
+    rows: Sequence[tuple[Any, ...]],
+    lengths: Sequence[Sequence[int]],
+    flat: Sequence[Any],
+    positions: tuple[int, ...],
+) -> Share:
+    """Rebuild a share from what `Share.__reduce__` pickled."""
+    sizes = [length for episode in lengths for length in episode]
+    parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
+    samples = iter(
+        [
+            _rebuild_sample(row, tuple(Segment(*next(parts)) for _ in episode))
+            for row, episode in zip(rows, lengths, strict=True)
+        ]
+    )
+    rebuilt = tuple(
+        PromptGroup(prompt, tuple(itertools.islice(samples, size)), num_failed) for prompt, size, num_failed in groups
+    )
+    return Share(rebuilt, steps, positions)
+
+
+def _rebuild_sample(row: tuple[Any, ...], segments: tuple[Segment, ...]) -> ScoredEpisode:
+    key, rest = row[: len(_KEY)], row[len(_KEY) :]
+    about, score = rest[: len(_EPISODE)], rest[len(_EPISODE) :]
+    episode = Episode(key=SampleKey(*key), segments=segments, **dict(zip(_EPISODE, about, strict=True)))
+    return ScoredEpisode(episode=episode, **dict(zip(_SCORE, score, strict=True)))
 
 
 def _rebuild_share(
@@ -82,25 +121,15 @@ def _rebuild_share(
     groups: Sequence[PromptGroup],
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
-    positions: tuple[int, ...] = (),
 ) -> Share:
-    """Rebuild a share from what `Share.__reduce__` pickled."""
-    sizes = [length for episode in lengths for length in episode]
-    parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
-    segments = iter([tuple(Segment(*next(parts)) for _ in episode) for episode in lengths])
-    return Share(tuple(_with_episodes(group, segments) for group in groups), steps, positions)
+    """Rebuild a share of an earlier version, from the checkpoint or the kept groups of its run."""
+    rows = [(*_key_of(s.episode.key), *_episode_of(s.episode), *_score_of(s)) for g in groups for s in g.samples]
+    heads = [(group.prompt, len(group.samples), group.num_failed) for group in groups]
+    return _share_of_rows(steps, heads, rows, lengths, flat, ())
 
 
 def _tensors(segment: Segment) -> tuple[Tensor, ...]:
     return segment.token_ids, segment.mask, segment.log_probs, segment.versions
-
-
-def _with_episodes(group: PromptGroup, segments: Iterator[tuple[Segment, ...]]) -> PromptGroup:
-    """Return the group with other segments, an entry per sample; samples beyond the last entry get none."""
-    samples = [
-        replace(sample, episode=replace(sample.episode, segments=next(segments, ()))) for sample in group.samples
-    ]
-    return replace(group, samples=tuple(samples))
 
 
 def assign(
