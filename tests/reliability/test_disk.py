@@ -159,7 +159,8 @@ def test_a_disk_that_is_mounted_for_reading(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not HAS_MOUNTS, reason="needs `unshare -rm`")
-@pytest.mark.parametrize("keep_last", [1, pytest.param(9, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("keep_last", [1, 9])
 def test_a_run_stops_at_a_full_disk_and_resumes_when_there_is_room(tmp_path, keep_last):
     """Scenarios 16 and 17: with the numbers; what was saved before is whole, and the end is bit for bit the same."""
     task = make_task(tmp_path)

@@ -22,6 +22,7 @@ def task(tmp_path):
     return make_faulty_task(tmp_path)
 
 
+@pytest.mark.long
 def test_a_driver_and_then_an_engine_and_a_host_die_and_no_bit_changes(task):
     """The driver with groups in flight; the resumed run replaces the others, and samples no finished group again.
 

@@ -41,7 +41,8 @@ def shm_prefix_of(run: Faulty) -> str:
     return prefix
 
 
-@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_ray_is_killed_and_the_run_ends_with_what_was_saved(name, tmp_path):
     """Scenario 13: the driver waits for a slow update meanwhile, which nobody could ever answer."""
     task = make_faulty_task(tmp_path)

@@ -345,6 +345,7 @@ def cut(request: Any) -> Iterator[Shared]:
             time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", SUBSET, ids=lambda check: check.__name__)
 def test_two_ranks_conform(cut: Shared, check: Any) -> None:
     check(Subject(engine=cut.engine, model=lambda n: random_model(cut.config, n), is_bit_exact=False, tolerance=3e-4))

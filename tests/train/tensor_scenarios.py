@@ -244,6 +244,18 @@ LEARNS: dict[str, Scenario] = {
     },
 }
 TWO: dict[str, Scenario] = CHECKS | LEARNS
+# Those that other tests build on, or that would fail first if layers were cut or put together wrongly.
+FEW: dict[str, Scenario] = {
+    name: TWO[name]
+    for name in (
+        "each_rank_has_a_part",
+        "sixteen_bit_compute_keeps_masters",
+        "learns",
+        "goes_on",
+        "qwen2",
+        "skips_alike",
+    )
+}
 
 FOUR: dict[str, Scenario] = {
     **{f"trains_{name}": _by_groups(_trains(shares)) for name, shares in SHARES.items()},

@@ -93,10 +93,10 @@ def test_compiled_layers_train_alike(config: str) -> None:
 @pytest.mark.parametrize(
     ("options", "has_flash"),
     [
-        pytest.param(replace(PACKED, gradient_checkpointing=True), True, id="recomputed"),
+        pytest.param(replace(PACKED, gradient_checkpointing=True), True, id="recomputed", marks=pytest.mark.long),
         pytest.param(replace(OPTIONS, layout="padded"), False, id="padded", marks=pytest.mark.long),
         pytest.param(PACKED, False, id="without the kernel", marks=pytest.mark.long),
-        pytest.param(replace(OPTIONS, layout="shared", precision="bf16"), True, id="shared"),
+        pytest.param(replace(OPTIONS, layout="shared", precision="bf16"), True, id="shared", marks=pytest.mark.long),
         pytest.param(replace(PACKED, precision="bf16_master"), True, id="wrapped", marks=pytest.mark.long),
     ],
 )

@@ -33,7 +33,11 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 100)
 
 STAGES = [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1))]
 OVER_TWO = replace(OPTIONS, zero=ZeroOptions(tensor_parallel_size=2))
-Group = Callable[[int], tuple[Path, list[dict[str, Any]]]]
+SCENARIOS = [
+    name if name in tensor_scenarios.FEW else pytest.param(name, marks=pytest.mark.long)
+    for name in tensor_scenarios.TWO
+]
+Group = Callable[[int, str], tuple[Path, list[dict[str, Any]]]]
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
@@ -118,17 +122,17 @@ def test_a_plan_that_does_not_fit_the_model_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Group:
-    """Two ranks of a stage: their folder, and what they found."""
+    """Two ranks of a stage, through scenarios of that name: their folder, and what they found."""
 
     @functools.cache
-    def run(stage: int) -> tuple[Path, list[dict[str, Any]]]:
+    def run(stage: int, scenarios: str) -> tuple[Path, list[dict[str, Any]]]:
         directory = tmp_path_factory.mktemp(f"stage-{stage}")
         for name in tensor_scenarios.CHECKS:
             (directory / name).mkdir()
         tensor_scenarios.LEARNS["goes_on"](fsdp_factory.make, 0, 1, directory)  # for the ranks to go on from
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(zero_factory.STAGE, str(stage))
-            return directory, run_ranks(2, tensor_scenarios.__name__, directory, scenarios="TWO")
+            return directory, run_ranks(2, tensor_scenarios.__name__, directory, scenarios=scenarios)
 
     return run
 
@@ -142,9 +146,9 @@ def alone(name: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", tensor_scenarios.TWO)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_two_ranks_that_share_layers_are_as_one(name: str, stage: int, group: Group) -> None:
-    _, results = group(stage)
+    _, results = group(stage, "FEW" if name in tensor_scenarios.FEW else "TWO")
     assert_no_rank_failed(name, results)
     if name in tensor_scenarios.LEARNS:
         assert_group_agrees(alone(name), [result[name] for result in results])
@@ -153,7 +157,7 @@ def test_two_ranks_that_share_layers_are_as_one(name: str, stage: int, group: Gr
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_rank_of_either_backend_goes_on_from_what_two_saved(stage: int, group: Group) -> None:
-    directory, results = group(stage)
+    directory, results = group(stage, "FEW")
     assert_no_rank_failed("goes_on", results)
     saved = results[0]["goes_on"]["weights"]
     zero = replace(OPTIONS, average_decay=0.5, zero=ZeroOptions(2))
