@@ -467,6 +467,14 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 " share sequences: set one of the two to 1",
             )
         )
+    if config.train.attention is not None and config.train.packing:
+        problems.append(
+            (
+                "train.attention",
+                f"{config.train.attention} does not keep packed sequences apart: set train.packing to false, or leave"
+                " train.attention unset",
+            )
+        )
     if data.probs is not None and data.path is not None:
         num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
         if num_paths != num_probs:
@@ -507,6 +515,14 @@ def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
                 "data.sampler",
                 f"overlap.staleness is {overlap.staleness}: the scores that a sampler gets would depend on which"
                 " answers arrive first; set overlap.staleness to 0, or leave data.sampler unset",
+            )
+        )
+    if config.train.full_determinism:
+        problems.append(
+            (
+                "train.full_determinism",
+                f"overlap.staleness is {overlap.staleness}: which weights sample which answer depends on time: set"
+                " it to 0, or train.full_determinism to false",
             )
         )
     if overlap_queue(config) > overlap.staleness:

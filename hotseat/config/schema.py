@@ -118,7 +118,7 @@ class MuonConfig(Section):
 
 class OptimizerConfig(Section):
     kind: Literal["adamw", "muon"] = "adamw"
-    """Which optimizer."""
+    """Which optimizer; `muon` is for the matrices inside a model, all else is left to AdamW."""
     learning_rate: Amount = 1e-6
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
@@ -563,7 +563,7 @@ class TrainConfig(Section):
     packing: bool = True
     """Pack sequences without padding."""
     attention: str | None = None
-    """Attention implementation of transformers; unset chooses by device."""
+    """Attention of transformers for padded rows, such as `sdpa`; unset: torch's own, flash attention on GPUs."""
     liger_kernel: bool = False
     """Liger kernels in the layers' norms and gates, on a GPU, instead of torch.compile."""
     load_in_4bit: bool = False
@@ -583,7 +583,7 @@ class TrainConfig(Section):
     ema: EmaConfig = EmaConfig()
     """Moving average of the weights."""
     full_determinism: bool = False
-    """Deterministic kernels, at a price in speed."""
+    """Deterministic kernels of torch and, on GPUs, of vLLM: the same run has the same bits again, more slowly."""
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -187,6 +187,14 @@ def test_every_rule_speaks_of_keys_that_exist():
         ),
         ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gspo, and it is cispo: set tis"),
         (
+            "train: {full_determinism: true}\noverlap: {staleness: 1}",
+            "train.full_determinism: overlap.staleness is 1: which weights sample which answer depends on time",
+        ),
+        (
+            "train: {attention: sdpa}",
+            "train.attention: sdpa does not keep packed sequences apart: set train.packing to false",
+        ),
+        (
             "data: {sampler: 's.py:f'}\noverlap: {staleness: 1}",
             "that a sampler gets would depend on which answers arrive",
         ),
