@@ -377,6 +377,16 @@ RULES: tuple[Rule, ...] = (
         _says("log.wandb.enabled is false"),
     ),
     Rule(
+        ("log.mlflow.uri", "log.mlflow.experiment", "log.mlflow.run_name"),
+        lambda c: c.log.mlflow.enabled,
+        _says("log.mlflow.enabled is false"),
+    ),
+    Rule(
+        ("log.trackio.project", "log.trackio.space", "log.trackio.group", "log.trackio.run_name"),
+        lambda c: c.log.trackio.enabled,
+        _says("log.trackio.enabled is false"),
+    ),
+    Rule(
         ("env",),
         _rl_but(lambda c: _is_placed(c, "env")),
         _says("cluster.component_placement places no env"),

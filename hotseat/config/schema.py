@@ -674,6 +674,30 @@ class WandbConfig(Section):
     """Name of the run in Weights & Biases; unset is the run's own name."""
 
 
+class MlflowConfig(Section):
+    enabled: bool = False
+    """Report to MLflow."""
+    uri: str | None = None
+    """Tracking server or data base; unset is MLFLOW_TRACKING_URI, or `mlflow.db` beside the run's directory."""
+    experiment: str | None = None
+    """Experiment; unset is that in MLFLOW_EXPERIMENT_NAME, or `hotseat`."""
+    run_name: str | None = None
+    """Name of the run in MLflow; unset is the run's own name."""
+
+
+class TrackioConfig(Section):
+    enabled: bool = False
+    """Report to Trackio, whose files are in TRACKIO_DIR or Hugging Face's cache."""
+    project: str | None = None
+    """Project; unset is that in TRACKIO_PROJECT, or `hotseat`."""
+    space: str | None = None
+    """Hugging Face Space to send the metrics to; unset keeps them on this machine."""
+    group: str | None = None
+    """Group of runs."""
+    run_name: str | None = None
+    """Beginning of the run's name in Trackio, which four digits follow; unset is the run's own name."""
+
+
 class LogConfig(Section):
     every: Positive = 1
     """Steps between printed lines of metrics."""
@@ -685,8 +709,14 @@ class LogConfig(Section):
     """Samples recorded in such a step, with values for every token, and as many of those that were dropped."""
     keep_rollouts: bool = False
     """Keep all groups in `rollouts`, for `hotseat replay`: 17 bytes for each token, and the texts."""
+    openrlhf_names: bool = True
+    """Give TensorBoard and the trackers OpenRLHF's names of metrics beside ours, where they mean the same."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
+    mlflow: MlflowConfig = MlflowConfig()
+    """MLflow."""
+    trackio: TrackioConfig = TrackioConfig()
+    """Trackio."""
 
 
 class Config(Section):

@@ -137,15 +137,17 @@ def refuse_what_cannot_start(config: Config) -> None:
 
 
 def _missing_packages(config: Config) -> list[tuple[str, str]]:
-    from hotseat.observe import wandb_sink
+    from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB
     from hotseat.rollout import vllm_arguments, vllm_versions
     from hotseat.train import liger
 
     absent = []
     if config.train.liger_kernel and not liger.is_installed():
         absent.append(("train.liger_kernel", liger.HINT))
-    if config.log.wandb.enabled and not wandb_sink.is_installed():
-        absent.append(("log.wandb.enabled", wandb_sink.HINT))
+    trackers = ((WANDB, config.log.wandb), (MLFLOW, config.log.mlflow), (TRACKIO, config.log.trackio))
+    for tracker, section in trackers:
+        if section.enabled and not tracker.is_installed():
+            absent.append((f"log.{tracker.kind}.enabled", tracker.hint))
     if config.task == "rl" and config.rollout.engine == "vllm":
         problem = vllm_versions.what_is_wrong()
         if problem is not None:

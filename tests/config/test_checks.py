@@ -79,6 +79,8 @@ WITHOUT_EFFECT = {
     "checkpoint.allow_changes": ("checkpoint: {allow_changes: [seed]}", "the run starts anew"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
+    "log.mlflow.uri": ("log: {mlflow: {uri: 'http://there'}}", "enabled is false"),
+    "log.trackio.space": ("log: {trackio: {space: me/mine}}", "enabled is false"),
     "reward.trial_timeout_s": (
         "reward: {url: 'http://u', trial_timeout_s: 2}",
         "rewards do not come from reward.function",
