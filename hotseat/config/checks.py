@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
@@ -14,6 +14,7 @@ from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
     compares_with_reference,
     has_critic,
+    has_judge,
     has_reference,
     has_reward_model,
     is_base_reference,
@@ -192,6 +193,16 @@ RULES: tuple[Rule, ...] = (
         ("reward.trial_timeout_s",),
         _rl_but(_has_reward_file),
         _says("rewards do not come from reward.function"),
+    ),
+    Rule(
+        ("reward.judge",),
+        _rl_but(has_judge),
+        _says("reward.judge.rubric is not set, so no model judges"),
+    ),
+    Rule(
+        ("reward.judge.combine",),
+        _rl_but(lambda c: not has_judge(c) or c.reward.judge.votes > 1),
+        _says("reward.judge.votes is 1"),
     ),
     Rule(
         ("reward.sandbox",),
@@ -650,8 +661,44 @@ def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
         problems.append(("reward.sandbox.command", "no part of it contains {folder}, the folder with the code to run"))
     if sandbox.command is not None and sandbox.python is not None:
         problems.append(("reward.sandbox.python", "has no effect: reward.sandbox.command starts Python itself"))
+    if has_judge(config):
+        problems += _judge_conflicts(config, names)
     if config.reward.graders and config.reward.model is not None:
         problems.append(("reward.graders", "cannot be added to reward.model, which scores alone: set one of them"))
+    return problems
+
+
+def _judge_conflicts(config: Config, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return (key, message) of a judge's settings that exclude each other. names: those of the graders."""
+    judge, problems = config.reward.judge, []
+    urls = url_problems(judge.url, what="an endpoint", example="http://127.0.0.1:8000/v1", token="HOTSEAT_JUDGE_TOKEN")
+    problems += [("reward.judge.url", problem) for problem in urls]
+    low, high = judge.scale
+    if low >= high:
+        problems.append(("reward.judge.scale", f"[{low:g}, {high:g}]: the first has to be below the second"))
+    for word, verdict in (judge.choices or {}).items():
+        if word in ("True", "False"):
+            read = "yes, on or true" if word == "True" else "no, off or false"
+            problems.append(
+                ("reward.judge.choices", f"YAML reads {read} as {word}: put the word in quotes, such as 'yes'")
+            )
+        if not low <= verdict <= high:
+            problems.append(
+                ("reward.judge.choices", f"{word} is {verdict:g}, outside of reward.judge.scale [{low:g}, {high:g}]")
+            )
+    if judge.choices is not None and not judge.choices:
+        problems.append(("reward.judge.choices", "no word in it: give some, or leave it unset for numbers"))
+    if judge.votes > 1 and judge.temperature == 0:
+        problems.append(
+            ("reward.judge.temperature", f"0: all {judge.votes} votes would be the same; raise it, or ask for one vote")
+        )
+    own = {"model", "messages", "temperature", "max_tokens", "seed", "n", "stream"} & set(judge.request)
+    if own:
+        problems.append(("reward.judge.request", f"{', '.join(sorted(own))}: set by the judge's other options"))
+    if judge.name in names or (judge.name == "function" and config.reward.function is not None):
+        problems.append(("reward.judge.name", f"{judge.name!r} is taken: give the judge a name of its own"))
+    if config.reward.model is not None:
+        problems.append(("reward.judge", "cannot be added to reward.model, which scores alone: set one of them"))
     return problems
 
 
@@ -665,10 +712,24 @@ def missing(config: Config) -> list[tuple[str, str]]:
     if config.task == "rl":
         reward = config.reward
         sources = (reward.function, reward.url, reward.model, config.agent.path)
-        if not reward.graders and all(source is None for source in sources):
+        if not reward.graders and not has_judge(config) and all(source is None for source in sources):
             problems.append(
-                ("reward.function", "no source of rewards: set reward.function, reward.url, reward.model or agent.path")
+                (
+                    "reward.function",
+                    "no source of rewards: set reward.function, reward.graders, reward.url, reward.judge.rubric,"
+                    " reward.model or agent.path",
+                )
             )
+        if has_judge(config) and reward.judge.url is None:
+            problems.append(
+                (
+                    "reward.judge.url",
+                    "not set: judges on an engine of the run's own are not part of this version; serve the model, for"
+                    " example with `vllm serve MODEL`, and give its address, such as http://127.0.0.1:8000/v1",
+                )
+            )
+        if has_judge(config) and reward.judge.model is None:
+            problems.append(("reward.judge.model", "not set: give the name of the model at reward.judge.url"))
         if config.algorithm.distill_coef > 0 and config.reference.model is None:
             problems.append(
                 ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")

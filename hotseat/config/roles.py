@@ -34,9 +34,18 @@ def has_reward_model(config: Config) -> bool:
         return config.task == "rl"
     reward = config.reward
     has_other_source = (
-        reward.function is not None or reward.graders or reward.url is not None or config.agent.path is not None
+        reward.function is not None
+        or reward.graders
+        or has_judge(config)
+        or reward.url is not None
+        or config.agent.path is not None
     )
     return "reward" in placed_roles(config) and not has_other_source
+
+
+def has_judge(config: Config) -> bool:
+    """Return whether a model judges answers."""
+    return config.task == "rl" and config.reward.judge.rubric is not None
 
 
 def has_accuracy(config: Config) -> bool:

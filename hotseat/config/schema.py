@@ -232,11 +232,48 @@ class SandboxConfig(Section):
     """Tests that run at the same time on a node; unset is its number of cores."""
 
 
+class JudgeConfig(Section):
+    url: str | list[str] | None = None
+    """Address of an OpenAI-compatible endpoint, up to and with `/v1`, or of several that share the work."""
+    model: str | None = None
+    """Name of the judge's model at the endpoint."""
+    rubric: str | None = None
+    """File with the message to the judge, in which `{prompt}`, `{answer}` and `{label}` are filled in."""
+    name: str = "judge"
+    """Name of its verdicts in metrics and samples."""
+    weight: float = 1.0
+    """Factor of its verdict, which is 0 at the low end of `scale` and 1 at the high end, in the reward."""
+    scale: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 10.0)
+    """Lowest and highest verdict; one outside is no verdict."""
+    pattern: str = r"(?i)\b(?:score|rating|verdict|grade)\b\W{0,9}?(-?\d+(?:\.\d+)?)"
+    """Regular expression whose one group is the verdict, in its last match in what the judge writes."""
+    choices: dict[str, float] | None = None
+    """Verdicts as words, each with its place on the scale, such as `{good: 10, bad: 0}`; unset: they are numbers."""
+    votes: Positive = 1
+    """Verdicts to ask for on each answer."""
+    combine: Literal["mean", "median", "majority"] = "mean"
+    """How votes become one verdict; `majority` is the most frequent one, and the lowest of several such."""
+    temperature: Amount | None = None
+    """Sampling temperature of the judge; unset is 0 with one vote, and 1 with several."""
+    max_tokens: Positive = 1024
+    """Tokens that the judge may write for a verdict."""
+    request: dict[str, Any] = {}
+    """Further fields of requests, such as `chat_template_kwargs`."""
+    timeout_s: Seconds = 180.0
+    """Longest that a request may take."""
+    retries: NotNegative = 4
+    """Further attempts after a failed request."""
+    max_open_requests: Positive = 64
+    """Requests of a rollout host at a time."""
+
+
 class RewardConfig(Section):
     function: str | None = None
     """Python file with `reward_func(queries, prompts, labels)`."""
     graders: list[GraderConfig] = []
     """Built-in graders; the reward is the weighted sum of their verdicts, plus the reward of `function`, if set."""
+    judge: JudgeConfig = JudgeConfig()
+    """A model as judge, on if `rubric` is set; its verdict is added to the reward as a grader's is."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where the grader `code` runs generated code, and with which limits."""
     url: str | list[str] | None = None

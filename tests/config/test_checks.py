@@ -79,6 +79,11 @@ WITHOUT_EFFECT = {
     "checkpoint.allow_changes": ("checkpoint: {allow_changes: [seed]}", "the run starts anew"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
+    "reward.judge.model": ("reward: {judge: {model: big}}", "reward.judge.rubric is not set"),
+    "reward.judge.combine": (
+        "reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1', model: big, combine: median}}",
+        "reward.judge.votes is 1",
+    ),
     "log.mlflow.uri": ("log: {mlflow: {uri: 'http://there'}}", "enabled is false"),
     "log.trackio.space": ("log: {trackio: {space: me/mine}}", "enabled is false"),
     "reward.trial_timeout_s": (

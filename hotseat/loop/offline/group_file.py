@@ -106,7 +106,12 @@ def partial_path(output: Path) -> Path:
 def settings_of(config: Config, digest: str) -> dict[str, Any]:
     """Return what decides the answers: the config, the digest of the prompts, and the files of model and user code."""
     values = {key: value for key, value in _flat(config.model_dump(mode="json"), "") if not key.startswith("cluster.")}
-    for key, path in (("reward.function", config.reward.function), ("agent.path", config.agent.path)):
+    files = {
+        "reward.function": config.reward.function,
+        "reward.judge.rubric": config.reward.judge.rubric,
+        "agent.path": config.agent.path,
+    }
+    for key, path in files.items():
         file = Path((path or "").partition(".py:")[0]).expanduser()
         file = file if file.is_file() else Path(f"{file}.py")
         if file.is_file():

@@ -28,6 +28,7 @@ from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
+from hotseat.rewards.rubrics import JudgeSettings
 from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
@@ -54,6 +55,7 @@ class HostSettings:
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
     trust_remote_code: bool = False
     graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `reward`
+    judge: JudgeSettings | None = None  # a model whose verdicts are added, too
     sandbox: SandboxSettings | None = None  # None: its defaults
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
@@ -435,14 +437,21 @@ def _versions(episode: Episode) -> tuple[int, int]:
 def make_scorer(settings: HostSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
     scorer = _function_or_servers(settings)
-    if not settings.graders:
+    if not settings.graders and settings.judge is None:
         return scorer
     return Graders(
         settings.graders,
         sandbox=settings.sandbox,
         function=scorer,
+        judge=None if settings.judge is None else _judge(settings.judge),
         max_memory_bytes=settings.reward_max_bytes,
     )
+
+
+def _judge(settings: JudgeSettings) -> tuple[Grader, Scorer]:
+    from hotseat.rewards.judge import Judge
+
+    return Grader("judge", settings.name, settings.weight), Judge(settings)
 
 
 def _function_or_servers(settings: HostSettings) -> Scorer | None:
