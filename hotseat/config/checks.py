@@ -20,7 +20,7 @@ from hotseat.config.roles import (
     is_base_reference,
     placed_roles,
 )
-from hotseat.config.schema import Config, CorrectionConfig, OptimizerConfig
+from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig
 from hotseat.config.urls import url_problems
 
 
@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.input_key",), *_task("rl", "sft")),
     Rule(("algorithm.dpo",), *_task("dpo")),
     Rule(("algorithm.reward_modelling",), *_task("rm")),
-    Rule(("eval.temperature", "eval.samples_per_prompt", "eval.reward"), *_task("rl")),
+    Rule(("eval.temperature", "eval.samples_per_prompt", "eval.reward", "eval.graders"), *_task("rl")),
     Rule(
         ("critic", "checkpoint.export_critic"),
         _rl_but(has_critic),
@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("reward.max_memory_gib",),
-        _rl_but(lambda c: _has_reward_file(c) or bool(c.reward.graders)),
+        _rl_but(lambda c: _has_reward_file(c) or bool(c.reward.graders or c.eval.graders)),
         _says("rewards come neither from reward.function nor from reward.graders"),
     ),
     Rule(
@@ -206,7 +206,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("reward.sandbox",),
-        _rl_but(lambda c: any(grader.kind == "code" for grader in c.reward.graders)),
+        _rl_but(lambda c: any(grader.kind == "code" for grader in (*c.reward.graders, *c.eval.graders))),
         _says("no grader of reward.graders runs code (kind: code)"),
     ),
     Rule(
@@ -362,7 +362,15 @@ RULES: tuple[Rule, ...] = (
         _says("data.image_key is not set"),
     ),
     Rule(
-        ("eval.split", "eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_samples", "eval.reward"),
+        (
+            "eval.split",
+            "eval.every",
+            "eval.temperature",
+            "eval.samples_per_prompt",
+            "eval.max_samples",
+            "eval.reward",
+            "eval.graders",
+        ),
         lambda c: c.eval.path is not None,
         _says("eval.path is not set, so nothing is evaluated (eval=null clears the section)"),
     ),
@@ -640,22 +648,9 @@ def _rejection_conflicts(correction: CorrectionConfig) -> list[tuple[str, str]]:
 
 def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of graders that lack an option of their kind, have one of another, or share a name."""
-    problems: list[tuple[str, str]] = []
-    own = {"pattern": "regex", "json_schema": "json", "partial": "code"}
-    names: set[str] = set()
-    for number, grader in enumerate(config.reward.graders):
-        at = f"reward.graders[{number}]"
-        for option, kind in own.items():
-            if option in grader.model_fields_set and grader.kind != kind:
-                problems.append((f"{at}.{option}", f"has no effect on kind {grader.kind}; it is for kind {kind}"))
-            elif getattr(grader, option) is None and grader.kind == kind:
-                problems.append((f"{at}.{option}", f"not set: kind {kind} needs it"))
-        if grader.kind == "code" and "timeout_s" in grader.model_fields_set:
-            problems.append((f"{at}.timeout_s", "has no effect on kind code; set reward.sandbox.timeout_s"))
-        name = grader.name or grader.kind
-        if name in names or (name == "function" and config.reward.function is not None):
-            problems.append((f"{at}.name", f"{name!r} is taken: give each grader a name of its own"))
-        names.add(name)
+    problems = _conflicts_of_graders("reward.graders", config.reward.graders, config.reward.function)
+    problems += _conflicts_of_graders("eval.graders", config.eval.graders, config.eval.reward)
+    names = {grader.name or grader.kind for grader in config.reward.graders}
     sandbox = config.reward.sandbox
     if sandbox.command is not None and not any("{folder}" in part for part in sandbox.command):
         problems.append(("reward.sandbox.command", "no part of it contains {folder}, the folder with the code to run"))
@@ -665,6 +660,27 @@ def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
         problems += _judge_conflicts(config, names)
     if config.reward.graders and config.reward.model is not None:
         problems.append(("reward.graders", "cannot be added to reward.model, which scores alone: set one of them"))
+    return problems
+
+
+def _conflicts_of_graders(key: str, graders: Iterable[GraderConfig], function: str | None) -> list[tuple[str, str]]:
+    """Return (key, message) of what is wrong with a list of graders, beside which a function may score."""
+    problems: list[tuple[str, str]] = []
+    own = {"pattern": "regex", "json_schema": "json", "partial": "code"}
+    names: set[str] = set()
+    for number, grader in enumerate(graders):
+        at = f"{key}[{number}]"
+        for option, kind in own.items():
+            if option in grader.model_fields_set and grader.kind != kind:
+                problems.append((f"{at}.{option}", f"has no effect on kind {grader.kind}; it is for kind {kind}"))
+            elif getattr(grader, option) is None and grader.kind == kind:
+                problems.append((f"{at}.{option}", f"not set: kind {kind} needs it"))
+        if grader.kind == "code" and "timeout_s" in grader.model_fields_set:
+            problems.append((f"{at}.timeout_s", "has no effect on kind code; set reward.sandbox.timeout_s"))
+        name = grader.name or grader.kind
+        if name in names or (name == "function" and function is not None):
+            problems.append((f"{at}.name", f"{name!r} is taken: give each grader a name of its own"))
+        names.add(name)
     return problems
 
 

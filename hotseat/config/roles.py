@@ -50,7 +50,7 @@ def has_judge(config: Config) -> bool:
 
 def has_accuracy(config: Config) -> bool:
     """Return whether evaluations measure accuracy: not if a reward model judges them, whose numbers have no maximum."""
-    return not has_reward_model(config) or config.eval.reward is not None
+    return not has_reward_model(config) or config.eval.reward is not None or bool(config.eval.graders)
 
 
 def has_inference(config: Config) -> bool:

@@ -650,6 +650,8 @@ class EvaluationConfig(Section):
     """Evaluation rows used at most."""
     reward: str | None = None
     """Python file like `reward.function` that scores only evaluations; unset uses the run's own rewards."""
+    graders: list[GraderConfig] = []
+    """Graders like `reward.graders` that score only evaluations, instead of the run's own rewards."""
 
     @property
     def is_switched_off(self) -> bool:

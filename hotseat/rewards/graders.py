@@ -328,7 +328,7 @@ def _sum_of_sample(
     extra = {} if own is None else {**own.extra, "function": own.reward}
     for grader, verdict in verdicts:
         if isinstance(verdict, Failed):
-            named = "" if sample in verdict.reason else f" (sample {sample})"
+            named = "" if f"sample {sample}" in verdict.reason else f" (sample {sample})"
             return Failed(f"grader {grader.name}: {verdict.reason}{named}")
         if grader.name in extra:
             return Failed(f"extra_logs of the reward function has {grader.name!r}, the name of a grader: rename one")

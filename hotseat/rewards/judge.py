@@ -25,6 +25,7 @@ from hotseat.rewards.answers import BadAnswer, Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.rubrics import TOKEN, Combine, JudgeSettings
 from hotseat.rewards.scorer import when_all_are_done
+from hotseat.words import quantity
 
 PLACES = ("prompt", "answer", "label")
 _PLACE = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
@@ -137,7 +138,7 @@ class Judge:
                         self._ask(text, number, name, key, vote, num_tries + 1)
                         return
                     if isinstance(verdict, Failed):
-                        result = Failed(f"{verdict.reason} ({num_tries + 1} tries; sample {name})")
+                        result = Failed(f"{verdict.reason} ({quantity(num_tries + 1, 'request')}; sample {name})")
                     else:
                         self._verdicts.add(key, verdict, result)
                         result = verdict

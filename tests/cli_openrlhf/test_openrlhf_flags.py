@@ -125,6 +125,7 @@ WITHOUT_A_FLAG = {
     "eval.reward",
     "flow",
     "inference.enable_offload",
+    "eval.graders",
     "log.keep_rollouts",
     "log.mlflow.enabled",
     "log.mlflow.experiment",

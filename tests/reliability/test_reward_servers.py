@@ -147,11 +147,11 @@ def test_a_run_whose_servers_are_away_is_refused_before_a_model_loads(task, serv
 # --- a model as judge -------------------------------------------------------------------------------------------------
 
 
-def judged(task: Path, name: str, there: FakeServer) -> list[dict]:
+def judged(task: Path, name: str, there: FakeServer, **sections: str) -> list[dict]:
     """A run whose judge gives 0 to 10 for the sevens of an answer, each worth 1; the verdicts in its file."""
     (task / "rubric.txt").write_text("{prompt} {answer}")
     judge = {"rubric": f"{task}/rubric.txt", "url": there.judge_url, "model": "big", "weight": 10, "name": "sevens"}
-    start(loads(rl_yaml(task, name=name, reward=f"{{judge: {judge}, max_failed_fraction: 0.5}}")))
+    start(loads(rl_yaml(task, name=name, reward=f"{{judge: {judge}, max_failed_fraction: 0.5}}", **sections)))
     return read_lines(task / "runs" / name / "judge.jsonl")
 
 
@@ -179,7 +179,13 @@ def test_a_judge_without_a_verdict_fails_its_samples_alone(task, server):
         first.append(prompt)
         return written("No idea.") if prompt == first[0] else counts_sevens(message)
 
-    judged(task, "mute", server(respond))
+    # Evaluations have graders of their own: the judge does not see them.
+    evaluation = f"{{path: {task}/prompts.jsonl, graders: [{{kind: regex, pattern: '^', weight: 0.5}}]}}"
+    judged(task, "mute", server(respond), eval=evaluation)
     assert len(failed(task, "mute")) == 1
     reasons = {entry.reason for entry in read_ledger(task / "runs" / "mute") if entry.state == "failed"}
     assert all(reason.startswith("grader sevens: the judge wrote no verdict") for reason in reasons)
+    evaluations = [line for line in read_lines(task / "runs" / "mute" / "metrics.jsonl") if "eval/reward" in line]
+    assert [line["eval/reward"] for line in evaluations] == [0.5, 0.5]
+    samples = {key for entry in read_ledger(task / "runs" / "mute") for key in entry.keys}
+    assert len(first) <= len(samples)  # which are those to learn from

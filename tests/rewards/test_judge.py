@@ -114,7 +114,7 @@ def test_what_is_no_verdict_is_a_failed_sample_and_never_a_zero(text, reason, se
     [failed] = scored(judge(server(lambda *_: written(text))), ("4",))
     assert isinstance(failed, Failed)
     assert failed.reason.startswith(reason)
-    assert failed.reason.endswith("(1 tries; sample 0/0/0)")
+    assert failed.reason.endswith("(1 request; sample 0/0/0)")
 
 
 def test_verdicts_may_be_words(server, judge):
@@ -147,7 +147,7 @@ def test_a_vote_without_a_verdict_is_asked_for_again_and_then_fails_the_sample(s
     assert [message["seed"] for message in there.messages] == [0, 1, 2]
     mute = server(lambda *_: written("Well."))
     [failed] = scored(judge(mute, temperature=1.0), ("4",))
-    assert "(3 tries; sample 0/0/0)" in failed.reason
+    assert "(3 requests; sample 0/0/0)" in failed.reason
 
 
 # --- requests that were made before -----------------------------------------------------------------------------------

@@ -53,8 +53,11 @@ def offline_config(
         given["eval.path"] = data
     written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     config = loads(dump(values), [*written, *overrides], forget_idle=True)
-    if config.eval.reward is not None:
-        written += [f"reward.function={json.dumps(config.eval.reward)}", "reward.graders=[]", "eval.reward=null"]
+    if config.eval.reward is not None or config.eval.graders:
+        graders = config.model_dump(mode="json", exclude_unset=True)["eval"].get("graders", [])
+        written += [f"reward.function={json.dumps(config.eval.reward)}", f"reward.graders={json.dumps(graders)}"]
+        written += ["reward.url=null", "eval.reward=null", "eval.graders=[]"]
+        values.get("reward", {}).pop("judge", None)
     if "max_length" not in config.data.model_fields_set:
         positions = _positions(model)
         if positions is not None and positions < config.data.max_length:

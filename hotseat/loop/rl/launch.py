@@ -90,6 +90,7 @@ def launch_groups(
             eval_reward=None,
             reward_urls=(),
             graders=(),
+            eval_graders=(),
             judge=None,
             spool=folder,
             kept_rollouts=folder,

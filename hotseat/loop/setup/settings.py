@@ -14,7 +14,7 @@ from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.config.urls import as_list
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import VLLM_SLOTS, CacheLimit
-from hotseat.loop.setup.graders import graders_of, sandbox_of
+from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
@@ -258,6 +258,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
         graders=graders_of(config),
+        eval_graders=eval_graders_of(config),
         judge=judge_of(config, run_dir),
         sandbox=sandbox_of(config),
         spool=str(folder / SPOOL) if is_spooled else None,

@@ -56,6 +56,7 @@ class HostSettings:
     trust_remote_code: bool = False
     graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `reward`
     judge: JudgeSettings | None = None  # a model whose verdicts are added, too
+    eval_graders: tuple[Grader, ...] = ()  # as `graders`, for `eval_reward`
     sandbox: SandboxSettings | None = None  # None: its defaults
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
@@ -76,7 +77,7 @@ class RolloutHost:
         self._settings = settings
         self._agents: AgentHost | None = None
         self._reward = make_scorer(settings)
-        self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
+        self._eval_reward = _eval_scorer(settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
             self._reward_tokenizer = AutoTokenizer.from_pretrained(
@@ -444,6 +445,19 @@ def make_scorer(settings: HostSettings) -> Scorer | None:
         sandbox=settings.sandbox,
         function=scorer,
         judge=None if settings.judge is None else _judge(settings.judge),
+        max_memory_bytes=settings.reward_max_bytes,
+    )
+
+
+def _eval_scorer(settings: HostSettings) -> Scorer | None:
+    """Return what scores evaluations instead of any other reward; None: evaluations have none of their own."""
+    function = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
+    if not settings.eval_graders:
+        return function
+    return Graders(
+        settings.eval_graders,
+        sandbox=settings.sandbox,
+        function=function,
         max_memory_bytes=settings.reward_max_bytes,
     )
 
