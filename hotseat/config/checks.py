@@ -569,7 +569,7 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of settings of the RL algorithm that would fail, or do nothing, after the first rollout."""
     if config.task != "rl":
         return []
-    problems: list[tuple[str, str]] = []
+    problems = _teacher_conflicts(config)
     algorithm, buffer = config.algorithm, config.reward.overlong.buffer_length
     correction, kl = algorithm.correction, algorithm.kl
     if correction.low >= correction.high:
@@ -684,6 +684,33 @@ def _conflicts_of_graders(key: str, graders: Iterable[GraderConfig], function: s
     return problems
 
 
+def _teacher_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of teachers and weights that do not go together."""
+    reference, problems = config.reference, []
+    if reference.teachers and config.algorithm.distill_coef == 0:
+        problems.append(
+            (
+                "reference.teachers",
+                "algorithm.distill_coef is 0, so nothing is learned from teachers: raise it, or set"
+                " reference.model for a KL",
+            )
+        )
+    if reference.teachers and reference.model is not None:
+        problems.append(("reference.model", "reference.teachers is set too: list all teachers there"))
+    weights = reference.teacher_weights
+    if weights and set(weights) != set(reference.teachers):
+        problems.append(
+            (
+                "reference.teacher_weights",
+                f"for {', '.join(sorted(weights))}, but reference.teachers are"
+                f" {', '.join(sorted(reference.teachers)) or 'not set'}: give each teacher a weight",
+            )
+        )
+    elif weights and abs(sum(weights.values()) - 1) > 1e-6:
+        problems.append(("reference.teacher_weights", f"add up to {sum(weights.values()):g} instead of 1"))
+    return problems
+
+
 def _judge_conflicts(config: Config, names: Collection[str]) -> list[tuple[str, str]]:
     """Return (key, message) of a judge's settings that exclude each other. names: those of the graders."""
     judge, problems = config.reward.judge, []
@@ -746,7 +773,7 @@ def missing(config: Config) -> list[tuple[str, str]]:
             )
         if has_judge(config) and reward.judge.model is None:
             problems.append(("reward.judge.model", "not set: give the name of the model at reward.judge.url"))
-        if config.algorithm.distill_coef > 0 and config.reference.model is None:
+        if config.algorithm.distill_coef > 0 and config.reference.model is None and not config.reference.teachers:
             problems.append(
                 ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")
             )

@@ -175,6 +175,10 @@ class CriticConfig(Section):
 class ReferenceConfig(Section):
     model: str | None = None
     """Checkpoint of the reference policy; unset takes the actor's."""
+    teachers: dict[str, str] = {}
+    """Checkpoints of several teachers by name, instead of `model`; a prompt's `datasource` names its teacher."""
+    teacher_weights: dict[str, Share] = {}
+    """Weight of every teacher for all prompts, instead of one teacher by `datasource`; they add up to 1."""
     enable_offload: bool | None = None
     """Offload its weights between phases: true always, false never, unset as needed."""
 
@@ -523,7 +527,7 @@ class AlgorithmConfig(Section):
     aux_loss_coef: Amount = 0.0
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
     distill_coef: Amount = 0.0
-    """Weight of on-policy distillation in the advantages, with `reference.model` as the teacher; 0 is none."""
+    """Weight of on-policy distillation in the advantages, from `reference.model` or `reference.teachers`; 0 is none."""
     kl: KlConfig = KlConfig()
     """KL to the reference policy."""
     correction: CorrectionConfig = CorrectionConfig()

@@ -54,7 +54,7 @@ class SupervisedInputs(Inputs):
 
 def rl_inputs(config: Config) -> RlInputs:
     """Read tokenizer and data of a reinforcement run. Raises for everything that would stop it."""
-    from hotseat.loop.setup.inputs import check_models, load_tokenizer, rl_prompts
+    from hotseat.loop.setup.inputs import check_models, check_teachers, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
     plan = make_plan(config, local_inventory(config))
@@ -67,6 +67,7 @@ def rl_inputs(config: Config) -> RlInputs:
     check_models(config)
     check_readers(config, tokenizer)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
+    check_teachers(config, prompts)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     check_training(config, algebra)
     if has_critic(config) and config.critic.warmup_steps >= (algebra.num_steps or 0):

@@ -140,6 +140,8 @@ WITHOUT_A_FLAG = {
     "log.trackio.run_name",
     "log.trackio.space",
     "name",
+    "reference.teacher_weights",
+    "reference.teachers",
     "reward.graders",
     "reward.judge.choices",
     "reward.judge.combine",

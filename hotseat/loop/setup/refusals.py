@@ -104,6 +104,7 @@ def _models(config: Config) -> list[tuple[str, str]]:
         ("critic.model", config.critic.model, has_critic(config)),
         ("reference.model", config.reference.model, has_reference(config)),
         ("reward.model", config.reward.model, has_reward_model(config)),
+        *((f"reference.teachers.{name}", model, True) for name, model in config.reference.teachers.items()),
     ]
     return [(key, name) for key, name, is_loaded in named if is_loaded and name is not None]
 
