@@ -18,7 +18,7 @@ LAYERS = (
     ("rollout", "train", "weights", "cluster"),
     ("agents", "rewards", "data", "observe"),
     ("algorithms", "placement"),
-    ("config", "types", "errors", "failed", "faults", "openmp", "clock", "words", "caches"),
+    ("config", "types", "errors", "failed", "faults", "openmp", "determinism", "clock", "words", "caches"),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 

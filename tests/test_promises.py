@@ -34,7 +34,7 @@ def test_the_readme_lists_everything_that_is_not_built():
 def test_openrlhfs_page_lists_every_flag_that_is_not_built():
     page = (ROOT / "docs" / "openrlhf.md").read_text()
     [listed] = [part for part in page.split("\n\n") if part.startswith("Not built yet")]
-    words = {"images": "images", "Muon": "Muon"}
+    words = {"images": "images"}
     for flags in COMMANDS.values():
         for flag in flags:
             for feature in {feature_of(key) for key in flag.sets} - {None}:
@@ -44,7 +44,7 @@ def test_openrlhfs_page_lists_every_flag_that_is_not_built():
 def test_options_mark_everything_that_is_not_built():
     marked = {option["key"] for option in options("") if option["not_built"]}
     assert marked >= {key for key in valid_keys() if feature_of(key)}
-    assert marked >= {"data.image_key", "train.full_determinism", "env.enable_offload"}
+    assert marked >= {"data.image_key", "train.load_in_4bit", "env.enable_offload"}
 
 
 def test_no_error_recommends_what_is_not_built():
@@ -65,8 +65,8 @@ def test_plans_and_configs_of_what_is_not_built_say_so(capsys):
     assert "this run cannot start yet: cluster.component_placement: not part of this version: simulators" in (
         capsys.readouterr().err
     )
-    assert main(["config", str(PLANS / "async_6_plus_2.yaml"), "train.full_determinism=true"]) == 0
-    assert "this run cannot start yet: train.full_determinism: not part of this version: deterministic kernels" in (
+    assert main(["config", str(PLANS / "async_6_plus_2.yaml"), "use_modelscope=true"]) == 0
+    assert "this run cannot start yet: use_modelscope: not part of this version: ModelScope" in (
         capsys.readouterr().err
     )
     assert main(["plan", str(PLANS / "hybrid_engine_8.yaml")]) == 0

@@ -1,4 +1,4 @@
-"""The list of options that this version cannot run yet. Building a feature removes its line."""
+"""The list of options that this version cannot run, yet or at all. Building a feature removes its line."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Unbuilt:
     values: tuple[Any, ...] = ()
     role: str | None = None  # a run with this role needs the feature
     options: tuple[str, ...] = ()  # keys that only this feature reads
+    is_refused: bool = False  # it is not to be built, for the reason in `what`
 
     def is_asked_for(self, config: Config) -> bool:
         if self.role is not None:
@@ -37,13 +38,17 @@ class Unbuilt:
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("flow", "flows other than the task's own"),
     Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),
-    Unbuilt("actor.optimizer.kind", "Muon", options=("actor.optimizer.muon",)),
-    Unbuilt("critic.optimizer.kind", "Muon", options=("critic.optimizer.muon",)),
-    Unbuilt("train.attention", "a choice of attention"),
-    Unbuilt("train.load_in_4bit", "4-bit weights"),
-    Unbuilt("train.full_determinism", "deterministic kernels"),
+    Unbuilt(
+        "train.load_in_4bit",
+        "4-bit weights, with which engines would sample from another model than the one that learns",
+        is_refused=True,
+    ),
     Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
-    Unbuilt("use_modelscope", "ModelScope; fetch the model with `modelscope download`, and give its folder"),
+    Unbuilt(
+        "use_modelscope",
+        "ModelScope; fetch the model with `modelscope download`, and give its folder",
+        is_refused=True,
+    ),
 )
 
 

@@ -69,7 +69,8 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             )
         ),
     ),
-    ("addresses of reward servers", ("reward.url",)),  # servers move; that they score alike is up to the user
+    # Servers move; that they score alike is up to the user.
+    ("addresses of reward servers", ("reward.url", "reward.judge.url")),
     (
         "micro-batches",
         tuple(
@@ -89,6 +90,9 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             "reward.timeout_s",
             "reward.retries",
             "reward.max_open_requests",
+            "reward.judge.timeout_s",
+            "reward.judge.retries",
+            "reward.judge.max_open_requests",
             "reward.trial_timeout_s",
             "reward.max_failed_fraction",
             "reward.max_memory_gib",

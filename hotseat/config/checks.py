@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
@@ -14,12 +14,13 @@ from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
     compares_with_reference,
     has_critic,
+    has_judge,
     has_reference,
     has_reward_model,
     is_base_reference,
     placed_roles,
 )
-from hotseat.config.schema import Config, CorrectionConfig, OptimizerConfig
+from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig
 from hotseat.config.urls import url_problems
 
 
@@ -116,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.input_key",), *_task("rl", "sft")),
     Rule(("algorithm.dpo",), *_task("dpo")),
     Rule(("algorithm.reward_modelling",), *_task("rm")),
-    Rule(("eval.temperature", "eval.samples_per_prompt", "eval.reward"), *_task("rl")),
+    Rule(("eval.temperature", "eval.samples_per_prompt", "eval.reward", "eval.graders"), *_task("rl")),
     Rule(
         ("critic", "checkpoint.export_critic"),
         _rl_but(has_critic),
@@ -185,7 +186,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("reward.max_memory_gib",),
-        _rl_but(lambda c: _has_reward_file(c) or bool(c.reward.graders)),
+        _rl_but(lambda c: _has_reward_file(c) or bool(c.reward.graders or c.eval.graders)),
         _says("rewards come neither from reward.function nor from reward.graders"),
     ),
     Rule(
@@ -194,8 +195,18 @@ RULES: tuple[Rule, ...] = (
         _says("rewards do not come from reward.function"),
     ),
     Rule(
+        ("reward.judge",),
+        _rl_but(has_judge),
+        _says("reward.judge.rubric is not set, so no model judges"),
+    ),
+    Rule(
+        ("reward.judge.combine",),
+        _rl_but(lambda c: not has_judge(c) or c.reward.judge.votes > 1),
+        _says("reward.judge.votes is 1"),
+    ),
+    Rule(
         ("reward.sandbox",),
-        _rl_but(lambda c: any(grader.kind == "code" for grader in c.reward.graders)),
+        _rl_but(lambda c: any(grader.kind == "code" for grader in (*c.reward.graders, *c.eval.graders))),
         _says("no grader of reward.graders runs code (kind: code)"),
     ),
     Rule(
@@ -351,7 +362,15 @@ RULES: tuple[Rule, ...] = (
         _says("data.image_key is not set"),
     ),
     Rule(
-        ("eval.split", "eval.every", "eval.temperature", "eval.samples_per_prompt", "eval.max_samples", "eval.reward"),
+        (
+            "eval.split",
+            "eval.every",
+            "eval.temperature",
+            "eval.samples_per_prompt",
+            "eval.max_samples",
+            "eval.reward",
+            "eval.graders",
+        ),
         lambda c: c.eval.path is not None,
         _says("eval.path is not set, so nothing is evaluated (eval=null clears the section)"),
     ),
@@ -375,6 +394,16 @@ RULES: tuple[Rule, ...] = (
         ("log.wandb.org", "log.wandb.project", "log.wandb.group", "log.wandb.run_name"),
         lambda c: c.log.wandb.enabled,
         _says("log.wandb.enabled is false"),
+    ),
+    Rule(
+        ("log.mlflow.uri", "log.mlflow.experiment", "log.mlflow.run_name"),
+        lambda c: c.log.mlflow.enabled,
+        _says("log.mlflow.enabled is false"),
+    ),
+    Rule(
+        ("log.trackio.project", "log.trackio.space", "log.trackio.group", "log.trackio.run_name"),
+        lambda c: c.log.trackio.enabled,
+        _says("log.trackio.enabled is false"),
     ),
     Rule(
         ("env",),
@@ -467,6 +496,14 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 " share sequences: set one of the two to 1",
             )
         )
+    if config.train.attention is not None and config.train.packing:
+        problems.append(
+            (
+                "train.attention",
+                f"{config.train.attention} does not keep packed sequences apart: set train.packing to false, or leave"
+                " train.attention unset",
+            )
+        )
     if data.probs is not None and data.path is not None:
         num_paths, num_probs = len(data.path.split(",")), len(data.probs.split(","))
         if num_paths != num_probs:
@@ -509,6 +546,14 @@ def _overlap_conflicts(config: Config) -> list[tuple[str, str]]:
                 " answers arrive first; set overlap.staleness to 0, or leave data.sampler unset",
             )
         )
+    if config.train.full_determinism:
+        problems.append(
+            (
+                "train.full_determinism",
+                f"overlap.staleness is {overlap.staleness}: which weights sample which answer depends on time: set"
+                " it to 0, or train.full_determinism to false",
+            )
+        )
     if overlap_queue(config) > overlap.staleness:
         problems.append(
             (
@@ -524,7 +569,7 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of settings of the RL algorithm that would fail, or do nothing, after the first rollout."""
     if config.task != "rl":
         return []
-    problems: list[tuple[str, str]] = []
+    problems = _teacher_conflicts(config)
     algorithm, buffer = config.algorithm, config.reward.overlong.buffer_length
     correction, kl = algorithm.correction, algorithm.kl
     if correction.low >= correction.high:
@@ -603,11 +648,28 @@ def _rejection_conflicts(correction: CorrectionConfig) -> list[tuple[str, str]]:
 
 def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of graders that lack an option of their kind, have one of another, or share a name."""
+    problems = _conflicts_of_graders("reward.graders", config.reward.graders, config.reward.function)
+    problems += _conflicts_of_graders("eval.graders", config.eval.graders, config.eval.reward)
+    names = {grader.name or grader.kind for grader in config.reward.graders}
+    sandbox = config.reward.sandbox
+    if sandbox.command is not None and not any("{folder}" in part for part in sandbox.command):
+        problems.append(("reward.sandbox.command", "no part of it contains {folder}, the folder with the code to run"))
+    if sandbox.command is not None and sandbox.python is not None:
+        problems.append(("reward.sandbox.python", "has no effect: reward.sandbox.command starts Python itself"))
+    if has_judge(config):
+        problems += _judge_conflicts(config, names)
+    if config.reward.graders and config.reward.model is not None:
+        problems.append(("reward.graders", "cannot be added to reward.model, which scores alone: set one of them"))
+    return problems
+
+
+def _conflicts_of_graders(key: str, graders: Iterable[GraderConfig], function: str | None) -> list[tuple[str, str]]:
+    """Return (key, message) of what is wrong with a list of graders, beside which a function may score."""
     problems: list[tuple[str, str]] = []
     own = {"pattern": "regex", "json_schema": "json", "partial": "code"}
     names: set[str] = set()
-    for number, grader in enumerate(config.reward.graders):
-        at = f"reward.graders[{number}]"
+    for number, grader in enumerate(graders):
+        at = f"{key}[{number}]"
         for option, kind in own.items():
             if option in grader.model_fields_set and grader.kind != kind:
                 problems.append((f"{at}.{option}", f"has no effect on kind {grader.kind}; it is for kind {kind}"))
@@ -616,16 +678,70 @@ def _grader_conflicts(config: Config) -> list[tuple[str, str]]:
         if grader.kind == "code" and "timeout_s" in grader.model_fields_set:
             problems.append((f"{at}.timeout_s", "has no effect on kind code; set reward.sandbox.timeout_s"))
         name = grader.name or grader.kind
-        if name in names or (name == "function" and config.reward.function is not None):
+        if name in names or (name == "function" and function is not None):
             problems.append((f"{at}.name", f"{name!r} is taken: give each grader a name of its own"))
         names.add(name)
-    sandbox = config.reward.sandbox
-    if sandbox.command is not None and not any("{folder}" in part for part in sandbox.command):
-        problems.append(("reward.sandbox.command", "no part of it contains {folder}, the folder with the code to run"))
-    if sandbox.command is not None and sandbox.python is not None:
-        problems.append(("reward.sandbox.python", "has no effect: reward.sandbox.command starts Python itself"))
-    if config.reward.graders and config.reward.model is not None:
-        problems.append(("reward.graders", "cannot be added to reward.model, which scores alone: set one of them"))
+    return problems
+
+
+def _teacher_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of teachers and weights that do not go together."""
+    reference, problems = config.reference, []
+    if reference.teachers and config.algorithm.distill_coef == 0:
+        problems.append(
+            (
+                "reference.teachers",
+                "algorithm.distill_coef is 0, so nothing is learned from teachers: raise it, or set"
+                " reference.model for a KL",
+            )
+        )
+    if reference.teachers and reference.model is not None:
+        problems.append(("reference.model", "reference.teachers is set too: list all teachers there"))
+    weights = reference.teacher_weights
+    if weights and set(weights) != set(reference.teachers):
+        problems.append(
+            (
+                "reference.teacher_weights",
+                f"for {', '.join(sorted(weights))}, but reference.teachers are"
+                f" {', '.join(sorted(reference.teachers)) or 'not set'}: give each teacher a weight",
+            )
+        )
+    elif weights and abs(sum(weights.values()) - 1) > 1e-6:
+        problems.append(("reference.teacher_weights", f"add up to {sum(weights.values()):g} instead of 1"))
+    return problems
+
+
+def _judge_conflicts(config: Config, names: Collection[str]) -> list[tuple[str, str]]:
+    """Return (key, message) of a judge's settings that exclude each other. names: those of the graders."""
+    judge, problems = config.reward.judge, []
+    urls = url_problems(judge.url, what="an endpoint", example="http://127.0.0.1:8000/v1", token="HOTSEAT_JUDGE_TOKEN")
+    problems += [("reward.judge.url", problem) for problem in urls]
+    low, high = judge.scale
+    if low >= high:
+        problems.append(("reward.judge.scale", f"[{low:g}, {high:g}]: the first has to be below the second"))
+    for word, verdict in (judge.choices or {}).items():
+        if word in ("True", "False"):
+            read = "yes, on or true" if word == "True" else "no, off or false"
+            problems.append(
+                ("reward.judge.choices", f"YAML reads {read} as {word}: put the word in quotes, such as 'yes'")
+            )
+        if not low <= verdict <= high:
+            problems.append(
+                ("reward.judge.choices", f"{word} is {verdict:g}, outside of reward.judge.scale [{low:g}, {high:g}]")
+            )
+    if judge.choices is not None and not judge.choices:
+        problems.append(("reward.judge.choices", "no word in it: give some, or leave it unset for numbers"))
+    if judge.votes > 1 and judge.temperature == 0:
+        problems.append(
+            ("reward.judge.temperature", f"0: all {judge.votes} votes would be the same; raise it, or ask for one vote")
+        )
+    own = {"model", "messages", "temperature", "max_tokens", "seed", "n", "stream"} & set(judge.request)
+    if own:
+        problems.append(("reward.judge.request", f"{', '.join(sorted(own))}: set by the judge's other options"))
+    if judge.name in names or (judge.name == "function" and config.reward.function is not None):
+        problems.append(("reward.judge.name", f"{judge.name!r} is taken: give the judge a name of its own"))
+    if config.reward.model is not None:
+        problems.append(("reward.judge", "cannot be added to reward.model, which scores alone: set one of them"))
     return problems
 
 
@@ -639,11 +755,25 @@ def missing(config: Config) -> list[tuple[str, str]]:
     if config.task == "rl":
         reward = config.reward
         sources = (reward.function, reward.url, reward.model, config.agent.path)
-        if not reward.graders and all(source is None for source in sources):
+        if not reward.graders and not has_judge(config) and all(source is None for source in sources):
             problems.append(
-                ("reward.function", "no source of rewards: set reward.function, reward.url, reward.model or agent.path")
+                (
+                    "reward.function",
+                    "no source of rewards: set reward.function, reward.graders, reward.url, reward.judge.rubric,"
+                    " reward.model or agent.path",
+                )
             )
-        if config.algorithm.distill_coef > 0 and config.reference.model is None:
+        if has_judge(config) and reward.judge.url is None:
+            problems.append(
+                (
+                    "reward.judge.url",
+                    "not set: judges on an engine of the run's own are not part of this version; serve the model, for"
+                    " example with `vllm serve MODEL`, and give its address, such as http://127.0.0.1:8000/v1",
+                )
+            )
+        if has_judge(config) and reward.judge.model is None:
+            problems.append(("reward.judge.model", "not set: give the name of the model at reward.judge.url"))
+        if config.algorithm.distill_coef > 0 and config.reference.model is None and not config.reference.teachers:
             problems.append(
                 ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")
             )

@@ -34,14 +34,23 @@ def has_reward_model(config: Config) -> bool:
         return config.task == "rl"
     reward = config.reward
     has_other_source = (
-        reward.function is not None or reward.graders or reward.url is not None or config.agent.path is not None
+        reward.function is not None
+        or reward.graders
+        or has_judge(config)
+        or reward.url is not None
+        or config.agent.path is not None
     )
     return "reward" in placed_roles(config) and not has_other_source
 
 
+def has_judge(config: Config) -> bool:
+    """Return whether a model judges answers."""
+    return config.task == "rl" and config.reward.judge.rubric is not None
+
+
 def has_accuracy(config: Config) -> bool:
     """Return whether evaluations measure accuracy: not if a reward model judges them, whose numbers have no maximum."""
-    return not has_reward_model(config) or config.eval.reward is not None
+    return not has_reward_model(config) or config.eval.reward is not None or bool(config.eval.graders)
 
 
 def has_inference(config: Config) -> bool:

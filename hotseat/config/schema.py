@@ -118,7 +118,7 @@ class MuonConfig(Section):
 
 class OptimizerConfig(Section):
     kind: Literal["adamw", "muon"] = "adamw"
-    """Which optimizer."""
+    """Which optimizer; `muon` is for the matrices inside a model, all else is left to AdamW."""
     learning_rate: Amount = 1e-6
     """Peak learning rate."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.95)
@@ -175,6 +175,10 @@ class CriticConfig(Section):
 class ReferenceConfig(Section):
     model: str | None = None
     """Checkpoint of the reference policy; unset takes the actor's."""
+    teachers: dict[str, str] = {}
+    """Checkpoints of several teachers by name, instead of `model`; a prompt's `datasource` names its teacher."""
+    teacher_weights: dict[str, Share] = {}
+    """Weight of every teacher for all prompts, instead of one teacher by `datasource`; they add up to 1."""
     enable_offload: bool | None = None
     """Offload its weights between phases: true always, false never, unset as needed."""
 
@@ -232,11 +236,48 @@ class SandboxConfig(Section):
     """Tests that run at the same time on a node; unset is its number of cores."""
 
 
+class JudgeConfig(Section):
+    url: str | list[str] | None = None
+    """Address of an OpenAI-compatible endpoint, up to and with `/v1`, or of several that share the work."""
+    model: str | None = None
+    """Name of the judge's model at the endpoint."""
+    rubric: str | None = None
+    """File with the message to the judge, in which `{prompt}`, `{answer}` and `{label}` are filled in."""
+    name: str = "judge"
+    """Name of its verdicts in metrics and samples."""
+    weight: float = 1.0
+    """Factor of its verdict, which is 0 at the low end of `scale` and 1 at the high end, in the reward."""
+    scale: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 10.0)
+    """Lowest and highest verdict; one outside is no verdict."""
+    pattern: str = r"(?i)\b(?:score|rating|verdict|grade)\b\W{0,9}?(-?\d+(?:\.\d+)?)"
+    """Regular expression whose one group is the verdict, in its last match in what the judge writes."""
+    choices: dict[str, float] | None = None
+    """Verdicts as words, each with its place on the scale, such as `{good: 10, bad: 0}`; unset: they are numbers."""
+    votes: Positive = 1
+    """Verdicts to ask for on each answer."""
+    combine: Literal["mean", "median", "majority"] = "mean"
+    """How votes become one verdict; `majority` is the most frequent one, and the lowest of several such."""
+    temperature: Amount | None = None
+    """Sampling temperature of the judge; unset is 0 with one vote, and 1 with several."""
+    max_tokens: Positive = 1024
+    """Tokens that the judge may write for a verdict."""
+    request: dict[str, Any] = {}
+    """Further fields of requests, such as `chat_template_kwargs`."""
+    timeout_s: Seconds = 180.0
+    """Longest that a request may take."""
+    retries: NotNegative = 4
+    """Further attempts after a failed request."""
+    max_open_requests: Positive = 64
+    """Requests of a rollout host at a time."""
+
+
 class RewardConfig(Section):
     function: str | None = None
     """Python file with `reward_func(queries, prompts, labels)`."""
     graders: list[GraderConfig] = []
     """Built-in graders; the reward is the weighted sum of their verdicts, plus the reward of `function`, if set."""
+    judge: JudgeConfig = JudgeConfig()
+    """A model as judge, on if `rubric` is set; its verdict is added to the reward as a grader's is."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where the grader `code` runs generated code, and with which limits."""
     url: str | list[str] | None = None
@@ -488,7 +529,7 @@ class AlgorithmConfig(Section):
     aux_loss_coef: Amount = 0.0
     """Weight of the balancing loss of a mixture of experts: a mean over micro-batches, weighted by their tokens."""
     distill_coef: Amount = 0.0
-    """Weight of on-policy distillation in the advantages, with `reference.model` as the teacher; 0 is none."""
+    """Weight of on-policy distillation in the advantages, from `reference.model` or `reference.teachers`; 0 is none."""
     kl: KlConfig = KlConfig()
     """KL to the reference policy."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -565,7 +606,7 @@ class TrainConfig(Section):
     packing: bool = True
     """Pack sequences without padding."""
     attention: str | None = None
-    """Attention implementation of transformers; unset chooses by device."""
+    """Attention of transformers for padded rows, such as `sdpa`; unset: torch's own, flash attention on GPUs."""
     liger_kernel: bool = False
     """Liger kernels in the layers' norms and gates, on a GPU, instead of torch.compile."""
     load_in_4bit: bool = False
@@ -585,7 +626,7 @@ class TrainConfig(Section):
     ema: EmaConfig = EmaConfig()
     """Moving average of the weights."""
     full_determinism: bool = False
-    """Deterministic kernels, at a price in speed."""
+    """Deterministic kernels of torch and, on GPUs, of vLLM: the same run has the same bits again, more slowly."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -615,6 +656,8 @@ class EvaluationConfig(Section):
     """Evaluation rows used at most."""
     reward: str | None = None
     """Python file like `reward.function` that scores only evaluations; unset uses the run's own rewards."""
+    graders: list[GraderConfig] = []
+    """Graders like `reward.graders` that score only evaluations, instead of the run's own rewards."""
 
     @property
     def is_switched_off(self) -> bool:
@@ -676,6 +719,30 @@ class WandbConfig(Section):
     """Name of the run in Weights & Biases; unset is the run's own name."""
 
 
+class MlflowConfig(Section):
+    enabled: bool = False
+    """Report to MLflow."""
+    uri: str | None = None
+    """Tracking server or data base; unset is MLFLOW_TRACKING_URI, or `mlflow.db` beside the run's directory."""
+    experiment: str | None = None
+    """Experiment; unset is that in MLFLOW_EXPERIMENT_NAME, or `hotseat`."""
+    run_name: str | None = None
+    """Name of the run in MLflow; unset is the run's own name."""
+
+
+class TrackioConfig(Section):
+    enabled: bool = False
+    """Report to Trackio, whose files are in TRACKIO_DIR or Hugging Face's cache."""
+    project: str | None = None
+    """Project; unset is that in TRACKIO_PROJECT, or `hotseat`."""
+    space: str | None = None
+    """Hugging Face Space to send the metrics to; unset keeps them on this machine."""
+    group: str | None = None
+    """Group of runs."""
+    run_name: str | None = None
+    """Beginning of the run's name in Trackio, which four digits follow; unset is the run's own name."""
+
+
 class LogConfig(Section):
     every: Positive = 1
     """Steps between printed lines of metrics."""
@@ -687,8 +754,14 @@ class LogConfig(Section):
     """Samples recorded in such a step, with values for every token, and as many of those that were dropped."""
     keep_rollouts: bool = False
     """Keep all groups in `rollouts`, for `hotseat replay`: 17 bytes for each token, and the texts."""
+    openrlhf_names: bool = True
+    """Give TensorBoard and the trackers OpenRLHF's names of metrics beside ours, where they mean the same."""
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
+    mlflow: MlflowConfig = MlflowConfig()
+    """MLflow."""
+    trackio: TrackioConfig = TrackioConfig()
+    """Trackio."""
 
 
 class Config(Section):

@@ -11,22 +11,31 @@ def as_list(value: str | Sequence[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def url_problems(value: str | Sequence[str] | None) -> Iterator[str]:
-    """Yield what is wrong with the value of `reward.url`."""
+def url_problems(
+    value: str | Sequence[str] | None,
+    *,
+    what: str = "a reward server",
+    example: str = "http://127.0.0.1:5000/get_reward",
+    token: str = "HOTSEAT_REWARD_TOKEN",
+) -> Iterator[str]:
+    """Yield what is wrong with the value of `reward.url`, or of another option that holds addresses.
+
+    token: the environment variable for the bearer token.
+    """
     if value is None:
         return
     urls = as_list(value)
     if not urls:
-        yield "an empty list: give the address of a reward server, such as http://127.0.0.1:5000/get_reward"
+        yield f"an empty list: give the address of {what}, such as {example}"
     for url in urls:
-        if (problem := _problem(url)) is not None:
+        if (problem := _problem(url, what, example, token)) is not None:
             yield problem
     for url in dict.fromkeys(url for url in urls if urls.count(url) > 1):
         yield f"{url!r} is given twice"
 
 
-def _problem(url: str) -> str | None:
-    example = "write it as http://127.0.0.1:5000/get_reward"
+def _problem(url: str, what: str, address: str, token: str) -> str | None:
+    example = f"write it as {address}"
     if url.endswith(".py"):
         return f"{url!r} is a file: set reward.function to it"
     if "," in url:
@@ -37,11 +46,11 @@ def _problem(url: str) -> str | None:
     except ValueError as error:
         return f"{url!r} is no address ({error}): {example}"
     if not is_address or url != url.strip() or " " in url:
-        return f"{url!r} is no address of a reward server: {example}"
+        return f"{url!r} is no address of {what}: {example}"
     if parts.username is not None or parts.password is not None:
         # It would be in the saved config and in messages. The address is not shown for the same reason.
         return (
             f"the address of {parts.hostname} contains a user or a password: take it out, and put a token into the"
-            " environment variable HOTSEAT_REWARD_TOKEN"
+            f" environment variable {token}"
         )
     return None

@@ -21,6 +21,7 @@ from hotseat.loop.planning.budgets import describe, uses, with_budgets_of
 from hotseat.loop.planning.plan import are_devices_logical, budgets_on, plan_notes, plan_on
 from hotseat.loop.preflight import Inputs, is_cluster_there
 from hotseat.loop.setup.cpu import slow_dtype
+from hotseat.loop.setup.trackers import renaming, trackers
 from hotseat.loop.state.checkpoints import Checkpoint
 from hotseat.loop.state.run_dir import (
     forget_records,
@@ -272,10 +273,10 @@ def _journal(
         tensorboard=Path(config.log.tensorboard_path) if config.log.tensorboard_path else None,
         last_step=None if checkpoint is None else checkpoint.step,
         started_s=clock.began_s(),
+        for_trackers=renaming(config),
     )
-    wandb = _wandb(config, run_dir, journal.say, is_resumed=checkpoint is not None)
-    if wandb is not None:
-        journal.add(wandb)
+    for sink in trackers(config, run_dir, journal.say, is_resumed=checkpoint is not None):
+        journal.add(sink)
     for note in inputs.notes:
         journal.say(note, kind="warning" if note.startswith("warning:") else "note")
     if config.eval.is_switched_off:
@@ -294,28 +295,6 @@ def _report(run_dir: Path, journal: Any) -> None:
     except Exception as error:
         # To the screen, not to a file: the disk may be full.
         print(f"the report could not be written: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _wandb(config: Config, run_dir: Path, say: Callable[..., object], is_resumed: bool) -> Any:
-    """Make the sink for Weights & Biases, if the config or a key in the environment asks for it."""
-    from hotseat.observe import wandb_sink
-
-    section = config.log.wandb
-    if not wandb_sink.is_requested(section.enabled, os.environ):
-        return None
-    if not wandb_sink.is_installed():
-        say(f"{wandb_sink.KEY} is set, but {wandb_sink.HINT}")
-        return None
-    return wandb_sink.WandbSink(
-        run_dir,
-        config.model_dump(mode="json"),
-        say,
-        is_resumed=is_resumed,
-        entity=section.org,
-        project=section.project,
-        group=section.group,
-        name=section.run_name or run_dir.name,
-    )
 
 
 def _starting(config: Config) -> str:

@@ -54,7 +54,7 @@ class SupervisedInputs(Inputs):
 
 def rl_inputs(config: Config) -> RlInputs:
     """Read tokenizer and data of a reinforcement run. Raises for everything that would stop it."""
-    from hotseat.loop.setup.inputs import check_models, load_tokenizer, rl_prompts
+    from hotseat.loop.setup.inputs import check_models, check_teachers, load_tokenizer, rl_prompts
 
     # Placement and batch sizes first: they need neither tokenizer nor data.
     plan = make_plan(config, local_inventory(config))
@@ -67,6 +67,7 @@ def rl_inputs(config: Config) -> RlInputs:
     check_models(config)
     check_readers(config, tokenizer)
     prompts, eval_prompts, notes = rl_prompts(config, tokenizer)
+    check_teachers(config, prompts)
     algebra = batch_algebra(config, num_ranks, len(prompts))
     check_training(config, algebra)
     if has_critic(config) and config.critic.warmup_steps >= (algebra.num_steps or 0):
@@ -137,15 +138,17 @@ def refuse_what_cannot_start(config: Config) -> None:
 
 
 def _missing_packages(config: Config) -> list[tuple[str, str]]:
-    from hotseat.observe import wandb_sink
+    from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB
     from hotseat.rollout import vllm_arguments, vllm_versions
     from hotseat.train import liger
 
     absent = []
     if config.train.liger_kernel and not liger.is_installed():
         absent.append(("train.liger_kernel", liger.HINT))
-    if config.log.wandb.enabled and not wandb_sink.is_installed():
-        absent.append(("log.wandb.enabled", wandb_sink.HINT))
+    trackers = ((WANDB, config.log.wandb), (MLFLOW, config.log.mlflow), (TRACKIO, config.log.trackio))
+    for tracker, section in trackers:
+        if section.enabled and not tracker.is_installed():
+            absent.append((f"log.{tracker.kind}.enabled", tracker.hint))
     if config.task == "rl" and config.rollout.engine == "vllm":
         problem = vllm_versions.what_is_wrong()
         if problem is not None:

@@ -64,8 +64,13 @@ class Journal(Closing):
         tensorboard: Path | None = None,
         last_step: int | None = None,
         started_s: float | None = None,
+        for_trackers: Callable[[int, Mapping[str, Any]], Mapping[str, Any]] = lambda step, values: values,
     ):
-        """Open the files of a run directory. started_s: when the command began."""
+        """Open the files of a run directory.
+
+        started_s: when the command began. for_trackers: returns the metrics of a step as trackers get them.
+        """
+        self._for_trackers = for_trackers
         self._view = view
         self._num_steps = num_steps
         self._log_every = log_every
@@ -133,9 +138,10 @@ class Journal(Closing):
         self._has_stepped = self._has_stepped or step > 0
         self._view.processes = None
         self._metrics.write({"step": step} | dict(metrics))
-        self._board.write(step, metrics)
+        tracked = self._for_trackers(step, metrics)
+        self._board.write(step, tracked)
         for sink in self._sinks:
-            sink.write(step, metrics)
+            sink.write(step, tracked)
         self.timeline.flush()
         if metrics and (step % self._log_every == 0 or step == self._num_steps):
             self._view.step(step, metrics)

@@ -5,6 +5,7 @@
     Graders          built-in graders (`Grader`), whose weighted verdicts are the reward
     Sandbox          runs generated code, within `SandboxSettings`
     RewardService    servers that score by HTTP; in `hotseat.rewards.service`, because it imports aiohttp
+    Judge            asks a model for verdicts by HTTP; in `hotseat.rewards.judge`, for the same reason
     RewardTally      counts the failed rewards of a step, and checks that they are not too many
     Score            the reward of one sample; `hotseat.types.Failed` if there is none
 

@@ -13,13 +13,13 @@ from hotseat.errors import UserError
 TOKEN = "HOTSEAT_REWARD_TOKEN"  # environment variable with the bearer token
 
 
-def bearer_token(environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the token that the environment holds; None without one."""
-    token = (os.environ if environment is None else environment).get(TOKEN, "")
+def bearer_token(environment: Mapping[str, str] | None = None, name: str = TOKEN) -> str | None:
+    """Return the token that the environment holds in the variable `name`; None without one."""
+    token = (os.environ if environment is None else environment).get(name, "")
     if not token:
         return None
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UserError(f"{TOKEN}: a token is made of printable ASCII characters without spaces")
+        raise UserError(f"{name}: a token is made of printable ASCII characters without spaces")
     return token
 
 

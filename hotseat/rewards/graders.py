@@ -23,7 +23,7 @@ from hotseat.rewards.answers import Score
 from hotseat.rewards.builtin import answer_of
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Sandbox, SandboxClosed, SandboxSettings
-from hotseat.rewards.scorer import Scorer
+from hotseat.rewards.scorer import Scorer, when_all_are_done
 
 _FILE = Path(__file__).with_name("_grading.py")
 # Function in _grading.py for each kind that compares text.
@@ -84,7 +84,8 @@ def _schema_problem(grader: Grader) -> str | None:
 class Graders:
     """Scores groups by several graders; the reward is the weighted sum of their verdicts, each of which is logged.
 
-    A `function`, or servers, score beside them, with weight 1. The constructor starts everything once: a missing
+    A `function`, or servers, score beside them, with weight 1; and a model as `judge`, whose verdicts count as those of
+    a grader with the name and weight that come with it. The constructor starts everything once: a missing
     package, or a sandbox that does not work on this machine, raises `UserError`. Graders that compare text have a
     process each, which is ended and replaced if it does not answer in time. Generated code runs in the sandbox,
     `max_concurrent` programs at a time. A sample that a grader cannot judge is `Failed`, with the grader's name and the
@@ -100,11 +101,13 @@ class Graders:
         *,
         sandbox: SandboxSettings | None = None,
         function: Scorer | None = None,
+        judge: tuple[Grader, Scorer] | None = None,
         max_memory_bytes: int | None = None,
     ):
         self._texts = [grader for grader in graders if grader.kind in _FUNCTIONS]
         self._codes = [grader for grader in graders if grader.kind == "code"]
         self._function = function
+        self._judge = judge
         self._max_memory_bytes = max_memory_bytes
         self._is_closed = False
         self._lock = threading.Lock()
@@ -149,7 +152,9 @@ class Graders:
                 if self._pool is not None
             ]
         own = None if self._function is None else self._function.submit(queries, prompts, labels, ids)
-        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *([] if own is None else [own])]
+        judged = None if self._judge is None else self._judge[1].submit(queries, prompts, labels, ids)
+        beside = [future for future in (own, judged) if future is not None]
+        waits_for: list[Future[Any]] = [texts, *(future for _, future in codes), *beside]
 
         def finish() -> None:
             try:
@@ -158,13 +163,15 @@ class Graders:
                 for index, grader in enumerate(self._codes):
                     mine = codes[index * size : (index + 1) * size]
                     parts.append((grader, [future.result() for _, future in mine]))
+                if self._judge is not None and judged is not None:
+                    parts.append((self._judge[0], judged.result()))
                 total.set_result(_sum(parts, None if own is None else own.result(), group.ids))
             except CancelledError:
                 total.set_exception(RunError("graders: closed before they scored all samples"))
             except BaseException as error:
                 total.set_exception(error)
 
-        _when_all_are_done(waits_for, finish)
+        when_all_are_done(waits_for, finish)
         return total
 
     def close(self) -> None:
@@ -183,6 +190,8 @@ class Graders:
             self._thread.join(10.0)
         if self._function is not None:
             self._function.close()
+        if self._judge is not None:
+            self._judge[1].close()
 
     def __enter__(self) -> Graders:
         return self
@@ -319,26 +328,11 @@ def _sum_of_sample(
     extra = {} if own is None else {**own.extra, "function": own.reward}
     for grader, verdict in verdicts:
         if isinstance(verdict, Failed):
-            return Failed(f"grader {grader.name}: {verdict.reason} (sample {sample})")
+            named = "" if f"sample {sample}" in verdict.reason else f" (sample {sample})"
+            return Failed(f"grader {grader.name}: {verdict.reason}{named}")
         if grader.name in extra:
             return Failed(f"extra_logs of the reward function has {grader.name!r}, the name of a grader: rename one")
         reward += grader.weight * verdict.reward
         score += grader.weight * verdict.score
         extra[grader.name] = verdict.reward
     return Score(reward, score, extra)
-
-
-def _when_all_are_done(futures: Sequence[Future[Any]], finish: Callable[[], None]) -> None:
-    left = len(futures)
-    lock = threading.Lock()
-
-    def count(_: Future[Any]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            is_last = left == 0
-        if is_last:
-            finish()
-
-    for future in futures:
-        future.add_done_callback(count)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -27,3 +28,23 @@ def named_samples(ids: Sequence[str], max_shown: int = 8) -> str:
     shown = ", ".join(ids[:max_shown])
     more = f" and {len(ids) - max_shown} more" if len(ids) > max_shown else ""
     return f"{'sample' if len(ids) == 1 else 'samples'} {shown}{more}"
+
+
+def when_all_are_done(futures: Sequence[Future[Any]], finish: Callable[[], None]) -> None:
+    """Call `finish` once, by the thread that completes the last of the futures; at once if there are none."""
+    if not futures:
+        finish()
+        return
+    left = len(futures)
+    lock = threading.Lock()
+
+    def count(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = left == 0
+        if is_last:
+            finish()
+
+    for future in futures:
+        future.add_done_callback(count)

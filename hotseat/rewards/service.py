@@ -2,80 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import json
-import random
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
-from hotseat.errors import RunError
 from hotseat.failed import Failed
-from hotseat.rewards._servers import Server, Servers
+from hotseat.rewards._posting import Poster, ServerKind, excerpt
 from hotseat.rewards.addresses import TOKEN
 from hotseat.rewards.answers import BadAnswer, Score, read_answer
-from hotseat.rewards.scorer import named_samples
-from hotseat.words import quantity
 
-_CONNECT_TIMEOUT_S = 10.0
-_KEEP_IDLE_S = 2.0  # many servers close a connection that was idle for five seconds
-_LOOK_EVERY_S = 0.1  # while no server can be reached
-_MAX_ANSWER_BYTES = 64 << 20
-_MAX_SHOWN = 200  # characters of an answer that is no reward
-_LONGEST_PAUSE_S = 30.0
-_NOT_THERE = (502, 503)  # a proxy in front of a server that is down, or a server that starts or stops
+_KIND = ServerKind("reward server", "reward.url", TOKEN)
 
 
-class _Unreachable(Exception):
-    """No server took the request."""
-
-
-class _Busy(Exception):
-    """The server asks to send the request later."""
-
-    def __init__(self, problem: str, after_s: float):
-        super().__init__(problem)
-        self.after_s = after_s
-
-
-class _Broken(Exception):
-    """The server took the request and gave no usable answer."""
-
-
-class _Refused(Exception):
-    """The server rejects the request; it would reject it again."""
-
-
-@dataclass(frozen=True)
-class _Job:
-    body: bytes
-    ids: tuple[str, ...]
-    future: Future[list[Score | Failed]]
-
-
-class RewardService:
-    """Scores groups by one HTTP server or several, `max_open` groups at a time, each in one request.
+class RewardService(Poster):
+    """Scores groups by one HTTP server or several, `max_open` groups at a time, each in one request; see `Poster`.
 
     A request is a POST to the URL as given, with `query` (prompt and answer), `prompts` and `labels`, one entry per
-    sample. The answer is an object: `rewards` is required, `scores` defaults to it, `extra_logs` is optional.
-
-    A request that breaks, takes longer than `timeout_s`, or has another status or another answer is made again after a
-    pause, `retries` times at most, by another server if there is one. A server that cannot be reached (or answers 502
-    or 503) costs no attempt: others take its requests; with no other, each request waits for it up to `timeout_s`, so a
-    server may be restarted. Requests that a server rejects (other statuses 4xx) are not repeated. After that, the
-    group's samples are `Failed`, with address, reason and samples named. A reward in a good answer that is null or not
-    finite fails its sample alone.
-
-    token: sent as a bearer token. back_off_s: first pause between attempts; each is twice the last one, less a random
-    share. report: is called with a line when a server begins to fail, and when it answers again.
-
-    One thread runs all requests; `submit` may be called from any. `close` ends it within seconds.
+    sample. The answer is an object: `rewards` is required, `scores` defaults to it, `extra_logs` is optional. Where no
+    server answers, the group's samples are `Failed`. A reward in a good answer that is null or not finite fails its
+    sample alone.
     """
 
     def __init__(
@@ -89,24 +35,16 @@ class RewardService:
         back_off_s: float = 0.5,
         report: Callable[[str], object] | None = None,
     ):
-        self.timeout_s = timeout_s
-        self.retries = retries
-        self._servers = Servers(urls)
-        self._max_open = max_open
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
-        self._back_off_s = back_off_s
-        self._report = report or _to_stderr
-        self._random = random.Random()  # not the global one, which agents draw from
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._num_jobs = 0  # that have no result yet
-        started: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(target=self._serve, args=(started,), name="reward-service", daemon=True)
-        self._thread.start()
-        self._loop = started.result(60.0)
-        atexit.register(self.close)
+        super().__init__(
+            _KIND,
+            urls,
+            timeout_s=timeout_s,
+            retries=retries,
+            max_open=max_open,
+            token=token,
+            back_off_s=back_off_s,
+            report=report,
+        )
 
     def submit(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
@@ -115,23 +53,8 @@ class RewardService:
         sizes = {len(queries), len(prompts), len(labels), len(ids)}
         assert len(sizes) == 1, f"{len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels, {len(ids)} ids"
         body = json.dumps({"query": list(queries), "prompts": list(prompts), "labels": list(labels)}).encode()
-        job = _Job(body, tuple(map(str, ids)), Future())
-        with self._lock:
-            if self._is_closed:
-                raise RunError("the reward service is closed")
-            asyncio.run_coroutine_threadsafe(self._run(job), self._loop)
-        return job.future
-
-    def close(self) -> None:
-        """End the thread and its requests. Unfinished futures raise an error. A second call does nothing."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._loop.call_soon_threadsafe(self._stop.set)
-        atexit.unregister(self.close)
-        if self._thread is not threading.current_thread():
-            self._thread.join(10.0)
+        names = [str(each) for each in ids]
+        return self.post(body, names, lambda content, url: _read(content, url, names), lambda why: [why] * len(names))
 
     def __enter__(self) -> RewardService:
         return self
@@ -139,175 +62,15 @@ class RewardService:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- in the thread ------------------------------------------------------------------------------------------------
 
-    def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
-        async def serve() -> None:
-            self._stop = asyncio.Event()
-            self._places = asyncio.Semaphore(self._max_open)
-            connect_s = min(_CONNECT_TIMEOUT_S, self.timeout_s)
-            async with aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S),
-                timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=connect_s),
-                headers=self._headers,
-            ) as self._session:
-                started.set_result(asyncio.get_running_loop())
-                await self._stop.wait()
-                jobs = asyncio.all_tasks() - {asyncio.current_task()}
-                for job in jobs:
-                    job.cancel()
-                await asyncio.gather(*jobs, return_exceptions=True)
-
-        try:
-            asyncio.run(serve())
-        except BaseException as error:
-            if started.done():
-                raise
-            started.set_exception(error)
-
-    async def _run(self, job: _Job) -> None:
-        """Score a job, and give the result to its future, whatever happens."""
-        if not job.future.set_running_or_notify_cancel():
-            return
-        if self._num_jobs == 0:
-            self._servers.begin()
-        self._num_jobs += 1
-        try:
-            async with self._places:
-                samples = await self._score(job)
-        except asyncio.CancelledError:
-            samples_text = named_samples(job.ids)
-            job.future.set_exception(RunError(f"the reward service was closed before it scored {samples_text}"))
-        except BaseException as error:
-            job.future.set_exception(error)
-        else:
-            job.future.set_result(samples)
-        finally:
-            self._num_jobs -= 1
-
-    async def _score(self, job: _Job) -> list[Score | Failed]:
-        """Ask servers until one answers, or the attempts or the time to wait for one are used up."""
-        num_attempts, problem = 0, ""
-        last: Server | None = None
-        busy_since_s: float | None = None
-        while True:
-            now_s = self._loop.time()
-            # All requests have waited as long as the first: a server that is away for good is found out once.
-            waits_since_s = self._servers.away_since_s if busy_since_s is None else busy_since_s
-            if waits_since_s is not None and now_s - waits_since_s >= self.timeout_s:
-                return self._failed(job, f"{problem or self._servers.problems()} (tried for {self.timeout_s:g} s)")
-            server = self._servers.choose(now_s, last)
-            if server is None:
-                await asyncio.sleep(_LOOK_EVERY_S)
-                continue
-            try:
-                samples = await self._ask(server.url, job)
-            except _Unreachable as error:
-                self._note_failure(server, str(error), is_reachable=False)
-            except _Busy as error:
-                busy_since_s = now_s if busy_since_s is None else busy_since_s
-                self._servers.released(server)
-                problem = f"{server.url}: {error}"
-                await asyncio.sleep(max(error.after_s, self._pause_s(1)))
-            except _Refused as error:
-                self._servers.answered(server)
-                return self._failed(job, f"{server.url}: {error}")
-            except (_Broken, BadAnswer) as error:
-                busy_since_s, last, problem = None, server, ""
-                self._note_failure(server, str(error), is_reachable=True)
-                num_attempts += 1
-                if num_attempts > self.retries:
-                    return self._failed(job, f"{server.url}: {error} ({quantity(num_attempts, 'attempt')})")
-                await asyncio.sleep(self._pause_s(num_attempts))
-            except BaseException:
-                self._servers.released(server)
-                raise
-            else:
-                if server.num_failures:
-                    self._report(f"reward server {server.url}: answers again")
-                self._servers.answered(server)
-                return self._checked(job, server, samples)
-
-    def _note_failure(self, server: Server, problem: str, *, is_reachable: bool) -> None:
-        was_well = not server.num_failures
-        note = self._servers.failed if is_reachable else self._servers.unreachable
-        note(server, self._loop.time(), problem)
-        if was_well:
-            self._report(f"reward server {server.url}: {problem}; trying again")
-
-    def _pause_s(self, num_attempts: int) -> float:
-        longest_s = min(_LONGEST_PAUSE_S, self._back_off_s * 2.0 ** (num_attempts - 1))
-        return longest_s * self._random.uniform(0.5, 1.0)
-
-    def _failed(self, job: _Job, reason: str) -> list[Score | Failed]:
-        return [Failed(f"reward server {reason}; {named_samples(job.ids)}")] * len(job.ids)
-
-    def _checked(self, job: _Job, server: Server, samples: list[Score | Failed]) -> list[Score | Failed]:
-        return [
-            sample
-            if isinstance(sample, Score)
-            else Failed(f"reward server {server.url}: {sample.reason}; sample {name}")
-            for sample, name in zip(samples, job.ids, strict=True)
-        ]
-
-    async def _ask(self, url: str, job: _Job) -> list[Score | Failed]:
-        """Make one request. Raises one of the errors above, or `BadAnswer`."""
-        try:
-            async with self._session.post(url, data=job.body, allow_redirects=False) as response:
-                status, headers, content = response.status, response.headers, await _content(response)
-        except aiohttp.ConnectionTimeoutError:
-            raise _Unreachable("no connection in time") from None
-        except aiohttp.ClientConnectorError as error:
-            raise _Unreachable(f"cannot be reached: {error.strerror or error}") from None
-        except TimeoutError:
-            raise _Broken(f"no answer within {self.timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _Broken(f"the connection broke: {str(error) or type(error).__name__}") from None
-        if 200 <= status < 300:
-            return _read(content, len(job.ids))
-        problem = f"status {status}: {_excerpt(content)}"
-        if status in _NOT_THERE:
-            raise _Unreachable(problem)
-        if status == 429:
-            raise _Busy(problem, _retry_after_s(headers.get("Retry-After", "")))
-        if status == 408 or status >= 500:
-            raise _Broken(problem)
-        if 300 <= status < 400:
-            place = headers.get("Location", "nowhere")
-            raise _Refused(f"status {status}: it redirects to {place}; set reward.url to where it answers")
-        if status == 401:
-            raise _Refused(f"{problem}; the environment variable {TOKEN} holds the token to send")
-        raise _Refused(problem)
-
-
-async def _content(response: aiohttp.ClientResponse) -> bytes:
-    parts, size = [], 0
-    async for part in response.content.iter_chunked(1 << 16):
-        size += len(part)
-        if size > _MAX_ANSWER_BYTES:
-            raise _Broken(f"its answer is larger than {_MAX_ANSWER_BYTES >> 20} MiB")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _read(content: bytes, num_samples: int) -> list[Score | Failed]:
+def _read(content: bytes, url: str, ids: Sequence[str]) -> list[Score | Failed]:
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError):
-        raise BadAnswer(f"its answer is no JSON: {_excerpt(content)}") from None
+        raise BadAnswer(f"its answer is no JSON: {excerpt(content)}") from None
     if not isinstance(answer, dict):
-        raise BadAnswer(f"its answer is no object with 'rewards': {_excerpt(content)}")
-    return read_answer(answer, num_samples)
-
-
-def _excerpt(content: bytes) -> str:
-    text = " ".join(content[: 4 * _MAX_SHOWN].decode(errors="replace").split())
-    return (text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}...") or "(empty)"
-
-
-def _retry_after_s(text: str) -> float:
-    return min(float(text), _LONGEST_PAUSE_S) if text.isdecimal() else 0.0
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        raise BadAnswer(f"its answer is no object with 'rewards': {excerpt(content)}")
+    return [
+        sample if isinstance(sample, Score) else Failed(f"reward server {url}: {sample.reason}; sample {name}")
+        for sample, name in zip(read_answer(answer, len(ids)), ids, strict=True)
+    ]

@@ -1,8 +1,9 @@
-"""torch's AdamW as every backend uses it."""
+"""torch's AdamW as every backend uses it, and the state of what it or Muon steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,17 @@ def make_adamw(weights: Iterable[Tensor], settings: AdamW, apart: Collection[int
     )
 
 
-def start_state(optimizer: torch.optim.AdamW, weights: Iterable[Tensor]) -> None:
+def start_state(optimizer: torch.optim.AdamW, weights: Mapping[Tensor, Mapping[str, Any]]) -> None:
     """Make the optimizer state now rather than in the first step.
 
     Memory is then known from the start, and there is always something to save, load and move.
+
+    weights: what is stepped, each with its parameter group.
     """
-    for weight in weights:
+    for weight, group in weights.items():
+        if group.get("is_muon", False):
+            optimizer.state[weight] = {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)}
+            continue
         optimizer.state[weight] = {
             "step": torch.zeros((), dtype=torch.float32, device=weight.device),
             "exp_avg": torch.zeros_like(weight, requires_grad=False),
@@ -42,6 +48,11 @@ def start_state(optimizer: torch.optim.AdamW, weights: Iterable[Tensor]) -> None
         }
 
 
-def set_learning_rate(optimizer: torch.optim.AdamW, learning_rate: float) -> None:
+def groups_of(optimizer: torch.optim.AdamW) -> dict[Tensor, dict[str, Any]]:
+    """Return everything that the optimizer steps, each with its parameter group."""
+    return {weight: group for group in optimizer.param_groups for weight in group["params"]}
+
+
+def set_learning_rate(optimizer: torch.optim.AdamW, learning_rate: float, muon_rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = muon_rate if group.get("is_muon", False) else learning_rate

@@ -45,6 +45,14 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class Muon:
+    """Settings of Muon, which steps the matrices inside a model while AdamW steps all else; see `muon`."""
+
+    learning_rate: float = 0.02  # at its peak; the schedule has AdamW's
+    momentum: float = 0.95
+
+
+@dataclass(frozen=True)
 class LoraOptions:
     """Settings of adapters, which are trained instead of weights; see `lora`.
 
@@ -105,6 +113,7 @@ class TrainOptions:
     # fp16: as bf16_master, and the loss is scaled; DeepSpeed only. `grad_accum_dtype` says how it sums gradients.
     precision: Precision = "fp32"
     optimizer: AdamW | None = field(default_factory=AdamW)  # None: the model is only scored, never updated
+    muon: Muon | None = None  # None: AdamW steps every weight
     schedule: Schedule = field(default_factory=Schedule)
     aux_loss_coefficient: float = 0.0  # of the balancing loss of a mixture of experts; see `experts`
     max_grad_norm: float | None = 1.0  # of all gradients together; None: not clipped
@@ -114,6 +123,8 @@ class TrainOptions:
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
     layout: LayoutKind = "auto"  # see `packing`
+    attention: str | None = None  # an implementation of transformers, for padded rows; None: see `attention`
+    is_deterministic: bool = False  # deterministic kernels only
     sequence_parallel_size: int = 1  # ranks that share the sequences of each micro-batch; see `sequence`
     max_non_finite: int = 3  # the run ends after this many updates in a row whose loss or gradient is not finite
     timeout_s: float = 600.0  # for one rank to wait for the others
@@ -126,6 +137,13 @@ class TrainOptions:
             raise UserError(f"head {self.head!r}: choose one of {', '.join(get_args(Head))}")
         if self.layout not in get_args(LayoutKind):
             raise UserError(f"layout {self.layout!r}: choose one of {', '.join(get_args(LayoutKind))}")
+        if self.attention is not None and self.layout != "padded":
+            raise UserError(
+                f"train.attention is {self.attention}, which does not keep packed sequences apart: set train.packing to"
+                " false, or leave train.attention unset"
+            )
+        if self.muon is not None:
+            self._check_muon(self.muon)
         if self.sequence_parallel_size > 1 and self.layout == "padded":
             raise UserError(
                 f"train.sequence_parallel_size is {self.sequence_parallel_size}, and only packed sequences can be cut"
@@ -149,6 +167,32 @@ class TrainOptions:
             raise UserError(f"stop after {self.max_non_finite} updates that are not finite: set it to 1 or more")
         if not self.timeout_s > 0:
             raise UserError(f"ranks wait {self.timeout_s} s for each other: set it above 0")
+
+    def _check_muon(self, muon: Muon) -> None:
+        if not (muon.learning_rate >= 0 and math.isfinite(muon.learning_rate)) or not 0 <= muon.momentum < 1:
+            raise UserError(
+                f"Muon with learning rate {muon.learning_rate} and momentum {muon.momentum}: the rate must be finite, 0"
+                " or more, the momentum at least 0 and below 1"
+            )
+        if self.precision == "bf16" and self.optimizer is not None:
+            raise UserError(
+                "Muon on weights in pure bf16: its steps are of one size for all entries of a matrix, and large entries"
+                " would round them away; set train.fp32_master to true, or the optimizer's kind to adamw"
+            )
+        if self.tensor_parallel_size > 1:
+            raise NotBuiltError(
+                f"Muon with train.deepspeed.tensor_parallel_size {self.tensor_parallel_size}: it needs whole matrices,"
+                " and layers are cut; set the size to 1, or the optimizer's kind to adamw"
+            )
+        if self.zero is not None and self.zero.adam_offload:
+            raise NotBuiltError(
+                "Muon with train.deepspeed.adam_offload: matrices would be orthogonalised on the CPU; set adam_offload"
+                " to false, or the optimizer's kind to adamw"
+            )
+        if self.zero is not None and self.zero.deepcompile:
+            raise NotBuiltError(
+                "Muon with train.deepspeed.deepcompile: set deepcompile to false, or the optimizer's kind to adamw"
+            )
 
     @property
     def tensor_parallel_size(self) -> int:

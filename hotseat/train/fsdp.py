@@ -25,14 +25,15 @@ from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import UserError
 from hotseat.placement.roles import Part
-from hotseat.train.adamw import make_adamw, set_learning_rate, start_state
+from hotseat.train.adamw import groups_of, make_adamw, set_learning_rate, start_state
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
-from hotseat.train.backend import TrainOptions
+from hotseat.train.backend import AdamW, Muon, TrainOptions
 from hotseat.train.fragments import local
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.models import compiles, layers, load_model, prepare_model
+from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import Merge, as_they_are, convert
 from hotseat.train.ranks import Ranks
 from hotseat.train.trainer import Trainer
@@ -77,6 +78,7 @@ class FSDPBackend(Trainer):
             compiler=_compiler if compiles(options.compile, device) else None,
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,
+            attention=options.attention,
         )
         for weight in loaded.parameters():
             if weight.requires_grad and options.precision == "bf16_master":
@@ -95,13 +97,28 @@ class FSDPBackend(Trainer):
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
         self._optimizer: torch.optim.AdamW | None = None
         if options.optimizer is not None:
-            self._optimizer = make_adamw(self._trained.values(), options.optimizer)
-            start_state(self._optimizer, self._trained.values())
+            self._optimizer = self._make_optimizer(options.optimizer, options.muon)
+            start_state(self._optimizer, groups_of(self._optimizer))
         self._host_mesh = None  # of the average: a DTensor is where its mesh is
         if options.average_decay is not None:
             self._average = MovingAverage(self._shards(), options.average_decay)
             if isinstance(self._wrapped, FSDPModule):
                 self._host_mesh = init_device_mesh("cpu", (ranks.size,))
+
+    def _make_optimizer(self, adamw: AdamW, muon: Muon | None) -> torch.optim.AdamW:
+        if muon is None:
+            return make_adamw(self._trained.values(), adamw)
+        names = matrix_names(self._model, self._trained)
+        others = [weight for name, weight in self._trained.items() if name not in names]
+        optimizer = MuonWithAdamW([self._trained[name] for name in names], others, adamw, muon)
+        stretches = {}
+        for name in names:
+            weight = self._trained[name]
+            rows, columns = weight.shape
+            first = min(self._first_row(weight), rows) if isinstance(weight, DTensor) else 0
+            stretches[weight] = [MatrixStretch((rows, columns), first * columns, local(weight.detach()).numel())]
+        optimizer.bind(stretches, is_sharded=isinstance(self._wrapped, FSDPModule) and self._ranks.size > 1)
+        return optimizer
 
     @classmethod
     def check(cls, options: TrainOptions) -> None:
@@ -143,7 +160,7 @@ class FSDPBackend(Trainer):
         factor = self._clip_factor(grad_norm)
         if factor < 1:
             torch._foreach_mul_(self._gradients(), factor)
-        set_learning_rate(self._optimizer, learning_rate)
+        set_learning_rate(self._optimizer, learning_rate, self._muon_rate())
         self._optimizer.step()
 
     def _forget_gradients(self) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from hotseat.determinism import use_deterministic_kernels
 from hotseat.errors import UserError
 from hotseat.train.backend import Backend, TrainOptions
 from hotseat.train.fsdp import FSDPBackend
+from hotseat.train.models import check_attention
 from hotseat.train.zero import ZeroBackend
 from hotseat.train.zero_config import HINT
 
@@ -23,12 +25,15 @@ def make_backend(
     trust_remote_code: bool = False,
 ) -> Backend:
     """Make one rank of the model, with the backend that the options name."""
+    if options.is_deterministic:
+        use_deterministic_kernels()
     return _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
 
 
 def check_options(options: TrainOptions) -> None:
     """Raise if the backend that the options name does not have what they ask for, or is not installed."""
     _kind(options).check(options)
+    check_attention(options)
     if options.zero is not None and find_spec("deepspeed") is None:
         raise UserError(f"DeepSpeed is not installed: {HINT}")
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.observe.noise import without_log_lines
@@ -162,6 +164,30 @@ def check_family(config: Any) -> None:
         )
 
 
+def check_attention(options: TrainOptions) -> None:
+    """Raise if transformers does not have the chosen attention, or not here."""
+    name = options.attention
+    if name is None:
+        return
+    if "/" in name:  # a kernel from the hub, which transformers loads with this package
+        is_there, needs = find_spec("kernels") is not None, "the package kernels: `pip install kernels`"
+    elif name not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
+        own = ", ".join(sorted({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()} - {ATTENTION}))
+        raise UserError(f"train.attention: transformers has none that is called {name!r}; it has {own}")
+    elif name.startswith("flash_attention"):
+        package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(name, name)
+        is_there = find_spec(package) is not None and torch.cuda.is_available()
+        needs = f"a CUDA device and the package {package}"
+        if is_there and options.precision == "fp32":
+            is_there, needs = False, "16-bit floats: set train.dtype to bf16"
+    else:
+        is_there, needs = True, ""
+    if not is_there:
+        raise UserError(
+            f"train.attention: {name} needs {needs}; leave it unset for torch's own flash attention, or set sdpa"
+        )
+
+
 def check_length(config: Any, max_length: int) -> None:
     """Raise if the angles of a model of this config depend on more than the position in sequences of this length."""
     text = config.get_text_config()
@@ -278,11 +304,13 @@ def prepare_model(
     compiler: Compiler | None = None,
     lora: LoraOptions | None = None,
     liger_on: torch.device | None = None,
+    attention: str | None = None,
 ) -> tuple[Policy | ValueModel, LayoutKind]:
     """Wrap a loaded model so that it gives log-probs or values; return it and the layout that it can run.
 
     `compiler` is the backend that torch.compile gets for the layers and for what is done with logits; None: both
-    run as they are. `liger_on`: layers get Liger's kernels for this device instead.
+    run as they are. `liger_on`: layers get Liger's kernels for this device instead. `attention`: the implementation of
+    transformers that layers use; None: ours, where they can.
 
     Dropout and the noise of routers are switched off: the log-probs of the update must be of the same distribution as
     the engine's. The dropout of adapters is added afterwards; see `LoraOptions`.
@@ -295,8 +323,10 @@ def prepare_model(
                 setattr(module, name, 0.0)
     if lora is not None:
         add_adapters(model, lora, head)
-    can_pack = bool(getattr(model, "_supports_attention_backend", False))
+    can_pack = attention is None and bool(getattr(model, "_supports_attention_backend", False))
     plain = _use_own_attention(model) if can_pack else None
+    if attention is not None:
+        model.set_attn_implementation(attention)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()

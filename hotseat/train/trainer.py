@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -345,6 +345,12 @@ class Trainer(TrainerHooks):
         """
         limit = self._options.max_grad_norm
         return 1.0 if limit is None else min(1.0, limit / (grad_norm + 1e-6))
+
+    def _muon_rate(self) -> float:
+        """Return the learning rate of the matrices that Muon steps, in the update to come."""
+        options = self._options
+        peak = 0.0 if options.muon is None else options.muon.learning_rate
+        return replace(options.schedule, peak=peak).learning_rate(self._version)
 
     def _in_step(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch | None]:
         """Extend this rank's micro-batches by None until it has as many as the rank that has most."""

@@ -34,6 +34,7 @@ from hotseat.train.deepcompile import (
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
 from hotseat.train.models import Policy, ValueModel, compiles, layers, load_model, prepare_model
+from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import as_they_are, convert
 from hotseat.train.packing import LayoutKind
 from hotseat.train.ranks import Ranks
@@ -115,6 +116,7 @@ class ZeroBackend(Trainer):
             self._deepspeed.utils.set_z3_leaf_modules(self._wrapped, list({type(layer) for layer in layers(loaded)}))
         self._engine: Any = None  # DeepSpeed's; None: a model that is only scored and is not sharded
         self._optimizer: torch.optim.AdamW | None = None
+        self._matrices: list[str] = []  # names of weights that Muon steps
         try:
             self._stage = self._shard(zero, persistent_size, is_compiled)
             pieces = self._stage.pieces(self._weights)
@@ -125,6 +127,8 @@ class ZeroBackend(Trainer):
         self._sharded = ShardedWeights(
             self._weights, shapes, pieces, self._cuts, self._tensor, device, self._stage.are_gradients_sharded
         )
+        if isinstance(self._optimizer, MuonWithAdamW):
+            self._bind_matrices(self._optimizer, shapes)
         if self._has_masters:
             self._fill_masters(exact)
         if options.average_decay is not None:
@@ -147,6 +151,7 @@ class ZeroBackend(Trainer):
             compiler=None if self._is_whole else compiler,
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,
+            attention=options.attention,
         )
         if self._is_whole and compiler is not None:
             wrapped.compiler = compiler  # for logits, which are no part of the graph
@@ -169,8 +174,7 @@ class ZeroBackend(Trainer):
             ]
         if options.optimizer is not None:
             # Made before weights are sharded, because it asks for their dimensions.
-            cut = [id(master) for name, master in zip(names, masters, strict=True) if name in self._cuts]
-            self._optimizer = make_adamw(masters, options.optimizer, cut)
+            self._optimizer = self._make_optimizer(dict(zip(names, masters, strict=True)), options)
         for weight in self._weights.values():
             weight.data = weight.data.to(self._compute)
         if options.optimizer is None and zero.stage < 3:
@@ -194,6 +198,29 @@ class ZeroBackend(Trainer):
             return Flattened(self._engine, zero.adam_offload, num_averaged, kept)
         assert self._optimizer is not None
         return Unsharded(trained, masters, self._engine, self._optimizer, make_scaler(options))
+
+    def _make_optimizer(self, masters: Mapping[str, Tensor], options: TrainOptions) -> torch.optim.AdamW:
+        assert options.optimizer is not None
+        if options.muon is None:
+            cut = [id(master) for name, master in masters.items() if name in self._cuts]
+            return make_adamw(masters.values(), options.optimizer, cut)
+        self._matrices = matrix_names(self._model, {name: self._weights[name] for name in masters})
+        others = [master for name, master in masters.items() if name not in self._matrices]
+        return MuonWithAdamW([masters[name] for name in self._matrices], others, options.optimizer, options.muon)
+
+    def _bind_matrices(self, optimizer: MuonWithAdamW, shapes: Mapping[str, torch.Size]) -> None:
+        """Tell Muon where this rank's stretches of matrices are, also of those of which it has none."""
+        stretches: dict[Tensor, list[MatrixStretch]] = {}
+        for name in self._matrices:
+            rows, columns = shapes[name]
+            piece = self._sharded.pieces.get(name)
+            owner = self._stage.owner(self._weights[name])
+            stretch = MatrixStretch((rows, columns), 0, 0)
+            if piece is not None:
+                stretch = MatrixStretch((rows, columns), piece.start, piece.size, piece.offset)
+            stretches.setdefault(owner, []).append(stretch)
+        is_sharded = self._stage.are_gradients_sharded and self._ranks.size > 1
+        optimizer.bind(stretches, is_sharded=is_sharded)
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
@@ -235,7 +262,7 @@ class ZeroBackend(Trainer):
 
     def _step(self, grad_norm: float, learning_rate: float) -> None:
         assert self._optimizer is not None
-        set_learning_rate(self._optimizer, learning_rate)
+        set_learning_rate(self._optimizer, learning_rate, self._muon_rate())
         self._stage.step(self._clip_factor(grad_norm) * self._stage.gradient_unit())
 
     def _lower_loss_scale(self) -> bool:

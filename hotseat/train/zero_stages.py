@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotseat.train.adamw import start_state
+from hotseat.train.adamw import groups_of, start_state
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Stage(ABC):
     @abstractmethod
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
         """Return this rank's stretch of each weight that it has one of, by name."""
+
+    @abstractmethod
+    def owner(self, weight: nn.Parameter) -> Tensor:
+        """Return what the optimizer steps on this rank for the group of a trained weight."""
 
     def scale(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.cur_scale)
@@ -111,12 +115,15 @@ class Unsharded(Stage):
         self._trained = trained
         self._engine, self._optimizer, self.scaler = engine, optimizer, scaler
         if optimizer is not None:
-            start_state(optimizer, masters)
+            start_state(optimizer, groups_of(optimizer))
 
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
         masters = dict(zip(map(id, self._trained), self.owners, strict=True))
         owners = {name: masters.get(id(weight), weight) for name, weight in weights.items()}
         return {name: WeightStretch(0, owner.numel(), owner) for name, owner in owners.items()}
+
+    def owner(self, weight: nn.Parameter) -> Tensor:
+        return next(owner for trained, owner in zip(self._trained, self.owners, strict=True) if trained is weight)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         self._engine.backward(loss * self.scale(), scale_wrt_gas=False)
@@ -227,7 +234,8 @@ class Flattened(_Sharded):
     def __init__(self, engine: Any, is_offloaded: bool, num_averaged: int, kept_gradients: Sequence[Tensor]):
         super().__init__(engine, is_offloaded, num_averaged)
         self.owners = self._zero.single_partition_of_fp32_groups
-        start_state(self._zero.optimizer, self.owners)
+        groups = self._zero.optimizer.param_groups
+        start_state(self._zero.optimizer, dict(zip(self.owners, groups, strict=True)))
         self._kept_gradients = kept_gradients
 
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
@@ -241,6 +249,10 @@ class Flattened(_Sharded):
                 within = place.lp_fragment_address
                 pieces[name] = WeightStretch(within.start, within.numel, owner, place.hp_fragment_address.start)
         return pieces
+
+    def owner(self, weight: nn.Parameter) -> Tensor:
+        groups = enumerate(self._zero.bit16_groups)
+        return self.owners[next(index for index, group in groups if any(each is weight for each in group))]
 
     def forget_gradients(self) -> None:
         # DeepSpeed does the same after an overflow; there is no other way to leave out a step.
@@ -289,7 +301,11 @@ class Scattered(_Sharded):
         if self._is_trained:
             super().__init__(engine, is_offloaded, num_ranks)
             self.owners = self._zero.fp32_partitioned_groups_flat
-            start_state(self._zero.optimizer, self.owners)
+            groups = self._zero.optimizer.param_groups
+            group_of = self._zero.sub_group_to_group_id
+            start_state(
+                self._zero.optimizer, {owner: groups[group_of[index]] for index, owner in enumerate(self.owners)}
+            )
 
     def pieces(self, weights: Mapping[str, Any]) -> dict[str, WeightStretch]:
         pieces = {}
@@ -305,6 +321,9 @@ class Scattered(_Sharded):
             if size:
                 pieces[name] = piece
         return pieces
+
+    def owner(self, weight: nn.Parameter) -> Tensor:
+        return self.owners[self._zero.grad_position[self._zero.get_param_id(weight)][0]]
 
     def forget_gradients(self) -> None:
         self._zero.zero_grad(set_to_none=True)

@@ -80,13 +80,13 @@ def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypa
 
 
 def test_what_is_not_built_prints_but_does_not_start(capsys):
-    text = COMPLETE["train_ppo_ray"] + " --full_determinism --use_ms"
+    text = COMPLETE["train_ppo_ray"] + " --freeze_visual_encoder --use_ms"
     assert go("train_ppo_ray", text + " --print_config")[0] == 0
-    assert loads(capsys.readouterr().out).train.full_determinism
+    assert loads(capsys.readouterr().out).use_modelscope
     assert go("train_ppo_ray", text) == (2, [])
     said = capsys.readouterr().err
     assert said.startswith("train_ppo_ray: not part of this version:\n")
-    assert "  --full_determinism: deterministic kernels\n" in said
+    assert "  --freeze_visual_encoder: training without the visual encoder\n" in said
     assert "  --use_ms: ModelScope; fetch the model with `modelscope download`, and give its folder\n" in said
 
 
@@ -346,8 +346,8 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
         ("train: {backend: deepspeed, deepspeed: {deepcompile: true}}", []),
         ("overlap: {staleness: 2, queue: 1, order: arrival, in_flight: recompute}", []),
         (
-            "train: {full_determinism: true}",
-            [("train.full_determinism", "deterministic kernels")],
+            "use_modelscope: true",
+            [("use_modelscope", "ModelScope; fetch the model with `modelscope download`, and give its folder")],
         ),
         ("train: {lora: {rank: 8}, ema: {enabled: true}}", []),
         ("train: {backend: deepspeed, lora: {rank: 8}, ema: {enabled: true}}", []),
@@ -360,4 +360,4 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
 )
 def test_what_a_config_asks_for_is_named_by_its_key(text, found):
     config = loads(text)
-    assert not_built(config, ["overlap.staleness", "train.full_determinism"]) == found
+    assert not_built(config, ["overlap.staleness", "use_modelscope"]) == found

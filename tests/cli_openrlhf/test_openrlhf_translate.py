@@ -752,10 +752,9 @@ def test_a_group_of_one_prints_but_does_not_start():
 
 
 def test_what_is_not_built_is_named_by_flag_and_default():
-    found = split("--advantage_estimator gae --full_determinism --actor.freeze_visual_encoder --use_ms")
+    found = split("--advantage_estimator gae --actor.freeze_visual_encoder --use_ms")
     assert dict(found.not_built) == {
         "--actor.freeze_visual_encoder": "training without the visual encoder",
-        "--full_determinism": "deterministic kernels",
         "--use_ms": "ModelScope; fetch the model with `modelscope download`, and give its folder",
     }
     for command in ("train_dpo", "train_rm"):

@@ -79,6 +79,13 @@ WITHOUT_EFFECT = {
     "checkpoint.allow_changes": ("checkpoint: {allow_changes: [seed]}", "the run starts anew"),
     "checkpoint.best_metric": ("checkpoint: {best_metric: x}", "eval.path is not set"),
     "log.wandb.project": ("log: {wandb: {project: p}}", "enabled is false"),
+    "reward.judge.model": ("reward: {judge: {model: big}}", "reward.judge.rubric is not set"),
+    "reward.judge.combine": (
+        "reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1', model: big, combine: median}}",
+        "reward.judge.votes is 1",
+    ),
+    "log.mlflow.uri": ("log: {mlflow: {uri: 'http://there'}}", "enabled is false"),
+    "log.trackio.space": ("log: {trackio: {space: me/mine}}", "enabled is false"),
     "reward.trial_timeout_s": (
         "reward: {url: 'http://u', trial_timeout_s: 2}",
         "rewards do not come from reward.function",
@@ -186,6 +193,14 @@ def test_every_rule_speaks_of_keys_that_exist():
             "rollout-ratio is the correction of algorithm.policy_loss gspo, and it is ppo: set tis, icepop or",
         ),
         ("algorithm: {policy_loss: cispo, correction: {kind: rollout-ratio}}", "gspo, and it is cispo: set tis"),
+        (
+            "train: {full_determinism: true}\noverlap: {staleness: 1}",
+            "train.full_determinism: overlap.staleness is 1: which weights sample which answer depends on time",
+        ),
+        (
+            "train: {attention: sdpa}",
+            "train.attention: sdpa does not keep packed sequences apart: set train.packing to false",
+        ),
         (
             "data: {sampler: 's.py:f'}\noverlap: {staleness: 1}",
             "that a sampler gets would depend on which answers arrive",

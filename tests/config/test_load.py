@@ -72,7 +72,9 @@ def test_an_unknown_key_that_stands_elsewhere_is_pointed_there():
 
 def test_an_unknown_key_like_no_other_lists_its_section():
     [problem] = problems_of("reference: {zzz: 1}")
-    assert problem.endswith("reference.zzz: unknown key; reference has: model, enable_offload")
+    assert problem.endswith(
+        "reference.zzz: unknown key; reference has: model, teachers, teacher_weights, enable_offload"
+    )
 
 
 def test_an_unknown_key_in_a_list_of_sections_is_found():

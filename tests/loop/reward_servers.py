@@ -32,6 +32,7 @@ class FakeServer:
         self.headers: list[dict[str, str]] = []
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/get_reward"
+        self.judge_url = self.url.replace("get_reward", "v1")
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
@@ -45,7 +46,8 @@ class FakeServer:
     def _run(self, ready: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
         app = web.Application()
-        app.router.add_post("/get_reward", self._answer)
+        for path in ("/get_reward", "/v1/chat/completions"):
+            app.router.add_post(path, self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
         self._loop.run_until_complete(runner.setup())
         self._loop.run_until_complete(web.SockSite(runner, self._socket).start())
@@ -67,6 +69,13 @@ class FakeServer:
         if isinstance(answer, tuple):
             return web.Response(status=answer[0], text=answer[1])
         return web.Response(text=json.dumps(answer), content_type="application/json")
+
+
+def written(text: str | None, finish_reason: str = "stop") -> dict:
+    """A chat completion, as OpenAI's endpoints give it."""
+    return {
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}]
+    }
 
 
 class HeldPort:

@@ -63,6 +63,17 @@ def test_groups_come_back_in_the_order_of_prompts_without_those_that_were_cut_or
     assert not partial_path(output).exists()
 
 
+def test_answers_without_a_reward_are_given_again_where_rewards_are_compared(tmp_path):
+    output = tmp_path / "answers.jsonl"
+    with GroupFile(output, SETTINGS) as file:  # by an agent that gave some, and --keep all
+        file.add(group(0))
+        file.add({"index": 1, "rows": [{"output": "answer 1", "reward": 0.5}], "failures": []})
+    with GroupFile(output, SETTINGS, needs_reward=True) as file:
+        assert [index in file for index in range(2)] == [False, True]
+    with GroupFile(output, SETTINGS) as file:
+        assert len(file) == 2
+
+
 def test_answers_of_other_settings_are_not_mixed(tmp_path):
     output = tmp_path / "answers.jsonl"
     with GroupFile(output, SETTINGS) as file:
@@ -93,6 +104,15 @@ def test_a_command_takes_what_matters_from_the_config_of_a_run(folder):
     assert (config.algorithm.estimator == "gae", config.train.dtype, config.data.max_length) == (False, "fp32", 64)
     evaluated = offline_config("eval", "model", "rows.jsonl", file="rl.yaml")
     assert (evaluated.eval.samples_per_prompt, evaluated.reward.function) == (2, "exact_match")
+    (folder / "rl.yaml").write_text(
+        "reward: {url: 'http://there', judge: {rubric: r.txt, url: 'http://there/v1', model: big}}\n"
+        "eval: {path: other.jsonl, graders: [{kind: number, weight: 2.0}]}\n"
+    )
+    graded = offline_config("eval", "model", "rows.jsonl", file="rl.yaml")
+    assert [(each.kind, each.weight) for each in graded.reward.graders] == [("number", 2.0)]
+    assert (graded.reward.url, graded.reward.judge.rubric, graded.eval.graders) == (None, None, [])
+    judged = offline_config("generate", "model", "rows.jsonl", file="rl.yaml")
+    assert (judged.reward.url, judged.reward.judge.model) == ("http://there", "big")
 
 
 def test_sequences_are_as_long_as_the_model_allows(folder):

@@ -127,8 +127,8 @@ def test_missing_inputs_are_refused_at_once(task):
 
 
 def test_what_is_not_built_is_refused_by_name(task):
-    said = refused(task, rl_yaml(task), "train.full_determinism=true", kind=NotBuiltError)
-    assert "train.full_determinism: deterministic kernels" in said
+    said = refused(task, rl_yaml(task), "use_modelscope=true", kind=NotBuiltError)
+    assert "use_modelscope: ModelScope" in said
 
 
 def test_kernels_that_cannot_run_are_refused_before_a_model_loads(task, monkeypatch):

@@ -192,13 +192,13 @@ def test_the_folder_of_a_run_is_no_checkpoint_but_holds_one(here):
 
 
 def test_everything_is_in_one_error(here):
-    said = refusal(here, "actor.model=./none", "data.path=./none", "train.full_determinism=true")
+    said = refusal(here, "actor.model=./none", "data.path=./none", "use_modelscope=true")
     assert said.startswith("this run cannot start:\n")
     assert "actor.model: " in said
     assert "data.path: " in said
     assert "not part of this version:\n" in said
     with pytest.raises(NotBuiltError):
-        refuse_at_once(loads((here / "run.yaml").read_text(), ["train.full_determinism=true"]))
+        refuse_at_once(loads((here / "run.yaml").read_text(), ["use_modelscope=true"]))
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from loop_cases import rl_yaml, same, weights
-from reward_servers import FakeServer, HeldPort, sevens
+from reward_servers import FakeServer, HeldPort, sevens, written
 from safetensors.torch import load_file
 
 from hotseat.config import loads
@@ -142,3 +142,50 @@ def test_a_run_whose_servers_are_away_is_refused_before_a_model_loads(task, serv
     assert note.startswith("warning: from this machine, which need not be the one that scores")
     assert check_reward_servers(loads(rl_yaml(task)), shown.append) == []
     held.close()
+
+
+# --- a model as judge -------------------------------------------------------------------------------------------------
+
+
+def judged(task: Path, name: str, there: FakeServer, **sections: str) -> list[dict]:
+    """A run whose judge gives 0 to 10 for the sevens of an answer, each worth 1; the verdicts in its file."""
+    (task / "rubric.txt").write_text("{prompt} {answer}")
+    judge = {"rubric": f"{task}/rubric.txt", "url": there.judge_url, "model": "big", "weight": 10, "name": "sevens"}
+    start(loads(rl_yaml(task, name=name, reward=f"{{judge: {judge}, max_failed_fraction: 0.5}}", **sections)))
+    return read_lines(task / "runs" / name / "judge.jsonl")
+
+
+def counts_sevens(message: dict) -> dict:
+    _, _, answer = message["messages"][0]["content"].partition(" ")
+    return written(f"Score: {answer.count('7')}")
+
+
+def test_a_run_learns_the_same_from_a_judge_as_from_a_function(task, server):
+    run(task, "function")
+    there = server(lambda number, message: counts_sevens(message))
+    verdicts = judged(task, "judged", there)
+    assert same(weights(task, "judged"), weights(task, "function"))
+    asked = [message["messages"][0]["content"] for message in there.messages]
+    assert len(asked) == len(set(asked)) == len(verdicts)  # the same answer to the same prompt is judged once
+    for step in read_lines(task / "runs" / "judged" / "metrics.jsonl")[-2:]:
+        assert step["reward"] == pytest.approx(10 * step["extra/sevens"])
+
+
+def test_a_judge_without_a_verdict_fails_its_samples_alone(task, server):
+    first: list[str] = []
+
+    def respond(number, message):
+        prompt = message["messages"][0]["content"].partition(" ")[0]
+        first.append(prompt)
+        return written("No idea.") if prompt == first[0] else counts_sevens(message)
+
+    # Evaluations have graders of their own: the judge does not see them.
+    evaluation = f"{{path: {task}/prompts.jsonl, graders: [{{kind: regex, pattern: '^', weight: 0.5}}]}}"
+    judged(task, "mute", server(respond), eval=evaluation)
+    assert len(failed(task, "mute")) == 1
+    reasons = {entry.reason for entry in read_ledger(task / "runs" / "mute") if entry.state == "failed"}
+    assert all(reason.startswith("grader sevens: the judge wrote no verdict") for reason in reasons)
+    evaluations = [line for line in read_lines(task / "runs" / "mute" / "metrics.jsonl") if "eval/reward" in line]
+    assert [line["eval/reward"] for line in evaluations] == [0.5, 0.5]
+    samples = {key for entry in read_ledger(task / "runs" / "mute") for key in entry.keys}
+    assert len(first) <= len(samples)  # which are those to learn from

@@ -29,8 +29,8 @@ TOO_LATE_S = 45.0  # close waits for five seconds, twice at most; Weights & Bias
 PATIENT = """
 import sys
 from hotseat.cli.main import main
-from hotseat.observe.wandb_sink import WandbSink
-WandbSink.__init__.__kwdefaults__["close_s"] = 120.0
+from hotseat.observe.tracker_sink import TrackerSink
+TrackerSink.__init__.__kwdefaults__["close_s"] = 120.0
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -125,7 +125,7 @@ def test_a_broken_package_changes_nothing(plain, tmp_path, name, init):
 
 def test_a_package_that_is_not_there_is_refused_or_noted(tmp_path, monkeypatch, capsys):
     task = make_task(tmp_path)
-    monkeypatch.setattr("hotseat.observe.wandb_sink.is_installed", lambda: False)
+    monkeypatch.setattr("hotseat.observe.tracker_sink.Tracker.is_installed", lambda self: False)
     with pytest.raises(UserError, match=r"log.wandb.enabled: the wandb package .* pip install 'hotseat\[wandb\]'"):
         start(loads(rl_yaml(task), ["log.wandb.enabled=true"]))
     assert not (task / "runs").exists()

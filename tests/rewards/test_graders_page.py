@@ -12,6 +12,7 @@ import pytest
 from hotseat.config import loads
 from hotseat.errors import UserError
 from hotseat.loop.setup.graders import graders_of, sandbox_of
+from hotseat.loop.setup.judge import judge_obstacles, judge_of
 from hotseat.rewards import Graders, RewardFunction, Sandbox, SandboxSettings, Score
 from hotseat.rewards._worker import load, plain
 from hotseat.rewards.answers import read_answer
@@ -19,7 +20,7 @@ from hotseat.types import Failed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "graders.md").read_text()
-SUM, SCHEMA, CODE, RUNNER = (loads(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+SUM, SCHEMA, CODE, RUNNER, JUDGE, WORDS = (loads(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 [LABEL] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 [IN_A_FILE] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 EXAMPLES = ROOT / "examples" / "rewards"
@@ -122,3 +123,16 @@ def test_the_example_for_conversations(tmp_path, monkeypatch):
     assert found[1].reward < 0.1
     assert 0.4 < found[2].reward < 0.5  # kind, and short
     assert found[0].extra["max_quality"] == pytest.approx(found[0].reward)
+
+
+def test_the_judges_of_the_page_and_of_the_example(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    example = loads((ROOT / "examples" / "judge" / "run.yaml").read_text())
+    for config in (JUDGE, example):
+        assert list(judge_obstacles(config)) == []
+        found = judge_of(config, None)
+        assert (found.votes, found.combine, found.weight, found.temperature) == (3, "median", 0.3, 1.0)
+        assert re.findall(found.pattern, found.rubric) == []  # what it asks for is not taken for a verdict
+        assert all(place in found.rubric for place in ("{prompt}", "{label}", "{answer}"))
+    assert re.compile(WORDS.reward.judge.pattern).findall("Well, yes. No!") == ["yes", "No"]
+    assert WORDS.reward.judge.choices == {"yes": 10, "no": 0}

@@ -298,9 +298,9 @@ def test_what_is_open_when_the_service_is_closed_says_so(server, client):
     future = submit(service)
     service.close()
     service.close()
-    with pytest.raises(RunError, match="closed before it scored samples 0/0/0, 0/0/1"):
+    with pytest.raises(RunError, match="client of reward servers was closed before samples 0/0/0, 0/0/1 had an answer"):
         future.result(WAIT_S)
-    with pytest.raises(RunError, match="the reward service is closed"):
+    with pytest.raises(RunError, match="the client of reward servers is closed"):
         submit(service)
 
 

@@ -234,7 +234,7 @@ _COURSE = ("schedule", "warmup_ratio", "min_learning_rate_ratio")
 def _optimizer(prefix: str, role: str, muon_only: bool = False) -> tuple[Flag, ...]:
     """Flags of one model's optimizer that have no other spelling. Unset, they leave it to the flags of all models."""
     at = f"{role}.optimizer"
-    fixed = "DeepSpeed's Muon always takes five Newton-Schulz steps with Nesterov momentum"
+    fixed = "Muon always takes five Newton-Schulz steps with Nesterov momentum, as DeepSpeed's does"
     muon = (
         _text(f"--{prefix}optim", None, "adam", f"{at}.kind", choices={"adam": "adamw", "muon": "muon"}),
         _float(f"--{prefix}muon.lr", None, 0.02, f"{at}.muon.learning_rate"),

@@ -70,7 +70,7 @@ MEANINGS: Mapping[str, str] = {
     "--reward.offload": "Offload the reward model in phases that do not use it.",
 }
 
-NOT_BUILT, NO_EFFECT = "Not built yet (a run that uses one is refused)", "Accepted, without effect here"
+NOT_BUILT, NO_EFFECT = "Not built (a run that uses one is refused)", "Accepted, without effect here"
 # The longest prefix of a config key decides its group; a flag that sets several keys belongs to that of the first.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model and data": ("actor.model", "critic.model", "reference.model", "data", "use_modelscope"),
@@ -163,7 +163,7 @@ def _effect(flag: Flag, meanings: Mapping[str, Mapping[str, Any]]) -> str:
         return "set by deepspeed and torchrun for each process"
     first = meanings.get(flag.sets[0])
     meaning = f": {MEANINGS.get(flag.name) or (first['meaning'] if first else '')}"
-    lacking = f" Not built yet: {first['not_built']}." if first and first["not_built"] else ""
+    lacking = f" Not part of this version: {first['not_built']}." if first and first["not_built"] else ""
     return f"{', '.join(flag.sets)}{meaning}{lacking}"
 
 

@@ -55,9 +55,11 @@ def _effect(flag: Flag, meanings: Mapping[str, str]) -> str:
     if not flag.sets:
         return "set by `deepspeed` and `torchrun` for each process"
     built = [key for key in flag.sets if feature_of(key) is None]
-    lacking = [feature_of(key) for key in flag.sets if key not in built]
-    lacking += [each.what for each in UNBUILT if each.values and each.key in flag.sets]
-    note = f"not built yet: {', '.join(dict.fromkeys(map(str, lacking)))}" if lacking else ""
+    lacking = [
+        each for each in UNBUILT if any(each.owns(key) or (each.values and key == each.key) for key in flag.sets)
+    ]
+    word = "refused" if all(each.is_refused for each in lacking) else "not built yet"
+    note = f"{word}: {', '.join(dict.fromkeys(each.what for each in lacking))}" if lacking else ""
     if not built:
         return note
     return f"{MEANINGS.get(flag.name, meanings[built[0]])} {note[:1].upper()}{note[1:]}".strip().replace("|", "\\|")

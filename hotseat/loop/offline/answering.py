@@ -145,7 +145,8 @@ def answer_all(
     evaluation also with `records`, which are lines of a run's `samples.jsonl`.
     """
     config = prepared.config
-    file = GroupFile(output, settings_of(config, digest_of(prepared.prompts)), replace=replace)
+    identity = settings_of(config, digest_of(prepared.prompts))
+    file = GroupFile(output, identity, replace=replace, needs_reward=needs_reward)
     try:
         todo = [prompt for prompt in prepared.prompts if prompt.index not in file]
         if len(file):

@@ -24,7 +24,9 @@ class GroupFile:
     settings; a file with other settings is refused, or begun anew if `replace` is true. One process holds it.
     """
 
-    def __init__(self, output: Path, settings: Mapping[str, Any], *, replace: bool = False):
+    def __init__(self, output: Path, settings: Mapping[str, Any], *, replace: bool = False, needs_reward: bool = False):
+        """Open the file beside an output. needs_reward: groups of which a sample has no reward are answered again."""
+        self._needs_reward = needs_reward
         self.path = partial_path(output)
         self._places: dict[int, int] = {}  # byte at which the line of each prompt begins
         try:
@@ -93,7 +95,9 @@ class GroupFile:
                 self._file.truncate(place)
                 return
             group = json.loads(line)
-            if not group["failures"]:  # a group with failures gets another attempt, whose line replaces this one
+            # A group with failures gets another attempt, whose line replaces this one.
+            lacks_reward = self._needs_reward and any("reward" not in row for row in group["rows"])
+            if not group["failures"] and not lacks_reward:
                 self._places[group["index"]] = place
             place += len(line)
 
@@ -106,7 +110,12 @@ def partial_path(output: Path) -> Path:
 def settings_of(config: Config, digest: str) -> dict[str, Any]:
     """Return what decides the answers: the config, the digest of the prompts, and the files of model and user code."""
     values = {key: value for key, value in _flat(config.model_dump(mode="json"), "") if not key.startswith("cluster.")}
-    for key, path in (("reward.function", config.reward.function), ("agent.path", config.agent.path)):
+    files = {
+        "reward.function": config.reward.function,
+        "reward.judge.rubric": config.reward.judge.rubric,
+        "agent.path": config.agent.path,
+    }
+    for key, path in files.items():
         file = Path((path or "").partition(".py:")[0]).expanduser()
         file = file if file.is_file() else Path(f"{file}.py")
         if file.is_file():

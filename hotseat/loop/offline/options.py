@@ -9,6 +9,7 @@ from typing import Any
 
 from hotseat.config import Config, load
 from hotseat.config.load import loads
+from hotseat.config.roles import has_judge
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.loop.setup.refusals import num_positions, refuse_at_once
@@ -52,8 +53,11 @@ def offline_config(
         given["eval.path"] = data
     written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     config = loads(dump(values), [*written, *overrides], forget_idle=True)
-    if config.eval.reward is not None:
-        written += [f"reward.function={json.dumps(config.eval.reward)}", "reward.graders=[]", "eval.reward=null"]
+    if config.eval.reward is not None or config.eval.graders:
+        graders = config.model_dump(mode="json", exclude_unset=True)["eval"].get("graders", [])
+        written += [f"reward.function={json.dumps(config.eval.reward)}", f"reward.graders={json.dumps(graders)}"]
+        written += ["reward.url=null", "eval.reward=null", "eval.graders=[]"]
+        values.get("reward", {}).pop("judge", None)
     if "max_length" not in config.data.model_fields_set:
         positions = _positions(model)
         if positions is not None and positions < config.data.max_length:
@@ -72,9 +76,9 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
 
 
 def has_reward(config: Config) -> bool:
-    """Tell whether answers get rewards: from a function, servers, graders or an agent of the user's."""
+    """Tell whether answers get rewards: from a function, servers, graders, a judge or an agent of the user's."""
     reward = config.reward
-    return bool(reward.function or reward.url or reward.graders or config.agent.path)
+    return bool(reward.function or reward.url or reward.graders or has_judge(config) or config.agent.path)
 
 
 def _check_overrides(command: str, overrides: Sequence[str]) -> None:

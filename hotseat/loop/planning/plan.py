@@ -229,6 +229,10 @@ def _not_priced(config: Config) -> list[str]:
     notes = []
     if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
         notes.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
+    if config.reference.teachers:
+        notes.append(
+            "reference.teachers: the figures are for the first; the others wait in host memory, which is not counted"
+        )
     if config.actor.optimizer.kind == "muon":
         notes.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
     return notes
@@ -510,10 +514,11 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
     actor = (config.actor.model, config.actor.shape)
     reward = (config.reward.model, config.reward.shape)
     critic = (config.critic.model, config.critic.shape)
+    teachers = [(name, None) for name in config.reference.teachers.values()]
     sources = {
         "critic": (critic, reward, actor),
         "reward": (reward, actor),
-        "reference": ((config.reference.model, None), actor),
+        "reference": ((config.reference.model, None), *teachers, actor),
         "env": (),
     }.get(role, (actor,))
     for name, written in sources:

@@ -29,6 +29,7 @@ from hotseat.loop.state.run_dir import LOGS
 from hotseat.loop.workers.engines import EngineSettings
 from hotseat.loop.workers.models import ActorWorker, EngineWorker, InferenceWorker, ModelWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
+from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
 from hotseat.placement import Plan
@@ -94,6 +95,8 @@ def launch_groups(
             eval_reward=None,
             reward_urls=(),
             graders=(),
+            eval_graders=(),
+            judge=None,
             spool=folder,
             kept_rollouts=folder,
         )
@@ -173,7 +176,12 @@ def _launch(
         critic = launch("critic", CriticWorker, critic_model(config), options, trust)
     if has_reference(config):
         options = settings.train_options(config, schedule_length, is_trained=False)
-        reference = launch("reference", ModelWorker, config.reference.model or config.actor.model, options, trust)
+        if config.reference.teachers:
+            several: type[ModelWorker] = TeachersWorker
+            weights = config.reference.teacher_weights or None
+            reference = launch("reference", several, config.reference.teachers, weights, options, trust)
+        else:
+            reference = launch("reference", ModelWorker, config.reference.model or config.actor.model, options, trust)
     if has_reward_model(config) and engine is not None:
         reward = launch("reward", RewardWorker, config.reward.model, settings.reward_options(config), trust)
     if has_inference(config):
@@ -235,7 +243,7 @@ def _trainers(config: Config) -> dict[str, type[ModelWorker]]:
     roles: dict[str, tuple[type[ModelWorker], bool]] = {
         "actor": (ActorWorker, True),
         "critic": (CriticWorker, has_critic(config)),
-        "reference": (ModelWorker, has_reference(config)),
+        "reference": (TeachersWorker if config.reference.teachers else ModelWorker, has_reference(config)),
         "reward": (RewardWorker, has_reward_model(config)),
         "inference": (InferenceWorker, has_inference(config)),
     }

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hotseat.config import Config
+from hotseat.config.schema import GraderConfig
 from hotseat.rewards.graders import Grader, grader_problem, package_problem
 from hotseat.rewards.sandbox import Sandbox, SandboxSettings
 
 
 def graders_of(config: Config) -> tuple[Grader, ...]:
+    """Return the graders of samples to learn from."""
+    return _made(config.reward.graders)
+
+
+def eval_graders_of(config: Config) -> tuple[Grader, ...]:
+    """Return the graders that score only evaluations, instead of any other reward."""
+    return _made(config.eval.graders)
+
+
+def _made(graders: Sequence[GraderConfig]) -> tuple[Grader, ...]:
     return tuple(
         Grader(
             grader.kind,
@@ -21,7 +32,7 @@ def graders_of(config: Config) -> tuple[Grader, ...]:
             grader.json_schema,
             grader.partial,
         )
-        for grader in config.reward.graders
+        for grader in graders
     )
 
 
@@ -43,12 +54,13 @@ def grader_obstacles(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, message) of graders that cannot work: a pattern, a schema, or a package that is missing here."""
     if config.task != "rl":
         return
-    for number, grader in enumerate(graders_of(config)):
-        problem = grader_problem(grader)
-        if problem is None and not _grades_elsewhere(config):
-            problem = package_problem(grader.kind)
-        if problem is not None:
-            yield f"reward.graders[{number}]", problem
+    for key, graders in (("reward.graders", graders_of(config)), ("eval.graders", eval_graders_of(config))):
+        for number, grader in enumerate(graders):
+            problem = grader_problem(grader)
+            if problem is None and not _grades_elsewhere(config):
+                problem = package_problem(grader.kind)
+            if problem is not None:
+                yield f"{key}[{number}]", problem
 
 
 def try_sandbox(config: Config, show: Callable[[str], object]) -> None:
@@ -58,7 +70,7 @@ def try_sandbox(config: Config, show: Callable[[str], object]) -> None:
     """
     if config.task != "rl" or _grades_elsewhere(config):
         return
-    if any(grader.kind == "code" for grader in config.reward.graders):
+    if any(grader.kind == "code" for grader in (*config.reward.graders, *config.eval.graders)):
         show("running a program in the sandbox, to see that it works")
         Sandbox(sandbox_of(config)).probe()
 

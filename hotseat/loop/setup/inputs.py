@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,8 +43,26 @@ def check_models(config: Config) -> None:
         _check_model(config, "critic.model", critic_model(config), is_value=True, is_trained=True)
     if has_reference(config) and config.reference.model is not None:
         _check_model(config, "reference.model", config.reference.model)
+    if has_reference(config):
+        for name, model in config.reference.teachers.items():
+            _check_model(config, f"reference.teachers.{name}", model)
     if has_reward_model(config) and config.reward.model is not None:
         _check_model(config, "reward.model", config.reward.model, is_value=True)
+
+
+def check_teachers(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise if a prompt does not name its teacher, where each has one."""
+    teachers = config.reference.teachers
+    if not teachers or config.reference.teacher_weights:
+        return
+    without = Counter(prompt.source for prompt in prompts if prompt.source not in teachers)
+    if without:
+        named = ", ".join(f"{repr(source) if source else 'none'} ({count:,})" for source, count in without.items())
+        raise UserError(
+            f"reference.teachers: {sum(without.values()):,} of {len(prompts):,} prompts name no teacher in their column"
+            f" datasource: {named}; teachers are {', '.join(teachers)}. Correct the rows, or set"
+            " reference.teacher_weights, by which all teach every prompt"
+        )
 
 
 def _check_model(

@@ -16,6 +16,7 @@ from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
+from hotseat.loop.setup.judge import judge_obstacles
 from hotseat.loop.setup.user_files import agent_problem, function_problem, reward_problem
 from hotseat.loop.state.run_dir import check_name
 
@@ -35,6 +36,7 @@ def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str,
         *((key, message) for key, message in missing(config) if key not in optional),
         *_user_files(config),
         *grader_obstacles(config),
+        *judge_obstacles(config),
         *_missing_models(config),
         *_missing_rows(config),
         *_missing_columns(config),
@@ -102,6 +104,7 @@ def _models(config: Config) -> list[tuple[str, str]]:
         ("critic.model", config.critic.model, has_critic(config)),
         ("reference.model", config.reference.model, has_reference(config)),
         ("reward.model", config.reward.model, has_reward_model(config)),
+        *((f"reference.teachers.{name}", model, True) for name, model in config.reference.teachers.items()),
     ]
     return [(key, name) for key, name, is_loaded in named if is_loaded and name is not None]
 

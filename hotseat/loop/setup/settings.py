@@ -14,7 +14,8 @@ from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.config.urls import as_list
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
-from hotseat.loop.setup.graders import graders_of, sandbox_of
+from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
+from hotseat.loop.setup.judge import judge_of
 from hotseat.loop.setup.value_models import critic_aux_loss, reward_scale
 from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.cutting import BatchSettings
@@ -29,7 +30,7 @@ from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.rewards.addresses import bearer_token
 from hotseat.rollout import vllm_versions
-from hotseat.train.backend import AdamW, LoraOptions, Precision, TrainOptions, ZeroOptions
+from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
 from hotseat.weights import TransportPlan, choose_transports
@@ -59,6 +60,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
     return TrainOptions(
         precision=_precision(config, is_trained),
         optimizer=_adamw(config.actor.optimizer) if is_trained else None,
+        muon=_muon(config.actor.optimizer) if is_trained else None,
         schedule=_schedule(config.actor.optimizer, schedule_length) if is_trained else Schedule(),
         max_grad_norm=config.actor.optimizer.max_grad_norm or None,
         aux_loss_coefficient=config.algorithm.aux_loss_coef if is_trained else 0.0,
@@ -68,6 +70,8 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         compile=train.compile,
         liger_kernel=train.liger_kernel,
         layout="auto" if train.packing else "padded",
+        attention=train.attention,
+        is_deterministic=train.full_determinism,
         sequence_parallel_size=train.sequence_parallel_size,
         max_non_finite=train.max_skipped_steps,
         timeout_s=config.cluster.call_timeout_s,
@@ -120,6 +124,7 @@ def critic_options(config: Config, schedule_length: int) -> TrainOptions:
         head="value",
         value_head_prefix=config.critic.value_head_prefix,
         optimizer=_adamw(optimizer),
+        muon=_muon(optimizer),
         schedule=_schedule(optimizer, schedule_length),
         max_grad_norm=optimizer.max_grad_norm or None,
         aux_loss_coefficient=critic_aux_loss(config),
@@ -147,6 +152,10 @@ def reward_limits(config: Config) -> tuple[float, int]:
 
 def _adamw(optimizer: OptimizerConfig) -> AdamW:
     return AdamW(optimizer.betas, optimizer.eps, optimizer.weight_decay)
+
+
+def _muon(optimizer: OptimizerConfig) -> Muon | None:
+    return Muon(optimizer.muon.learning_rate, optimizer.muon.momentum) if optimizer.kind == "muon" else None
 
 
 def _schedule(optimizer: OptimizerConfig, num_steps: int) -> Schedule:
@@ -212,6 +221,7 @@ def engine_settings(
         trust_remote_code=config.trust_remote_code,
         fp32_head=rollout.fp32_head,
         keeps_cache=config.overlap.in_flight == "keep",
+        is_deterministic=config.train.full_determinism,
         vllm=vllm if rollout.engine == "vllm" else None,
     )
 
@@ -243,6 +253,8 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         reward_tokenizer=config.reward.model if config.reward.retokenize else None,
         trust_remote_code=config.trust_remote_code,
         graders=graders_of(config),
+        eval_graders=eval_graders_of(config),
+        judge=judge_of(config, run_dir),
         sandbox=sandbox_of(config),
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,

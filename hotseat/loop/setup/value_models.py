@@ -38,8 +38,12 @@ def check_readers(config: Config, tokenizer: Any) -> None:
         _check_reward_model(config, tokenizer)
     if has_critic(config) and critic_model(config) != config.actor.model:
         _check_critic(config, tokenizer)
-    if has_reference(config) and config.reference.model not in (None, config.actor.model):
-        _check_reference(config, tokenizer)
+    if has_reference(config):
+        named = {"reference.model": config.reference.model}
+        named |= {f"reference.teachers.{name}": model for name, model in config.reference.teachers.items()}
+        for key, model in named.items():
+            if model not in (None, config.actor.model):
+                _check_reference(config, tokenizer, key, model)
 
 
 def reward_scale(config: Config) -> tuple[float, float] | None:
@@ -87,13 +91,11 @@ def _check_critic(config: Config, tokenizer: Any) -> None:
         )
 
 
-def _check_reference(config: Config, tokenizer: Any) -> None:
-    model = config.reference.model
-    assert model is not None
-    difference = _difference(tokenizer, _tokenizer(config, "reference.model", model))
+def _check_reference(config: Config, tokenizer: Any, key: str, model: str) -> None:
+    difference = _difference(tokenizer, _tokenizer(config, key, model))
     if difference is not None:
         raise UserError(
-            f"reference.model {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a"
+            f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a"
             " KL compares log-probs of the same tokens: choose a reference with the actor's tokenizer"
         )
 

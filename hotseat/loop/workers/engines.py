@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hotseat.cluster import in_worker_process
+from hotseat.determinism import use_batch_invariant_kernels, use_deterministic_kernels
 from hotseat.loop.planning.plan import DEFAULT_ENGINE_SHARE
 from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 from hotseat.rollout._progress import stages_shown
@@ -38,6 +39,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     fp32_head: bool = True
     keeps_cache: bool = True  # of requests in flight, when weights change
+    is_deterministic: bool = False  # deterministic kernels only
     vllm: VllmSettings | None = None  # None: the transformers engine
 
 
@@ -57,6 +59,10 @@ class VllmSettings:
 
 def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], object] = lambda stage: None) -> Engine:
     """Make the engine of a rank. show: is called with what happens now, where the engine says so."""
+    if settings.is_deterministic:
+        use_deterministic_kernels()
+        if settings.vllm is not None and device_of_process().type != "cpu":
+            use_batch_invariant_kernels()
     if settings.vllm is None:
         return _transformers_engine(settings)
     with stages_shown(show):

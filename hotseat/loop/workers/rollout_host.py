@@ -28,6 +28,7 @@ from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
+from hotseat.rewards.rubrics import JudgeSettings
 from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 
@@ -54,6 +55,8 @@ class HostSettings:
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
     trust_remote_code: bool = False
     graders: tuple[Grader, ...] = ()  # their verdicts are added to the rewards of `reward`
+    judge: JudgeSettings | None = None  # a model whose verdicts are added, too
+    eval_graders: tuple[Grader, ...] = ()  # as `graders`, for `eval_reward`
     sandbox: SandboxSettings | None = None  # None: its defaults
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
@@ -74,7 +77,7 @@ class RolloutHost:
         self._settings = settings
         self._agents: AgentHost | None = None
         self._reward = make_scorer(settings)
-        self._eval_reward = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
+        self._eval_reward = _eval_scorer(settings)
         self._reward_tokenizer = None
         if settings.reward_tokenizer is not None:
             self._reward_tokenizer = AutoTokenizer.from_pretrained(
@@ -479,14 +482,34 @@ def _versions(episode: Episode) -> tuple[int, int]:
 def make_scorer(settings: HostSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
     scorer = _function_or_servers(settings)
-    if not settings.graders:
+    if not settings.graders and settings.judge is None:
         return scorer
     return Graders(
         settings.graders,
         sandbox=settings.sandbox,
         function=scorer,
+        judge=None if settings.judge is None else _judge(settings.judge),
         max_memory_bytes=settings.reward_max_bytes,
     )
+
+
+def _eval_scorer(settings: HostSettings) -> Scorer | None:
+    """Return what scores evaluations instead of any other reward; None: evaluations have none of their own."""
+    function = None if settings.eval_reward is None else _reward_function(settings.eval_reward, settings)
+    if not settings.eval_graders:
+        return function
+    return Graders(
+        settings.eval_graders,
+        sandbox=settings.sandbox,
+        function=function,
+        max_memory_bytes=settings.reward_max_bytes,
+    )
+
+
+def _judge(settings: JudgeSettings) -> tuple[Grader, Scorer]:
+    from hotseat.rewards.judge import Judge
+
+    return Grader("judge", settings.name, settings.weight), Judge(settings)
 
 
 def _function_or_servers(settings: HostSettings) -> Scorer | None:

@@ -1,7 +1,7 @@
-"""Metrics for Weights & Biases, which may be slow, unreachable or broken without an effect on the run.
+"""Metrics for W&B, MLflow and Trackio, which may be slow, unreachable or broken without an effect on the run.
 
-W&B runs in a process of its own (`_wandb_process`), because it can hang, and leaves exit hooks and a service behind in
-the process that starts it. A thread feeds that process from a bounded queue. The key stays in the environment.
+A tracker runs in a process of its own (`_tracker_process`), because it can hang, and leaves exit hooks and services
+behind in the process that starts it. A thread feeds that process from a bounded queue. Keys stay in the environment.
 """
 
 from __future__ import annotations
@@ -10,40 +10,58 @@ import contextlib
 import importlib.util
 import json
 import os
-import secrets
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat.observe._wandb_process import KEY as KEY
-from hotseat.observe._wandb_process import end_with_children
+from hotseat.observe._tracker_process import KEY as KEY
+from hotseat.observe._tracker_process import end_with_children
 from hotseat.observe.hiding import without_secrets
 from hotseat.observe.metrics import Value
 
-ID_FILE = "wandb.json"
-HINT = "the wandb package is not installed: pip install 'hotseat[wandb]'"
 MAX_WAITING = 1000  # records
-START_S = 60.0  # limit for W&B's first answer, while the run continues
-CLOSE_S = 5.0  # limits at the end of a run: for W&B to have started, and again for sending the rest
+START_S = 60.0  # limit for a tracker's first answer, while the run continues
 
 
-def is_installed() -> bool:
-    """Return whether the package is installed. A folder `wandb` that an earlier run left behind does not count."""
-    spec = importlib.util.find_spec("wandb")
-    return spec is not None and spec.origin is not None
+@dataclass(frozen=True)
+class Tracker:
+    """A kind of tracker."""
+
+    kind: str  # also the name of its package, and of the extra that installs it
+    label: str
+    close_s: float  # limits at the end of a run: for it to have started, and again for sending the rest
+
+    @property
+    def hint(self) -> str:
+        return f"the {self.kind} package is not installed: pip install 'hotseat[{self.kind}]'"
+
+    @property
+    def id_file(self) -> str:
+        return f"{self.kind}.json"
+
+    def is_installed(self) -> bool:
+        """Return whether the package is installed. A folder of its name that a run left behind does not count."""
+        spec = importlib.util.find_spec(self.kind)
+        return spec is not None and spec.origin is not None
 
 
-def is_requested(is_enabled: bool, environment: Mapping[str, str]) -> bool:
+WANDB = Tracker("wandb", "Weights & Biases", 5.0)
+MLFLOW = Tracker("mlflow", "MLflow", 30.0)  # makes the tables of a new data base first
+TRACKIO = Tracker("trackio", "Trackio", 15.0)
+
+
+def is_wandb_requested(is_enabled: bool, environment: Mapping[str, str]) -> bool:
     """Return whether the config, or a key in the environment, turns W&B on; WANDB_MODE=disabled overrides the key."""
     return is_enabled or bool(environment.get(KEY) and environment.get("WANDB_MODE") != "disabled")
 
 
-class WandbSink:
-    """Passes the metrics of each step to W&B. It never waits or raises, and prints at most one line about failures.
+class TrackerSink:
+    """Passes the metrics of each step to a tracker. It never waits or raises, and prints at most one line on failures.
 
     The feeding thread takes records from the queue and waits for the process to read them; `close` and the death of
     the process wake it. The hearing thread reads the process's messages until it ends.
@@ -51,21 +69,21 @@ class WandbSink:
 
     def __init__(
         self,
+        tracker: Tracker,
         run_dir: Path,
         config: Mapping[str, Any],
         say: Callable[..., object],  # (text), or (text, "warning")
         *,
         is_resumed: bool = False,
-        entity: str | None = None,
-        project: str | None = None,
-        group: str | None = None,
-        name: str | None = None,
+        where: Mapping[str, str | None] | None = None,  # its own names for the place of the run, such as `project`
         start_s: float = START_S,
-        close_s: float = CLOSE_S,
+        close_s: float | None = None,
         max_waiting: int = MAX_WAITING,
     ):
+        self._tracker = tracker
+        self._id_path = run_dir / tracker.id_file
         self._say = say
-        self._close_s = close_s
+        self._close_s = tracker.close_s if close_s is None else close_s
         self._waiting: deque[bytes] = deque()
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
@@ -73,20 +91,19 @@ class WandbSink:
         self._num_dropped = 0
         self._has_started = threading.Event()  # or ended before it did
         task = {
-            "id": _run_id(run_dir / ID_FILE, is_resumed),
+            **dict.fromkeys(("entity", "project", "group", "name", "uri", "space")),
+            **(where or {}),
+            "kind": tracker.kind,
+            "id": _saved_id(self._id_path) if is_resumed else None,
             "dir": str(run_dir),
             "config": without_secrets(config),
-            "entity": entity,
-            "project": project,
-            "group": group,
-            "name": name,
             "start_s": start_s,
-            "grace_s": 2 * close_s,
+            "grace_s": 2 * self._close_s,
         }
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("_wandb_process.py"))],
+                [sys.executable, "-P", str(Path(__file__).with_name("_tracker_process.py"))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -113,7 +130,7 @@ class WandbSink:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Send the remaining records, for a few seconds at most, and end W&B's processes."""
+        """Send the remaining records, for a few seconds at most, and end the tracker's processes."""
         with self._changed:
             is_first, self._is_closing = not self._is_closing, True
             self._changed.notify_all()
@@ -160,16 +177,23 @@ class WandbSink:
             for line in process.stdout:
                 message = json.loads(line)
                 if "started" in message:
+                    self._keep_id(message["id"])
                     self._has_started.set()
-                    self._say(f"Weights & Biases: {message['started']}")
+                    self._say(f"{self._tracker.label}: {message['started']}")
                 else:
                     self._fail(f"failed: {message['failed']}")
         if not self._is_closing:
             self._fail("ended unexpectedly")
         self._has_started.set()
 
+    def _keep_id(self, run_id: str) -> None:
+        try:
+            self._id_path.write_text(json.dumps({"id": run_id}) + "\n")
+        except OSError as error:
+            self._warn(f"would begin a new run at a resume: {self._id_path.name}: {error}")
+
     def _fail(self, what: str) -> None:
-        """Give up on W&B: drop waiting records, wake the feeding thread, and warn once."""
+        """Give up on the tracker: drop waiting records, wake the feeding thread, and warn once."""
         with self._changed:
             self._has_failed = True
             self._waiting.clear()
@@ -180,20 +204,16 @@ class WandbSink:
         with self._changed:
             is_first, self._has_warned = not self._has_warned, True
         if is_first:
-            text = f"warning: Weights & Biases {what}; the run is not affected, and metrics.jsonl has every number"
+            text = f"warning: {self._tracker.label} {what}; the run is not affected, and metrics.jsonl has every number"
             self._say(text, "warning")
 
 
-def _run_id(path: Path, is_resumed: bool) -> str:
-    """Return the run's id at W&B, which a resumed run keeps."""
-    if is_resumed:
-        try:
-            return str(json.loads(path.read_text())["id"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # W&B was off before
-    run_id = secrets.token_hex(4)
-    path.write_text(json.dumps({"id": run_id}) + "\n")
-    return run_id
+def _saved_id(path: Path) -> str | None:
+    """Return the run's id at the tracker, which a resumed run keeps; None: the tracker was off before."""
+    try:
+        return str(json.loads(path.read_text())["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Weights & Biases in every state it can be in. The package here is a stand-in that does what each test says."""
+"""Trackers in every state they can be in. W&B's package here is a stand-in that does what each test says."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.observe.hiding import without_secrets
-from hotseat.observe.wandb_sink import WandbSink, is_installed, is_requested
+from hotseat.observe.tracker_sink import MLFLOW, TRACKIO, WANDB, TrackerSink, is_wandb_requested
 
 pytestmark = pytest.mark.slow  # each starts a process, some wait for it to be given up
 
@@ -61,7 +61,10 @@ class Case:
         monkeypatch.setenv("WANDB_API_KEY", "s3cret")
         self.said: list[str] = []
         options.setdefault("close_s", 60.0)
-        self.sink = WandbSink(directory, {"seed": 3}, lambda text, *_: self.said.append(text), name="run", **options)
+        where = {"name": "run", **options.pop("where", {})}
+        self.sink = TrackerSink(
+            WANDB, directory, {"seed": 3}, lambda text, *_: self.said.append(text), where=where, **options
+        )
 
     @property
     def notes(self) -> list[dict]:
@@ -88,7 +91,7 @@ def case(tmp_path, monkeypatch):
 
 
 def test_every_step_arrives_and_the_run_keeps_its_id(case, tmp_path):
-    first = case(entity="org", project="p", group="g")
+    first = case(where={"entity": "org", "project": "p", "group": "g"})
     for step in range(3):
         first.sink.write(step, {"reward": step / 2, "bad": float("nan"), "text": "x", "none": None})
     first.close()
@@ -212,11 +215,11 @@ def test_when_the_run_is_killed_and_it_hangs_it_ends_itself(case):
 
 
 def test_when_it_is_wanted():
-    assert not is_requested(False, {})
-    assert is_requested(True, {})
-    assert is_requested(False, {"WANDB_API_KEY": "k"})
-    assert not is_requested(False, {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"})
-    assert not is_requested(False, {"WANDB_API_KEY": ""})
+    assert not is_wandb_requested(False, {})
+    assert is_wandb_requested(True, {})
+    assert is_wandb_requested(False, {"WANDB_API_KEY": "k"})
+    assert not is_wandb_requested(False, {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"})
+    assert not is_wandb_requested(False, {"WANDB_API_KEY": ""})
 
 
 def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
@@ -224,7 +227,7 @@ def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)  # other packages import it where it is installed
     assert importlib.util.find_spec("wandb") is not None
-    assert not is_installed()
+    assert not WANDB.is_installed()
 
 
 def test_a_config_is_sent_without_what_is_nobodys_business():
@@ -238,3 +241,62 @@ def test_a_config_is_sent_without_what_is_nobodys_business():
         "reward": {"url": ["http://***@host/score", "http://host/@x"]},
         "seed": 3,
     }
+
+
+# --- the real packages, where they are installed ----------------------------------------------------------------------
+
+
+def run_twice(tracker, directory: Path, where: dict) -> list[str]:
+    """Three steps, then a resumed run that repeats the last of them and adds one; what was said."""
+    said: list[str] = []
+    for is_resumed, steps in ((False, range(3)), (True, range(2, 4))):
+        sink = TrackerSink(
+            tracker,
+            directory,
+            {"seed": 3, "log": {"every": 1, "none": None}},
+            lambda text, *_: said.append(text),
+            is_resumed=is_resumed,
+            where={"name": "run", **where},
+            start_s=300.0,
+            close_s=300.0,
+        )
+        for step in steps:
+            sink.write(step, {"reward": step / 2, "eval/pass@4": 0.5, "eval/eval gpt_loss": 1.0, "text": "x"})
+        sink.close()
+    return said
+
+
+@pytest.mark.skipif(not MLFLOW.is_installed(), reason="mlflow is not installed")
+def test_mlflow_gets_every_step_and_a_resumed_run_goes_on_in_the_same_one(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run_dir = tmp_path / "runs-1"
+    run_dir.mkdir()
+    said = run_twice(MLFLOW, run_dir, {"uri": None, "project": "sums"})
+    run_id = json.loads((run_dir / "mlflow.json").read_text())["id"]
+    assert said == [f"MLflow: {uri}, experiment sums, run {run_id}"] * 2
+    client = MlflowClient(tracking_uri=uri)
+    assert len(client.search_runs([client.get_experiment_by_name("sums").experiment_id])) == 1
+    run = client.get_run(run_id)
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params == {"seed": "3", "log.every": "1"}
+    assert set(run.data.metrics) == {"reward", "eval/pass_at_4", "eval/eval gpt_loss"}
+    history = sorted((each.step, each.value) for each in client.get_metric_history(run_id, "reward"))
+    assert sorted(set(history)) == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
+
+
+@pytest.mark.skipif(not TRACKIO.is_installed(), reason="trackio is not installed")
+def test_trackio_gets_every_step_and_a_resumed_run_goes_on_in_the_same_one(tmp_path, monkeypatch):
+    import sqlite3
+
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "files"))
+    said = run_twice(TRACKIO, tmp_path, {"project": "sums"})
+    run_id = json.loads((tmp_path / "trackio.json").read_text())["id"]
+    assert run_id.startswith("run-")
+    assert said == [f"Trackio: project sums, run {run_id}; `trackio show --project sums` shows it"] * 2
+    with sqlite3.connect(tmp_path / "files" / "sums.db") as data:
+        rows = data.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    assert {name for name, _, _ in rows} == {run_id}
+    values = {step: json.loads(metrics)["reward"] for _, step, metrics in rows}
+    assert values == {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5}

@@ -1,0 +1,75 @@
+"""Several teachers in the processes of the reference role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hotseat.cluster.activity import activity
+from hotseat.loop.workers.cutting import BatchSettings, Cutter
+from hotseat.loop.workers.engines import device_of_process
+from hotseat.loop.workers.experience import Share, flatten, groups_of
+from hotseat.loop.workers.models import BySample, ModelWorker
+from hotseat.placement.roles import Part
+from hotseat.train import TrainOptions, make_backend
+from hotseat.train.backend import Backend
+
+
+class TeachersWorker(ModelWorker):
+    """One rank of several teachers, which take turns on its device: one is there, the others are in host memory.
+
+    weights: of each teacher's log-probs in the log-prob of every token, Σ w log π; they add up to 1. With the advantage
+    Σ w log π_teacher − log π_old the policy descends Σ w KL(π ‖ π_teacher). None: a prompt's source names its teacher.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        weights: Mapping[str, float] | None,
+        options: TrainOptions,
+        trust_remote_code: bool = False,
+    ):
+        (first, model), *others = models.items()
+        super().__init__(model, options, trust_remote_code)
+        self._weights = weights
+        self._backends: dict[str, Backend] = {first: self._backend}
+        self._cutters = {first: self._cutter}
+        self._present = first
+        for name, model in others:
+            self._backend.offload([Part.WEIGHTS])
+            with activity.doing("loading weights"):
+                self._backend = self._backends[name] = make_backend(
+                    model, options, device=device_of_process(), trust_remote_code=trust_remote_code
+                )
+            self._cutter = self._cutters[name] = Cutter(self._backend)
+            self._present = name
+
+    def score(self, shares: Sequence[Share], cut: BatchSettings, temperature: float) -> BySample:
+        groups = groups_of(shares)
+        total = BySample()
+        for name in self._backends:
+            self._turn_to(name)
+            own = groups if self._weights is not None else [each for each in groups if each.prompt.source == name]
+            weight = 1.0 if self._weights is None else self._weights[name]
+            for sample, segments in self._score(flatten(own), cut, temperature).items():
+                before = total.get(sample)
+                parts = [weight * segment for segment in segments]
+                total[sample] = (
+                    parts if before is None else [one + more for one, more in zip(before, parts, strict=True)]
+                )
+        return total
+
+    def warm_up(self, max_length: int) -> None:
+        for name in self._backends:
+            self._turn_to(name)
+            super().warm_up(max_length)
+
+    def close(self) -> None:
+        for backend in self._backends.values():
+            backend.close()
+
+    def _turn_to(self, name: str) -> None:
+        if name == self._present:
+            return
+        self._backend.offload([Part.WEIGHTS])
+        self._backend, self._cutter, self._present = self._backends[name], self._cutters[name], name
+        self._backend.onload([Part.WEIGHTS])

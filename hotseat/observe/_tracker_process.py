@@ -1,0 +1,229 @@
+"""The process that runs a tracker: W&B, MLflow or Trackio. Run as a program; needs only that package.
+
+It reads JSON lines: first its settings, then one record per step, until the pipe closes. It writes at most two JSON
+lines to standard output: that it started, and the first failure. Once the pipe is closed, by `close` or by the death of
+the run, it has some seconds to finish, and then ends itself and all that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+KEY = "WANDB_API_KEY"
+SECRETS = (KEY, "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
+PROJECT = "hotseat"
+# Numbers and config only: no console, no code, nothing about machine or repository.
+SETTINGS = {
+    "silent": True,
+    "console": "off",
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+}
+
+
+def main() -> None:
+    out = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # drop the output of the package and its processes
+    os.dup2(nowhere, 2)
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_when_alone, args=(task["grace_s"],), daemon=True).start()
+    try:
+        tracker = TRACKERS[task["kind"]](task)
+        _tell(out, {"started": tracker.where, "id": tracker.run_id})
+        for line in sys.stdin:
+            record = json.loads(line)
+            tracker.log(record["step"], record["values"])
+        tracker.finish()
+    except BaseException as error:
+        _tell(out, {"failed": _without_key(f"{type(error).__name__}: {error}")})
+    end_with_children(os.getpid(), 0)
+
+
+class _Wandb:
+    def __init__(self, task: dict[str, Any]):
+        import wandb
+
+        known = getattr(wandb.Settings, "model_fields", SETTINGS)
+        settings = {**SETTINGS, "init_timeout": task["start_s"]}
+        self.run_id = task["id"] or secrets.token_hex(4)
+        self._run = wandb.init(
+            id=self.run_id,
+            resume="allow",
+            entity=task["entity"],
+            project=task["project"] or os.environ.get("WANDB_PROJECT") or PROJECT,
+            group=task["group"],
+            name=task["name"],
+            dir=task["dir"],
+            config=task["config"],
+            settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
+        )
+        # W&B's own step counter cannot go back, but a resumed run repeats some steps.
+        self._run.define_metric("*", step_metric="step")
+        self.where = str(getattr(self._run, "url", None) or getattr(self._run, "dir", ""))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def finish(self) -> None:
+        import wandb
+
+        self._run.finish()
+        if hasattr(wandb, "teardown"):
+            wandb.teardown()  # its service may still hold what it has not written to the disk
+
+
+class _Mlflow:
+    def __init__(self, task: dict[str, Any]):
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        # Runs that stand side by side share a data base, as they would share a server.
+        folder = os.path.dirname(os.path.abspath(task["dir"]))
+        uri = task["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+        self._client = MlflowClient(tracking_uri=uri)
+        project = task["project"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        if task["id"]:
+            self.run_id = task["id"]
+            self._client.update_run(self.run_id, status="RUNNING")
+        else:
+            experiment = self._client.get_experiment_by_name(project)
+            number = experiment.experiment_id if experiment else self._client.create_experiment(project)
+            tags = {"group": task["group"]} if task["group"] else {}
+            self.run_id = self._client.create_run(number, run_name=task["name"], tags=tags).info.run_id
+            config = [Param(name, text[:500]) for name, text in _flat(task["config"])]
+            for start in range(0, len(config), 100):  # MLflow's limit of a request
+                self._client.log_batch(self.run_id, params=config[start : start + 100])
+        self.where = f"{_without_password(uri)}, experiment {project}, run {self.run_id}"
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        # "pass@4": it takes letters, digits, spaces and _-.:/ only.
+        metrics = [
+            Metric(re.sub(r"[^\w\-.:/ ]", "_", name.replace("@", "_at_")), float(value), now_ms, step)
+            for name, value in values.items()
+        ]
+        for start in range(0, len(metrics), 500):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + 500])
+
+    def finish(self) -> None:
+        self._client.set_terminated(self.run_id)
+
+
+class _Trackio:
+    def __init__(self, task: dict[str, Any]):
+        import trackio
+
+        # A run is known by its name, which another run directory may have too.
+        self.run_id = task["id"] or f"{task['name']}-{secrets.token_hex(2)}"
+        project = task["project"] or os.environ.get("TRACKIO_PROJECT") or PROJECT
+        self._trackio = trackio
+        trackio.init(
+            project,
+            name=self.run_id,
+            group=task["group"],
+            space_id=task["space"],
+            config=task["config"],
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.where = f"project {project}, run {self.run_id}; `trackio show --project {project}` shows it"
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._trackio.log(values, step=step)
+
+    def finish(self) -> None:
+        self._trackio.finish()
+
+
+TRACKERS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
+
+
+def _flat(config: dict[str, Any], at: str = "") -> list[tuple[str, str]]:
+    """List the leaves of a config by their dotted keys; those that are not set are left out."""
+    leaves: list[tuple[str, str]] = []
+    for name, value in config.items():
+        if isinstance(value, dict):
+            leaves += _flat(value, f"{at}{name}.")
+        elif value is not None:
+            leaves.append((f"{at}{name}", str(value)))
+    return leaves
+
+
+def _without_password(uri: str) -> str:
+    return re.sub(r"//[^/@]*@", "//***@", uri)
+
+
+def _end_when_alone(grace_s: float) -> None:
+    """Wait until the pipe's other end is closed, even if not all is read, and end this process after a grace period."""
+    poll = select.poll()
+    poll.register(0, 0)  # no events: the closing of a pipe is reported anyway
+    while not poll.poll():
+        pass
+    time.sleep(grace_s)
+    end_with_children(os.getpid(), 1)
+
+
+def end_with_children(pid: int, code: int | None = None) -> None:
+    """End a process and all that it started. code: exit code if `pid` is this process; None for another one."""
+    if code is None:
+        _stop(pid)
+    for child in reversed(_stopped_descendants(pid)):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    if code is not None:
+        os._exit(code)
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _stop(pid: int) -> None:
+    """Stop a process, so that it starts no more children."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)
+
+
+def _stopped_descendants(pid: int) -> list[int]:
+    """Stop and list all descendants, parents first. W&B's service has its own session and group."""
+    descendants: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                for child in map(int, file.read().split()):
+                    _stop(child)
+                    descendants += [child, *_stopped_descendants(child)]
+    return descendants
+
+
+def _tell(out: int, message: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(out, json.dumps(message).encode() + b"\n")
+
+
+def _without_key(text: str) -> str:
+    for name in SECRETS:
+        if os.environ.get(name):
+            text = text.replace(os.environ[name], "***")
+    return " ".join(_without_password(text).split())[:300]
+
+
+if __name__ == "__main__":
+    main()
