@@ -75,21 +75,22 @@ def ray_head(folder: Path, num_gpus: int, num_gpus_of_second: int = 0, **variabl
 
 @contextlib.contextmanager
 def add_node(head: Head, num_gpus: int) -> Iterator[subprocess.Popen]:
-    """Start another node of the cluster."""
-    node = subprocess.Popen(
-        [sys.executable, str(SECOND), head.gcs_address, str(num_gpus)],
-        env=head.env,
-        cwd=head.folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert node.stdout.readline() == "up\n"
-        yield node
-    finally:
-        _end(node)
+    """Start another node of the cluster, with a temporary directory of its own, as on another machine."""
+    with tempfile.TemporaryDirectory(prefix="hs-") as directory:
+        node = subprocess.Popen(
+            [sys.executable, str(SECOND), head.gcs_address, str(num_gpus), directory],
+            env=head.env,
+            cwd=head.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        try:
+            assert node.stdout.readline() == "up\n"
+            yield node
+        finally:
+            _end(node)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -32,7 +32,7 @@ def started(command: list[str], head) -> subprocess.Popen:
 
 def checkpoints(head) -> list[Path]:
     """Return the checkpoints that a job has made in Ray's copy of its working directory."""
-    found = Path(head.env["RAY_TMPDIR"]).glob("session_2*/runtime_resources/working_dir_files/*/checkpoints/*/step_*")
+    found = Path(head.env["RAY_TMPDIR"]).glob("session_2*/runtime_resources/working_dir_files/*/checkpoints/*/step-*")
     return sorted(found)
 
 
@@ -52,7 +52,7 @@ def test_a_lost_node_ends_the_job_with_the_reason_and_another_job_resumes_it(tmp
         kill_raylet(head.second)
         printed = job.communicate(timeout=1200)[0]
         assert job.returncode != 0
-        print(printed[-4000:])
+        print(printed[-4000:], flush=True)
         with add_node(head, num_gpus=5):
             resumed = started(job_of(made, head, "--load_checkpoint"), head)
             printed = resumed.communicate(timeout=1200)[0]
