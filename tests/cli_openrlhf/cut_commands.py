@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,6 +211,13 @@ def make_materials(made: Cut, folder: Path) -> None:
             path = folder / given[flag]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text((ROOT / "examples" / EXAMPLES[path.name]).read_text())
+            if path.name == "reward_func_conversation.py":
+                make = [
+                    sys.executable,
+                    ROOT / "examples" / "rewards" / "make_classifier.py",
+                    path.parent / "classifier",
+                ]
+                subprocess.run(make, check=True, capture_output=True, timeout=600)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from command_files import COMMANDS
-from cut_commands import FOLDERS, LEFT_OUT, LIMITS, PATHS, Cut, cut, make_materials, read_words
+from cut_commands import FOLDERS, LEFT_OUT, LIMITS, PATHS, ROOT, Cut, cut, make_materials, read_words
 from ray_head import ray_head, script_environment
 
 from hotseat.cli.openrlhf.argv import parse
@@ -105,6 +105,20 @@ def test_torchrun_runs_the_command_of_deepspeed(tmp_path):
     check_model(tmp_path / "output/llama3-8b-dpo")
 
 
+# --- python ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_python_runs_a_command_on_a_cluster_of_its_own(tmp_path):
+    made = cut("sync_agent_hybrid", tmp_path, devices=2)
+    make_materials(made, tmp_path)
+    run(made, tmp_path, script_environment())
+    check_model(tmp_path / "examples/test_scripts/final/llama3-8b-rlhf")
+
+
 # --- ray job submit ---------------------------------------------------------------------------------------------------
 
 
@@ -144,3 +158,15 @@ def test_a_job_that_names_openrlhf_runs_with_our_path_in_its_runtime_environment
     made.words[at] = f"--runtime-env-json={json.dumps(runtime_env)}"
     make_materials(made, head.folder)
     assert re.search(r"Job '\w+' succeeded", run(made, head.folder, head.env))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_results_has_every_command_with_what_was_added_to_it():
+    text = (ROOT / "docs" / "openrlhf_commands.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)$", text, re.MULTILINE))
+    assert set(rows) == set(PATHS)
+    for name, added in LEFT_OUT.items():
+        for flag in [word for word in added.split() if word.startswith("--")]:
+            assert f"`{flag}" in rows[name], (name, flag)

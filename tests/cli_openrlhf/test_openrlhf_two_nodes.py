@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def kill_raylet(node: subprocess.Popen) -> None:
 
 
 def test_a_lost_node_ends_the_job_with_the_reason_and_another_job_resumes_it(tmp_path):
+    """Scenario 13."""
     made = cut("ppo_eight_nodes", tmp_path, nodes=2, max_samples=16)
     make_materials(made, tmp_path)
     with ray_head(tmp_path, num_gpus=5, num_gpus_of_second=5, **NCCL) as head:
@@ -52,17 +54,19 @@ def test_a_lost_node_ends_the_job_with_the_reason_and_another_job_resumes_it(tmp
         kill_raylet(head.second)
         printed = job.communicate(timeout=1200)[0]
         assert job.returncode != 0
-        print(printed[-4000:], flush=True)
+        assert "train_ppo_ray: Ray has lost node 1 (" in printed, printed[-6000:]
         with add_node(head, num_gpus=5):
             resumed = started(job_of(made, head, "--load_checkpoint"), head)
             printed = resumed.communicate(timeout=1200)[0]
             assert resumed.returncode == 0, printed[-6000:]
+            steps = re.findall(r"^rl (\d)/4 ", printed, re.MULTILINE)
+            assert steps in (["2", "3", "4"], ["3", "4"], ["4"]), printed[-6000:]  # it ran on until it saw the loss
 
 
 def test_nccl_variables_reach_every_worker(tmp_path):
     """From a runtime environment they reach all; from the environment of `ray start`, the node's workers."""
     with ray_head(tmp_path, num_gpus=2, num_gpus_of_second=3, **NCCL) as head:
-        runtime_env = {"env_vars": {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "eth0"}}
+        runtime_env = {"env_vars": {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5_1"}}
         command = [
             *("ray", "job", "submit", f"--address={head.address}", f"--runtime-env-json={json.dumps(runtime_env)}"),
             *("--", sys.executable, str(DRIVER), "once"),
@@ -70,5 +74,6 @@ def test_nccl_variables_reach_every_worker(tmp_path):
         printed = started(command, head).communicate(timeout=600)[0]
         facts = json.loads(next(line for line in printed.splitlines() if line.startswith('{"pid"')))
         assert len(facts["actor"] + facts["rollout"]) == 3
+        on_loopback = {"NCCL_SOCKET_IFNAME": "lo"}
         for worker in facts["actor"] + facts["rollout"]:
-            assert worker["nccl"] == NCCL | runtime_env["env_vars"]
+            assert worker["nccl"] == NCCL | runtime_env["env_vars"] | on_loopback
