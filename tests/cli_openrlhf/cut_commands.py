@@ -42,8 +42,9 @@ PROMPTS = "--prompt_data OpenRLHF/prompt-collection-v0.1 --input_key context_mes
 REWARD = "--reward_pretrain OpenRLHF/Llama-3-8b-rm-700k"
 # Without these a command is refused, with us as with OpenRLHF.
 LEFT_OUT = {
-    "agent_math": "",
-    "async_minimal": f"--pretrain OpenRLHF/Llama-3-8b-sft-mixture {PROMPTS} --advantage_estimator reinforce",
+    "agent_math": "--vllm_num_engines 1",
+    "async_minimal": f"--vllm_num_engines 1 --pretrain OpenRLHF/Llama-3-8b-sft-mixture {PROMPTS}"
+    " --advantage_estimator reinforce",
     "grpo": f"{PROMPTS} --n_samples_per_prompt 4",
     "ppo_70b_hybrid": PROMPTS,
     "ppo_70b_separate": f"{PROMPTS} {REWARD}",
