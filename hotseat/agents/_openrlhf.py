@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,7 +67,9 @@ def stand_in() -> Iterator[None]:
 
 @cache
 def _is_installed() -> bool:
-    return importlib.util.find_spec("openrlhf") is not None
+    spec = importlib.util.find_spec("openrlhf")
+    # The package that `hotseat openrlhf-path` puts there has no agents.
+    return spec is not None and not Path(spec.origin or "").is_relative_to(Path(__file__).parents[1])
 
 
 def _missing(name: str) -> Any:

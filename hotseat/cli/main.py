@@ -20,7 +20,7 @@ OK, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 def entry() -> None:
     """Console entry point."""
     wait_passively()
-    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"]):
+    if sys.argv[1:2] in (["plan"], ["explain"], ["config"], ["options"], ["completion"], ["openrlhf-path"]):
         # These only print, so `| head` ends them like any such command. A run must not die of a closed pipe.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
@@ -167,6 +167,13 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     options = _command(commands, "options", _options, "list every config key with its default and meaning")
     options.add_argument("section", nargs="?", default="", help="only keys below this one, such as rollout")
     options.add_argument("--json", action="store_true", help="print a JSON list instead, an object for each key")
+
+    _command(
+        commands,
+        "openrlhf-path",
+        _openrlhf_path,
+        "print the directory that runs `python -m openrlhf.cli...` on Hotseat",
+    )
 
     completion.add_arguments(
         _command(
@@ -391,6 +398,13 @@ def _options(arguments: argparse.Namespace) -> int:
 
     width = shutil.get_terminal_size((120, 24)).columns
     print(render_json(arguments.section) if arguments.json else render(arguments.section, width))
+    return OK
+
+
+def _openrlhf_path(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.openrlhf.shim import DIRECTORY
+
+    print(DIRECTORY)
     return OK
 
 

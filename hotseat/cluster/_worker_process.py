@@ -21,6 +21,7 @@ from typing import Any
 from hotseat import faults
 from hotseat.caches import keep_compiled
 from hotseat.cluster import _guard, activity
+from hotseat.cluster.environment import take_passed_on
 from hotseat.cluster.refs import resolve
 
 _MAX_TEXT = 40_000
@@ -115,6 +116,7 @@ class ObjectHost:
     """Carries one object in a worker process."""
 
     def __init__(self) -> None:
+        take_passed_on()
         keep_compiled()
         mark = os.environ.get(_guard.WORKER, "")
         _guard.mark_this_process(mark.partition(":")[0], mark)

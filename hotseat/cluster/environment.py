@@ -1,8 +1,9 @@
-"""The environment variables of this process, set for a while."""
+"""The environment variables of this process: set for a while, or passed on to workers on other machines."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 
@@ -25,3 +26,21 @@ def restore_environment(before: Mapping[str, str | None]) -> None:
             os.environ.pop(key, None)
         else:
             os.environ[key] = value
+
+
+_PASSED_ON = "HOTSEAT_PASSED_ON"
+
+
+def pass_on_nccl() -> dict[str, str]:
+    """Return the variable by which workers get this process's `NCCL_*`; none if there are none.
+
+    On a cluster that exists, workers have the environment with which Ray was started on their node.
+    """
+    found = {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")}
+    return {_PASSED_ON: json.dumps(found)} if found else {}
+
+
+def take_passed_on() -> None:
+    """Set the variables that the driver passed on, unless they are set on this node: interfaces may differ there."""
+    for key, value in json.loads(os.environ.pop(_PASSED_ON, "{}")).items():
+        os.environ.setdefault(key, value)

@@ -18,6 +18,7 @@ from hotseat.caches import keep_compiled
 from hotseat.cluster import started_template
 from hotseat.config import Config
 from hotseat.loop.setup.graders import try_sandbox
+from hotseat.loop.setup.job_directory import check_job_directory
 from hotseat.loop.setup.refusals import refuse_at_once
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.loop.setup.reward_trial import try_rewards
@@ -30,7 +31,8 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
     refuse_at_once(config)
     keep_compiled()
     with make_view(config, launched) as view:
-        notes = [*check_reward_servers(config, view.stage), *try_rewards(config, view.stage)]
+        notes = check_job_directory(config, Path.cwd())
+        notes += [*check_reward_servers(config, view.stage), *try_rewards(config, view.stage)]
         try_sandbox(config, view.stage)
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"

@@ -183,7 +183,6 @@ WITHOUT_A_FLAG = {
     "rollout.lora_sync",
     "rollout.num_slots",
     "rollout.top_k",
-    "run_dir",
     "train.chosen_tokens_per_device",
     "train.compile",
     "train.fp32_master",

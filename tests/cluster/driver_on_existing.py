@@ -1,6 +1,7 @@
 """A driver on an existing cluster of two nodes: `python driver_on_existing.py WHAT`.
 
-`run`: works and closes its cluster, then works again and waits to be killed; prints its facts as JSON each time.
+`once`: works, prints its facts as JSON, and closes its cluster.
+`run`: the same, then works again and waits to be killed, with other facts.
 `observe`: prints what others have left.
 """
 
@@ -23,6 +24,7 @@ class Where(Plain):
             "devices": os.environ["CUDA_VISIBLE_DEVICES"],
             "rank": os.environ["RANK"],
             "local_rank": os.environ["LOCAL_RANK"],
+            "nccl": {key: value for key, value in os.environ.items() if key.startswith("NCCL_")},
         }
 
 
@@ -75,6 +77,8 @@ if __name__ == "__main__":
     else:
         with Cluster() as cluster:
             print(json.dumps(work(cluster)), flush=True)
+        if sys.argv[1] == "once":
+            sys.exit()
         cluster = Cluster()
         group = cluster.launch("again", Plain, processes=[Process(0, 0, (1,)), Process(1, 1, (2,))])
         facts = {"session": cluster.session, "children": group.call(Plain.spawn_child), "workers": group.pids()}

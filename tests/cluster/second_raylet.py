@@ -1,6 +1,6 @@
-"""A second node of a Ray cluster, on this machine: `python second_raylet.py GCS_ADDRESS`. Ends with its standard input.
+"""A second node of a Ray cluster, on this machine: `python second_raylet.py GCS_ADDRESS [NUM_GPUS TEMP_DIR]`.
 
-What `ray start --address` does; the command itself refuses clusters that live on loopback.
+What `ray start --address` does; that command refuses clusters that live on loopback. Ends with its standard input.
 """
 
 import sys
@@ -14,7 +14,8 @@ node = Node(
         node_ip_address="127.0.0.1",
         node_name="second",
         num_cpus=1,
-        num_gpus=3,
+        num_gpus=int(sys.argv[2]) if len(sys.argv) > 2 else 3,
+        temp_dir=sys.argv[3] if len(sys.argv) > 3 else None,
         object_store_memory=100 << 20,
         node_manager_port=0,
         include_log_monitor=False,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotseat.cluster._ray.connection import RayConnection
-from hotseat.cluster._ray.daemons import DaemonWatch
+from hotseat.cluster._ray.daemons import DaemonWatch, NodeWatch
 from hotseat.cluster._ray.group import RayGroup
 from hotseat.errors import ClusterError
 
@@ -92,3 +92,29 @@ def test_ray_is_started_once_more_where_its_daemons_were_too_slow():
     with pytest.raises(ValueError, match="num_gpus"):
         other._start_own(1, None, 1 << 20, False)
     assert other.num_starts == 1
+
+
+def test_a_node_in_use_that_ray_has_lost_is_reported_once_and_others_are_not():
+    told: list[ClusterError] = []
+    asked, heard = threading.Event(), threading.Event()
+    live, answers = {0, 1, 2}, [RuntimeError("Ray is busy")]
+
+    def live_nodes() -> set[int]:
+        if answers:
+            raise answers.pop()
+        asked.set()
+        return live
+
+    def lose(error: ClusterError) -> None:
+        told.append(error)
+        heard.set()
+
+    watch = NodeWatch(lambda: {0: "node 0 (a, 10.0.0.1)", 1: "node 1 (b, 10.0.0.2)"}, live_nodes, lose, period_s=0.01)
+    live.discard(2)  # nothing of ours is there
+    assert asked.wait(60)
+    assert watch.lost() is None
+    live.discard(1)
+    assert heard.wait(60)
+    watch.close()
+    assert told == [watch.lost()]
+    assert str(told[0]).startswith("Ray has lost node 1 (b, 10.0.0.2): the processes of this run there are gone")

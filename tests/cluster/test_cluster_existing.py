@@ -63,14 +63,15 @@ def environment():
             assert "Ray runtime started" in said[-1], "".join(said)
             second = subprocess.Popen(
                 [sys.executable, str(HERE / "second_raylet.py"), f"127.0.0.1:{port}"],
-                env=variables,
+                env={**variables, "NCCL_IB_HCA": "mlx5_1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
             assert second.stdout.readline() == "up\n"
-            yield {**variables, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+            driver = {"RAY_ADDRESS": f"127.0.0.1:{port}", "NCCL_IB_HCA": "mlx5_0", "NCCL_DEBUG": "WARN"}
+            yield variables | driver
             assert head.poll() is None
             assert second.poll() is None
         finally:
@@ -154,6 +155,10 @@ def test_a_run_has_a_role_on_each_node_and_leaves_nothing(driver):
     assert (actor["node"], actor["rank"], actor["local_rank"]) == (first, "0", "0")
     places = [(at["node"], at["rank"], at["local_rank"]) for at in rollout]
     assert places == [(second, "0", "0"), (first, "1", "0")]
+    # The driver's variables reach every worker, but for those that its node has been given.
+    nccl = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "lo"}  # on loopback there is no other interface
+    assert actor["nccl"] == rollout[1]["nccl"] == nccl | {"NCCL_IB_HCA": "mlx5_0"}
+    assert rollout[0]["nccl"] == nccl | {"NCCL_IB_HCA": "mlx5_1"}
     # One physical device of the first node was reserved and is shared; of the second two, turned around in the plan.
     assert rollout[1]["devices"] == actor["devices"]
     high, low = rollout[0]["devices"].split(",")

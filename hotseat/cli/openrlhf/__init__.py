@@ -7,4 +7,5 @@ translate  the whole translation: a checked `Config`, and flags without effect, 
 run        the commands: print the config or start the run
 help       the text of `--help`: an example, and every flag in groups
 table      the table of all flags in the documentation, rendered from the above
+shim       a package `openrlhf` for PYTHONPATH, whose commands are ours
 """

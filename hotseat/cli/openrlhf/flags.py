@@ -123,6 +123,7 @@ def _shared(model: str) -> tuple[Flag, ...]:
         _flag("--inventory", None, "cluster.inventory"),
         _flag("--allow_change", None, "checkpoint.allow_changes", num_values=(1, MANY)),
         _float("--max_lost_fraction", None, 1.0, "data.max_lost_fraction"),
+        _flag("--run_dir", None, "run_dir"),
         # model
         _text("--pretrain", f"--{model}.model_name_or_path", None, "actor.model"),
         _switch("--use_ms", None, "use_modelscope"),

@@ -78,7 +78,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Algorithm": ("algorithm", "critic.value_clip", "critic.warmup_steps"),
     "Reward": ("reward",),
     "Training": ("train", "actor.optimizer", "critic.optimizer", "critic.value_head_prefix", "seed"),
-    "Evaluation, checkpoints and logging": ("eval", "checkpoint", "log"),
+    "Evaluation, checkpoints and logging": ("run_dir", "eval", "checkpoint", "log"),
     "Placement": (
         "cluster",
         *(f"{role}.enable_offload" for role in ("actor", "critic", "reference", "reward", "rollout")),

@@ -50,7 +50,7 @@ class NodeProcesses:
         for node, workers in marks.items():
             if node == self._connection.home:
                 _guard.end_marked(_guard.WORKER, workers, timeout_s=5.0)
-            else:
+            elif node in self._connection.live_nodes():  # on a lost one they ended with it
                 with contextlib.suppress(RunError):
                     self._ask(node, NodeAgent.end_workers, list(workers))
 

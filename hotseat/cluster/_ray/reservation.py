@@ -8,6 +8,7 @@ from typing import Any
 
 from hotseat.cluster import activity
 from hotseat.cluster._ray.connection import RayConnection
+from hotseat.cluster.environment import pass_on_nccl
 from hotseat.cluster.session import Session
 from hotseat.errors import PlacementError
 
@@ -67,11 +68,12 @@ class Reservation:
         # The doctor reads activity files on the driver's node only.
         is_home = node == self._connection.home
         activity_env = {activity.DIRECTORY: os.environ[activity.DIRECTORY]} if is_home else {}
+        nccl_env = {} if self._connection.is_own else pass_on_nccl()
         return {
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": {**self._session.env(), **activity_env, **env}},
+            "runtime_env": {"env_vars": {**self._session.env(), **activity_env, **nccl_env, **env}},
         }
 
     def release(self) -> None:

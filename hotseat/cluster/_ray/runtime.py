@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from hotseat.cluster import _guard
 from hotseat.cluster._ray.connection import RayConnection
-from hotseat.cluster._ray.daemons import DaemonWatch
+from hotseat.cluster._ray.daemons import DaemonWatch, NodeWatch
 from hotseat.cluster._ray.group import RankProcess, RayGroup, RayRef
 from hotseat.cluster._ray.launching import ActorStarter, refuse_unreserved
 from hotseat.cluster._ray.nodes import NodeProcesses
@@ -39,10 +39,13 @@ class RayRuntime:
         self._reservation: Reservation | None = None
         self._num_launched = 0
         self._daemons: DaemonWatch | None = None
+        self._node_watch: NodeWatch | None = None
         try:
             self.nodes = _nodes(connection)
             if connection.is_own:
                 self._daemons = DaemonWatch(connection.daemons(), self._lose)
+            elif len(self.nodes) > 1:
+                self._node_watch = NodeWatch(self._nodes_in_use, connection.live_nodes, self._lose)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -121,7 +124,7 @@ class RayRuntime:
     def end_processes(self, processes: Iterable[RankProcess]) -> None:
         """End these processes and whatever they started; return when they are gone."""
         started = [process for process in processes if process.actor is not None]
-        for process in started if self.lost() is None else ():  # without its server Ray waits for it, for ever
+        for process in started if not self._is_without_ray() else ():  # without its server Ray waits for it, for ever
             with contextlib.suppress(Exception):
                 self._connection.ray.kill(process.actor)
         marks: dict[int, list[str]] = {}
@@ -134,8 +137,18 @@ class RayRuntime:
         self._groups.pop(group.name, None)
 
     def lost(self) -> ClusterError | None:
-        """Return why Ray can do nothing any more, if its daemons were started here and one is gone."""
-        return None if self._daemons is None else self._daemons.lost()
+        """Return why the run cannot go on: a daemon that was started here is gone, or a node of the cluster is."""
+        watch = self._daemons or self._node_watch
+        return None if watch is None else watch.lost()
+
+    def _nodes_in_use(self) -> dict[int, str]:
+        """Describe the nodes that have processes of ours, by rank."""
+        used = {process.place.node for group in list(self._groups.values()) for process in group.processes}
+        nodes = {rank: self.nodes[rank] for rank in sorted(used)}
+        return {rank: f"node {rank} ({node.hostname}, {node.address})" for rank, node in nodes.items()}
+
+    def _is_without_ray(self) -> bool:
+        return self._daemons is not None and self._daemons.lost() is not None
 
     def _lose(self, error: ClusterError) -> None:
         for group in list(self._groups.values()):
@@ -146,9 +159,11 @@ class RayRuntime:
     def close(self, grace_s: float) -> None:
         """Take down what is ours. Called once; each step is tried even if the one before it failed."""
         groups = list(self._groups.values())
+        if self._node_watch is not None:
+            self._node_watch.close()
         if self._daemons is not None:
             self._daemons.close()
-            if self.lost() is not None:
+            if self._is_without_ray():
                 self._close_without_ray(groups)
                 return
             self._daemons = None  # from here on they end because we end them
