@@ -13,6 +13,7 @@ from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_qu
 from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
     compares_with_reference,
+    has_agent,
     has_critic,
     has_reference,
     has_reward_model,
@@ -326,9 +327,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("agent.max_steps",),
-        _rl_but(lambda c: c.agent.path is not None),
-        _says("agent.path is not set, so an episode has one turn"),
+        _rl_but(has_agent),
+        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
     ),
+    Rule(
+        ("agent.sampling", "agent.history", "agent.gateway"),
+        _rl_but(has_agent),
+        _says("neither agent.path nor agent.command is set, so no program talks to the policy"),
+    ),
+    Rule(("agent.pass_env",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
         _rl_but(lambda c: c.overlap.staleness > 0),
@@ -341,7 +348,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("data.chat_template",),
-        lambda c: c.data.apply_chat_template,
+        lambda c: c.data.apply_chat_template or (c.task == "rl" and has_agent(c)),
         _says("data.apply_chat_template is false"),
     ),
     Rule(("data.probs", "data.split"), lambda c: c.data.path is not None, _says("data.path is not set")),
@@ -429,6 +436,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         )
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
+    problems += _agent_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         problems.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
@@ -491,6 +499,25 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
             (
                 "rollout.max_new_tokens",
                 f"{rollout.max_new_tokens} leaves no room for a prompt within data.max_length {data.max_length}",
+            )
+        )
+    return problems
+
+
+def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
+    agent, problems = config.agent, []
+    if agent.command is None:
+        return []
+    if not agent.command or not agent.command[0]:
+        problems.append(("agent.command", "empty: give a program and its arguments, as [python, agent.py]"))
+    if agent.path is not None:
+        problems.append(("agent.command", f"agent.path is {agent.path}: an episode is played by one of the two"))
+    if config.data.apply_chat_template:
+        problems.append(
+            (
+                "data.apply_chat_template",
+                "true: a program gets the prompt as it is in the data, and the gateway renders the messages it sends;"
+                " set it to false",
             )
         )
     return problems
@@ -638,8 +665,8 @@ def missing(config: Config) -> list[tuple[str, str]]:
         problems.append(("data.path", "not set: give a file, a saved data set or a hub name"))
     if config.task == "rl":
         reward = config.reward
-        sources = (reward.function, reward.url, reward.model, config.agent.path)
-        if not reward.graders and all(source is None for source in sources):
+        sources = (reward.function, reward.url, reward.model)
+        if not reward.graders and not has_agent(config) and all(source is None for source in sources):
             problems.append(
                 ("reward.function", "no source of rewards: set reward.function, reward.url, reward.model or agent.path")
             )

@@ -70,8 +70,12 @@ class Answerer:
         config = prepared.config
         self._needs_reward = needs_reward
         self._host = settings.host_settings(config, None)
-        agent = load_agent(
-            self._host.agent, prepared.tokenizer, max_length=self._host.max_length, max_steps=self._host.max_turns
+        self.agent = agent = load_agent(
+            self._host.agent,
+            prepared.tokenizer,
+            max_length=self._host.max_length,
+            max_steps=self._host.max_turns,
+            programs=self._host.programs,
         )
         self._reward = make_scorer(self._host)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hotseat.config import Config, load
 from hotseat.config.load import loads
+from hotseat.config.roles import has_agent
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.loop.setup.refusals import num_positions, refuse_at_once
@@ -74,7 +75,7 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
 def has_reward(config: Config) -> bool:
     """Tell whether answers get rewards: from a function, servers, graders or an agent of the user's."""
     reward = config.reward
-    return bool(reward.function or reward.url or reward.graders or config.agent.path)
+    return bool(reward.function or reward.url or reward.graders or has_agent(config))
 
 
 def _check_overrides(command: str, overrides: Sequence[str]) -> None:
