@@ -446,6 +446,7 @@ def test_a_program_that_asks_for_nothing_is_a_failed_sample():
     ("result", "reason"),
     [
         ({"rewards": 1}, "the result has rewards; it may have reward, score, extra"),
+        ({"extra": {"a": 1}}, "the result has extra without a reward; the run's own reward has its own"),
         ("good", "the reward of the result is a str, not one number"),
         ({"reward": float("nan")}, "the reward of the result is nan"),
         ({"reward": 1, "extra": 3}, "extra of the result is a int, not numbers by name"),

@@ -39,11 +39,12 @@ class Policy:
             logger.warning("%s", message)
 
     def log_rewritten(self) -> None:
-        kept = "the tokens as they were sampled" if self.settings.history == "append" else "what the template makes"
+        kept = "them as they were sampled" if self.settings.history == "append" else "what is rendered"
         self.log_once(
             "history",
-            "the chat template changes earlier answers when messages follow (removed thinking, tool calls written in"
-            f" another way): with agent.history {self.settings.history} the policy reads {kept}",
+            "earlier answers read differently when the chat template renders them again (thinking removed, tool calls"
+            " written in another way, special tokens left out): with agent.history"
+            f" {self.settings.history} the policy reads {kept}",
         )
 
 

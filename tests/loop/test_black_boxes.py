@@ -1,0 +1,140 @@
+"""Whole runs in which programs play the episodes, through the gateway."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from environments import own_environment
+from loop_cases import rl_yaml
+
+from hotseat.config import loads
+from hotseat.loop.run import start
+from hotseat.loop.workers.spool import Spool
+from hotseat.observe import read_lines
+from hotseat.types import Segment
+
+pytestmark = pytest.mark.slow
+
+# Answers end with a token, as in any chat; the second branch of the game begins at the first answer.
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+
+SMALL = ["rollout.samples_per_prompt=2", "train.batch_size=8"]
+
+PLAY = """
+import json
+import openai
+
+async def play(prompt, client):
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as policy:
+        async def ask(messages):
+            reply = await policy.chat.completions.create(
+                model=client.model, messages=messages, extra_body={"return_token_ids": True}
+            )
+            with open(SEEN, "a") as file:
+                file.write(json.dumps([reply.prompt_token_ids, reply.choices[0].token_ids]) + "\\n")
+            return reply.choices[0].message
+        first = [{"role": "user", "content": prompt.text}]
+        first.append(await ask(first))
+        second = await ask([*first, {"role": "user", "content": "+"}])
+        other = await ask([*first, {"role": "user", "content": "="}])
+    return float((second.content + other.content).count("7"))
+"""
+
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "x", "messages": [{"role": "user", "content": task["prompt"]}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+json.load(urllib.request.urlopen(request))
+if task["prompt"] == "3+4=":
+    sys.exit("cannot play this")
+json.dump({"reward": None}, open(os.environ["HOTSEAT_RESULT"], "w"))
+"""
+
+
+def config_of(task: Path, agent: str, **changes: str) -> str:
+    data = {"path": f"{task}/prompts.jsonl", "label_key": "label", "max_length": 24, "chat_template": TEMPLATE}
+    fixed = {"log": "{keep_rollouts: true}", "agent": agent, "data": json.dumps(data)}
+    return rl_yaml(task, **{**fixed, **changes})
+
+
+def answers_of(segments: tuple[Segment, ...], lengths: tuple[int, ...]) -> Counter:
+    """The learned answers of an episode, each with the tokens before it."""
+    counted: Counter = Counter()
+    left = list(lengths)
+    for segment in segments:
+        tokens, mask, at = segment.token_ids.tolist(), segment.mask.tolist(), 0
+        while True in mask[at:]:
+            at = mask.index(True, at)
+            end = at + left.pop(0)
+            counted[tuple(tokens[:at]), tuple(tokens[at:end])] += 1
+            at = end
+    return counted
+
+
+def check_what_was_learned(task: Path, seen: Path) -> None:
+    """Compare all groups of a run, as they were trained, with the token ids that the engine's answers had."""
+    learned: Counter = Counter()
+    num_segments = 0
+    for prompt in range(8):
+        finished = Spool(task / "runs" / "run" / "rollouts").get((0, prompt))
+        assert finished is not None
+        assert not finished.failures
+        for sample in finished.group.samples:
+            episode = sample.episode
+            num_segments += len(episode.segments)
+            learned += answers_of(episode.segments, episode.turn_lengths)
+    sampled = Counter((tuple(context), tuple(ids)) for context, ids in map(json.loads, seen.read_text().splitlines()))
+    assert learned == sampled
+    assert sum(sampled.values()) == 8 * 2 * 3
+    assert num_segments == 8 * 2 * 2  # the game has two branches
+    records = read_lines(task / "runs" / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert all(record["engine_gap"] < 1e-5 for record in records[1:])  # the trainer's log-probs of the same tokens
+
+
+def test_an_openai_client_plays_a_game_with_branches_and_the_policy_learns_every_token_once(task):
+    seen = task / "seen.jsonl"
+    (task / "agent.py").write_text(PLAY.replace("SEEN", repr(str(seen))))
+    start(loads(config_of(task, f"{{path: {task}/agent.py}}", reward=""), SMALL))
+    check_what_was_learned(task, seen)
+
+
+def test_a_command_plays_and_the_reward_function_scores_what_it_played(task):
+    (task / "program.py").write_text(PROGRAM)
+    agent = f"{{command: [{sys.executable}, {task}/program.py]}}"
+    start(loads(config_of(task, agent), [*SMALL, "reward.max_failed_fraction=1.0"]))
+    spool = Spool(task / "runs" / "run" / "rollouts")
+    for prompt in range(8):
+        finished = spool.get((0, prompt))
+        assert finished is not None
+        if prompt == 2:
+            assert [reason.rpartition(": sample ")[2] for _, reason in finished.failures] == [
+                f"0/2/{sample}: the program ended with exit code 1: cannot play this" for sample in range(2)
+            ]
+            continue
+        for sample in finished.group.samples:
+            assert sample.reward == sample.episode.query.partition("=")[2].count("7")
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_on_ray_an_openai_client_plays_a_game_with_branches(task):
+    seen = task / "seen.jsonl"
+    (task / "agent.py").write_text(PLAY.replace("SEEN", repr(str(seen))))
+    cluster = "{runtime: ray, component_placement: {actor: 0, rollout: 1}}"
+    text = config_of(task, f"{{path: {task}/agent.py}}", reward="", cluster=cluster)
+    (task / "run.yaml").write_text(text)
+    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=860, env=own_environment())
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    check_what_was_learned(task, seen)
