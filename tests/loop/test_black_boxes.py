@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 from environments import own_environment
 from loop_cases import rl_yaml
+from transformers import AutoTokenizer
 
+from hotseat.cli.main import main
 from hotseat.config import loads
 from hotseat.loop.run import start
 from hotseat.loop.workers.spool import Spool
@@ -123,6 +126,39 @@ def test_a_command_plays_and_the_reward_function_scores_what_it_played(task):
             continue
         for sample in finished.group.samples:
             assert sample.reward == sample.episode.query.partition("=")[2].count("7")
+
+
+def test_play_shows_one_episode_as_a_run_samples_it(task, capsys, monkeypatch):
+    monkeypatch.chdir(task)
+    seen = task / "seen.jsonl"
+    (task / "agent.py").write_text(PLAY.replace("SEEN", repr(str(seen))))
+    (task / "run.yaml").write_text(config_of(task, f"{{path: {task}/agent.py}}", reward=""))
+    assert main(["play", "run.yaml", "--prompt", "2"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:4] == ["prompt 2, label '3'", "3+4=", "request 1, a new context: 4 new tokens", "3+4="]
+    assert sum(line.startswith(("request 2, after answer 1: ", "request 3, after answer 1: ")) for line in shown) == 2
+    (first, _, _) = map(json.loads, seen.read_text().splitlines())
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    assert shown[4].startswith(f"answer 1: {len(first[1])} tokens, ended by ")
+    assert shown[5] == tokenizer.decode(first[1])
+    assert re.fullmatch(r"\d+ sampled tokens in 2 segments", shown[-3])
+    assert [line.split()[0] for line in shown[-2:]] == ["reward", "score"]
+
+    assert main(["play", "run.yaml", "--prompt", "8"]) == 2
+    assert "--prompt 8: there are 8 prompts, numbered from 0" in capsys.readouterr().err
+    (task / "agent.py").write_text("def play(prompt, client):\n    raise ValueError('no luck')\n")
+    assert main(["play", "run.yaml"]) == 1
+    assert "failed: " in (out := capsys.readouterr().out)
+    assert "the agent raised ValueError: no luck" in out
+
+
+def test_play_refuses_what_has_no_episodes(task, capsys):
+    (task / "sft.yaml").write_text("task: sft\n")
+    assert main(["play", str(task / "sft.yaml")]) == 2
+    assert "sft.yaml: task sft has no episodes to play; this is for rl" in capsys.readouterr().err
+    (task / "rl.yaml").write_text("task: rl\n")
+    assert main(["play", str(task / "rl.yaml")]) == 2
+    assert "rl.yaml: actor.model and data.path must be set" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ _OWN = {
     "generate": (*_ANY, *_SAMPLING, *_PROMPTS, "data.split", "data.max_samples", "rollout.samples_per_prompt"),
     "eval": (*_ANY, *_PROMPTS, "eval"),
     "chat": (*_ANY, *_SAMPLING),
+    "play": (*_ANY, *_SAMPLING, *_PROMPTS, "data.split", "data.max_samples"),
 }
 _NO_EFFECT = ("agent.max_concurrent",)
 
@@ -60,6 +61,16 @@ def offline_config(
         if positions is not None and positions < config.data.max_length:
             written.append(f"data.max_length={positions}")
     return loads(dump(values), [*written, *overrides], forget_idle=True)
+
+
+def play_config(file: str, model: str | None, overrides: Sequence[str] = ()) -> Config:
+    """Make the config of `hotseat play` from that of a run. model: another one than the run's."""
+    run = load(file)
+    if run.task != "rl":
+        raise UserError(f"{file}: task {run.task} has no episodes to play; this is for rl")
+    if run.data.path is None or (model or run.actor.model) is None:
+        raise UserError(f"{file}: actor.model and data.path must be set")
+    return offline_config("play", str(model or run.actor.model), run.data.path, file=file, overrides=overrides)
 
 
 def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> None:
