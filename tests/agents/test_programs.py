@@ -124,6 +124,23 @@ def test_folders_of_episodes_are_removed(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["program.py"]
 
 
+@pytest.mark.parametrize("form", ["play", "command"])
+def test_the_examples_guess_a_number(form):
+    examples = Path(__file__).parents[2] / "examples" / "agents"
+    programs = ProgramSettings(command=(sys.executable, str(examples / "guess_program.py")))
+    path = str(examples / "guess_with_openai.py") if form == "play" else None
+    agent = load_agent(
+        path, tokenizer_of("smollm2"), max_length=600, programs=programs if form == "command" else ProgramSettings()
+    )
+    engine = Engine("50", "no idea", "7")
+    with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S) as host:
+        outcome = host.submit(Prompt(3, "Guess:", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert (outcome.reward, outcome.extra) == (1.0, {"num_guesses": 3.0})
+    assert ["It is lower." in engine.contexts[1], "It is higher." in engine.contexts[2]] == [True, True]
+    assert learned(outcome.episode.segments, outcome.episode.turn_lengths) == engine.sampled
+
+
 def test_a_program_that_cannot_be_started_is_a_failed_sample(tmp_path):
     (tmp_path / "not_one").write_text("#!/nowhere\n")
     (tmp_path / "not_one").chmod(0o755)
