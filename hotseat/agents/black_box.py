@@ -56,6 +56,7 @@ class Client:
 class BlackBox(Agent):
     """An agent whose episodes are played by something that talks to the gateway. Subclasses say by what."""
 
+    makes_checked_episodes = True
     samples_by_itself = True  # under settings of its own, which are masked then: `AgentHost` does not check them
 
     def __init__(self, tokenizer: Any, settings: ProgramSettings, *, max_length: int, max_steps: int | None = None):

@@ -77,7 +77,7 @@ class AgentHost:
         # Programs may sample by settings of their own: those answers are not learned from.
         self._is_program = bool(getattr(agent, "samples_by_itself", False))
         # Our own agents' episodes need no check: they are made of what the engine returned.
-        self._is_ours = self._is_program or type(agent) in (SingleTurn, MultiTurn)
+        self._is_ours = type(agent) in (SingleTurn, MultiTurn) or bool(getattr(agent, "makes_checked_episodes", False))
         self._name = getattr(agent, "name", type(agent).__name__)
         self._ask = ask
         self._abort = abort

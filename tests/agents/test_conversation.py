@@ -6,35 +6,16 @@ import random
 from collections import Counter
 
 import pytest
+from chat_templates import STOPS, sampled, tokenizer_of
+from gateway_cases import learned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotseat.agents.branches import Answer, segments_of
 from hotseat.agents.conversation import Conversation, ConversationError
-from hotseat.types import Completion, Segment
-from tests.agents.chat_templates import STOPS, sampled, tokenizer_of
+from hotseat.types import Completion
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
-
-
-def learned(segments: tuple[Segment, ...], lengths: tuple[int, ...]) -> Counter:
-    """Count the answers that are learned: the tokens before each, its own, their log-probs and versions."""
-    counted: Counter = Counter()
-    left = list(lengths)
-    for segment in segments:
-        tokens, mask = segment.token_ids.tolist(), segment.mask.tolist()
-        at = 0
-        while True in mask[at:]:
-            at = mask.index(True, at)
-            end = at + left.pop(0)
-            assert all(mask[at:end])
-            facts = (tuple(segment.log_probs[at:end].tolist()), tuple(segment.versions[at:end].tolist()))
-            counted[tuple(tokens[:at]), tuple(tokens[at:end]), *facts] += 1
-            at = end
-        assert mask[-1], "tokens after the last sampled one"
-        assert not any(segment.log_probs[~segment.mask])
-    assert not left
-    return counted
 
 
 class Engine:

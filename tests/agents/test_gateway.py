@@ -5,66 +5,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
-from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+from chat_templates import tokenizer_of
+from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
 from hotseat.agents import AgentHost, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
-from hotseat.types import Completion, Episode, Failed, Prompt, Request, SampleKey, Sampling, ScoredEpisode
-from tests.agents.chat_templates import STOPS, tokenizer_of
-from tests.agents.test_conversation import learned
+from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
-WAIT_S = 60.0
-KEY = SampleKey(0, 3, 1)
-SAMPLING = Sampling(max_new_tokens=50, temperature=0.7)
 QUESTION = [{"role": "user", "content": "bad?"}]
-
-
-class Engine:
-    """Says what it is told to, the answer of each request by its number, and counts what it sampled."""
-
-    def __init__(self, *answers: str, name: str = "smollm2"):
-        self.requests: list[Request] = []
-        self.sampled: Counter = Counter()
-        self.aborted: list[str] = []
-        self.is_holding = False  # answer nothing
-        self.asked = threading.Event()
-        self._answers = answers or ("cab",)
-        self._name = name
-
-    def __call__(self, request: Request) -> Future[Completion]:
-        text = self._answers[min(len(self.requests), len(self._answers) - 1)]
-        self.requests.append(request)
-        self.asked.set()
-        future: Future[Completion] = Future()
-        if self.is_holding:
-            return future
-        if text == "dies":
-            future.set_exception(RuntimeError("the engine died"))
-            return future
-        text, _, cut = text.partition("|")  # "text|cut" was cut at the limit
-        ids = tuple(
-            tokenizer_of(self._name)(text + ("" if cut else STOPS[self._name]), add_special_tokens=False)["input_ids"]
-        )
-        facts = tuple(-0.5 - at / 4 for at in range(len(ids))), (len(self.requests),) * len(ids)
-        self.sampled[request.token_ids, ids, *facts] += 1
-        future.set_result(Completion(request.id, ids, *facts, "length" if cut else "stop"))
-        return future
-
-    @property
-    def contexts(self) -> list[str]:
-        return [tokenizer_of(self._name).decode(request.token_ids) for request in self.requests]
-
-
-Outcome = Episode | ScoredEpisode | Failed
 
 
 def play(

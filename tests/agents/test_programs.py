@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import tokenizer_of
+from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent
 from hotseat.errors import UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
-from tests.agents.chat_templates import tokenizer_of
-from tests.agents.test_conversation import learned
-from tests.agents.test_gateway import KEY, SAMPLING, WAIT_S, Engine, Outcome
 
 pytestmark = pytest.mark.slow
 
