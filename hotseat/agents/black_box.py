@@ -24,7 +24,6 @@ from hotseat.agents._programs import environment, run_program
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.branches import segments_of
-from hotseat.agents.gateway.asking import Asked, Given
 from hotseat.agents.gateway.server import Address, Gateway
 from hotseat.agents.gateway.session import Policy, Session
 from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
@@ -35,8 +34,6 @@ _MAX_RESULT_BYTES = 1 << 20
 _MAX_SHOWN = 400  # characters of what a failed program wrote
 _EPISODE = -2  # in place of a turn, for the seed of the episode itself
 _RESULT_KEYS = ("reward", "score", "extra")
-
-Answered = Callable[[Asked, list[Given]], object]
 
 
 @dataclass(frozen=True)
@@ -61,24 +58,26 @@ class BlackBox(Agent):
 
     def __init__(self, tokenizer: Any, settings: ProgramSettings, *, max_length: int, max_steps: int | None = None):
         answers = SessionSettings(max_length, max_steps, settings.sampling, settings.history, settings.chat_template)
-        self._policy = Policy(tokenizer, answers)
+        self._answers = answers
+        self._tokenizer = tokenizer
+        self._policy: Policy | None = None
         self._settings = settings
         self._gateway: Gateway | None = None
-        self.when_answered: Answered = lambda asked, given: None  # for a transcript
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        if self._gateway is None:
+        if self._gateway is None or self._policy is None:
             self._gateway = Gateway(self._settings.bind, self._settings.advertise_url)
-        session = Session(self._policy, sample, sampling, self.when_answered)
-        address = await self._gateway.open(session)
+            self._policy = Policy(self._tokenizer, self._answers)
+        gateway, policy = self._gateway, self._policy
+        session = Session(policy, sample, sampling)
+        address = await gateway.open(session)
         try:
             result = await _unless_failed(self.play(prompt, self._client(address, key)), session)
         finally:
-            self._gateway.end(address)
-        session.check()
-        return _episode(session, key, result)
+            gateway.end(address)
+        return await policy.work(_episode, session, key, result)
 
     def _client(self, address: Address, key: SampleKey) -> Client:
         seed = key.seed(self._settings.run_seed, _EPISODE) % 2**31
@@ -93,6 +92,9 @@ class BlackBox(Agent):
         if self._gateway is not None:
             gateway, self._gateway = self._gateway, None
             await gateway.close()
+        if self._policy is not None:
+            self._policy.close()
+            self._policy = None
 
 
 class PlayFunction(BlackBox):
@@ -173,6 +175,7 @@ async def _unless_failed(play: Any, session: Session) -> Any:
 
 
 def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredEpisode:
+    session.check()
     segments, lengths = segments_of(session.conversation.answers)
     episode = Episode(key, segments, session.conversation.text, session.is_cut, lengths)
     if result is None:

@@ -238,7 +238,8 @@ class AgentHost:
             raise AgentError(f"request {name} was aborted")
         if not completion.token_ids:
             raise AgentError(f"request {name}: the engine sampled no token")
-        job.completions[request.token_ids, completion.token_ids] = completion
+        if not self._is_ours:
+            job.completions[request.token_ids, completion.token_ids] = completion
         return completion
 
     # --- in any thread ------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hotseat.agents.agent import AgentError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
@@ -20,10 +21,15 @@ from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Policy:
-    """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged."""
+    """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
+
+    Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
+    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits; `close` ends it.
+    """
 
     def __init__(self, tokenizer: Any, settings: SessionSettings):
         self.tokenizer = tokenizer
@@ -32,6 +38,14 @@ class Policy:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._logged: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "conversations")
+
+    async def work(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function in the thread of all conversations."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def log_once(self, about: str, message: str) -> None:
         if about not in self._logged:
@@ -52,7 +66,6 @@ class Session:
     """One episode's side of the gateway: what was asked, what was sampled, and what went wrong.
 
     `failure` is done as soon as the engine fails a request: the episode cannot continue, whatever the program does.
-    when_answered: called with each request and its answers.
     """
 
     def __init__(
@@ -60,7 +73,6 @@ class Session:
         policy: Policy,
         sample: SampleFunction,
         sampling: Sampling,
-        when_answered: Callable[[Asked, list[Given]], object] = lambda asked, given: None,
     ):
         self.sampling = sampling
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -73,7 +85,6 @@ class Session:
         self.is_cut = False  # the last answer ended at a limit of tokens
         self._policy = policy
         self._sample = sample
-        self._when_answered = when_answered
         self._num_asked = 0
         self._turns: dict[bytes, set[int]] = {}  # by context: numbers of the requests for it
 
@@ -88,7 +99,7 @@ class Session:
                 "tools",
             )
         try:
-            context = self._context(asked)
+            context = await self._policy.work(self._context, asked)
         except ConversationError as error:
             raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
         room = settings.max_length - len(context.token_ids)
@@ -111,9 +122,10 @@ class Session:
         except BaseException:
             self._num_asked -= asked.num_answers
             raise
-        given = [self._given(context, completion, asked, is_learned) for completion in completions]
-        self._when_answered(asked, given)
-        return given
+        return await self._policy.work(self._give, context, completions, asked, is_learned)
+
+    def _give(self, context: Context, completions: list[Completion], asked: Asked, is_learned: bool) -> list[Given]:
+        return [self._given(context, completion, asked, is_learned) for completion in completions]
 
     def token_text(self, token_id: int) -> str:
         return decode(self._policy.tokenizer, [token_id])
