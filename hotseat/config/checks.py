@@ -506,8 +506,14 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
 
 def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
     agent, problems = config.agent, []
+    host, _, port = agent.gateway.bind.rpartition(":")
+    if host and ":" not in host and not (port.isdecimal() and int(port) < 65536):
+        problems.append(("agent.gateway.bind", f"{agent.gateway.bind!r}: write it as 127.0.0.1 or as 127.0.0.1:8000"))
+    url = agent.gateway.advertise_url
+    if url is not None and not url.startswith(("http://", "https://")):
+        problems.append(("agent.gateway.advertise_url", f"{url!r}: write it as http://gateway.example:8000"))
     if agent.command is None:
-        return []
+        return problems
     if not agent.command or not agent.command[0]:
         problems.append(("agent.command", "empty: give a program and its arguments, as [python, agent.py]"))
     if agent.path is not None:

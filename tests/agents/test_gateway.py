@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
 from hotseat.agents import AgentHost, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
+from hotseat.errors import UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
@@ -424,6 +426,24 @@ def test_a_plain_function_may_block_and_leave_the_reward_to_the_run():
 
     outcome = play(program, Engine())
     assert isinstance(outcome, Episode), outcome
+
+
+def test_programs_elsewhere_get_the_address_that_is_advertised():
+    async def program(prompt, client):
+        assert (client.base_url, client.root_url) == ("http://gateway.example:8000/v1", "http://gateway.example:8000")
+        return 1.0
+
+    outcome = play(program, Engine(), bind="127.0.0.1", advertise_url="http://gateway.example:8000/")
+    assert "asked the policy for nothing" in outcome.reason
+
+
+def test_an_address_that_cannot_be_bound_ends_the_run():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        with pytest.raises(UserError, match=f"agent.gateway.bind: cannot listen at 127.0.0.1:{port}: "):
+            play(lambda prompt, client: 1.0, Engine(), bind=f"127.0.0.1:{port}")
 
 
 # --- tools, and the other protocols -----------------------------------------------------------------------------------

@@ -213,6 +213,8 @@ def test_every_rule_speaks_of_keys_that_exist():
             "algorithm: {kl: {coef: 0.1, target: 1, horizon: 8}}\nrollout: {batch_size: 4, samples_per_prompt: 10}",
             "set it above 8",
         ),
+        ("agent: {path: a.py, gateway: {bind: 'here:http'}}", "write it as 127.0.0.1 or as 127.0.0.1:8000"),
+        ("agent: {path: a.py, gateway: {advertise_url: here}}", "write it as http://gateway.example:8000"),
         ("agent: {command: []}", "empty: give a program and its arguments"),
         ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),
         (

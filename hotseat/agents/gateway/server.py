@@ -16,6 +16,7 @@ from hotseat.agents.gateway import anthropic_messages, chat, responses
 from hotseat.agents.gateway.asking import BadRequest
 from hotseat.agents.gateway.reply import Reply
 from hotseat.agents.gateway.session import Session
+from hotseat.errors import UserError
 
 _MAX_BODY_BYTES = 32 << 20
 _MAX_OPEN = 512  # requests of one episode at a time
@@ -110,9 +111,10 @@ class Gateway:
         site = web.TCPSite(runner, self._host, self._port)
         try:
             await site.start()
-        except BaseException:
+        except OSError as error:
             await runner.cleanup()
-            raise
+            where = f"{self._host}:{self._port}" if self._port else self._host
+            raise UserError(f"agent.gateway.bind: cannot listen at {where}: {error.strerror or error}") from error
         self._runner = runner
         name, port = runner.addresses[0][:2]
         shown = f"[{name}]" if ":" in name else name
