@@ -24,6 +24,7 @@ from hotseat.agents._programs import environment, run_program
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.branches import segments_of
+from hotseat.agents.gateway.parsing import parser_of
 from hotseat.agents.gateway.server import Address, Gateway
 from hotseat.agents.gateway.session import Policy, Session
 from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
@@ -57,7 +58,16 @@ class BlackBox(Agent):
     samples_by_itself = True  # under settings of its own, which are masked then: `AgentHost` does not check them
 
     def __init__(self, tokenizer: Any, settings: ProgramSettings, *, max_length: int, max_steps: int | None = None):
-        answers = SessionSettings(max_length, max_steps, settings.sampling, settings.history, settings.chat_template)
+        answers = SessionSettings(
+            max_length,
+            max_steps,
+            settings.sampling,
+            settings.history,
+            settings.chat_template,
+            settings.tool_parser,
+        )
+        if settings.tool_parser is not None:
+            parser_of(tokenizer, settings.tool_parser)  # raises if it cannot be
         self._answers = answers
         self._tokenizer = tokenizer
         self._policy: Policy | None = None

@@ -331,7 +331,7 @@ RULES: tuple[Rule, ...] = (
         _says("neither agent.path nor agent.command is set, so an episode has one turn"),
     ),
     Rule(
-        ("agent.sampling", "agent.history", "agent.gateway"),
+        ("agent.sampling", "agent.history", "agent.tool_parser", "agent.gateway"),
         _rl_but(has_agent),
         _says("neither agent.path nor agent.command is set, so no program talks to the policy"),
     ),

@@ -347,6 +347,8 @@ class AgentConfig(Section):
     """A program's own temperature and the like: the run's hold, refused, or sampled that way and not learned from."""
     history: Literal["append", "render"] = "append"
     """Answers that a chat template changes later: kept as sampled, or rendered anew in another segment."""
+    tool_parser: str | None = None
+    """Family of models whose tool calls are parsed, as the package `renderers` names it; unset asks the tokenizer."""
     gateway: GatewayConfig = GatewayConfig()
     """The server through which programs reach the policy."""
     max_steps: Positive | None = None

@@ -68,7 +68,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocabulary, pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    markers = sorted({*_ANY.findall(template), STOPS[name], "<s>"})
+    markers = sorted({*_ANY.findall(template), STOPS[name], "<s>", "<|endoftext|>"})
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in markers])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=STOPS[name])
     tokenizer.chat_template = template

@@ -273,7 +273,8 @@ REFUSED_CHATS = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "add"}}]},
-        "tools: this model's answers cannot be parsed for tool calls, because its tokenizer has no response_template",
+        "tools: this model's answers cannot be parsed for tool calls: its tokenizer has no response_template, and"
+        " agent.tool_parser is not set",
     ),
     (
         {"tools": [{"type": "web_search"}]},
@@ -494,6 +495,36 @@ def test_tool_calls_are_parsed_and_their_tokens_stay_as_sampled():
         return 0.0
 
     check_two_turns_with_a_tool(program)
+
+
+def test_tool_calls_are_parsed_by_the_family_that_is_named():
+    pytest.importorskip("renderers")
+
+    async def program(prompt, client):
+        ask, tools = client_of(client).chat.completions.create, [{"type": "function", "function": TOOL}]
+        reply = await ask(model="x", messages=QUESTION, tools=tools)
+        [call] = reply.choices[0].message.tool_calls
+        assert (reply.choices[0].message.content, call.function.name, call.function.arguments) == (
+            "ace",
+            "add",
+            '{"a": 1}',
+        )
+        broken = await ask(model="x", messages=QUESTION, tools=tools)
+        assert "<tool_call>" not in broken.choices[0].message.content  # a special token here, so it is not shown
+        assert broken.choices[0].message.tool_calls is None
+        return 0.0
+
+    engine = Engine(CALL, CALL.replace("}}", "}"), name="qwen3")
+    outcome = play(program, engine, name="qwen3", tool_parser="qwen3")
+    assert isinstance(outcome, ScoredEpisode), outcome
+    with pytest.raises(UserError, match="agent.tool_parser llama-3: .*; the package renderers knows deepseek-r1"):
+        play(program, engine, name="qwen3", tool_parser="llama-3")
+
+
+def test_a_family_without_the_package_that_knows_it_is_refused(monkeypatch):
+    monkeypatch.setattr("hotseat.agents.gateway.parsing.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="agent.tool_parser qwen3: the package renderers is not installed"):
+        play(lambda prompt, client: 1.0, Engine(), tool_parser="qwen3")
 
 
 def test_the_responses_protocol_with_a_tool_whole_and_streamed():

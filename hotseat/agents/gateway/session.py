@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from hotseat.agents.agent import AgentError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, Given
-from hotseat.agents.gateway.parsing import Parser, parser_of
+from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
 from hotseat.agents.gateway.settings import SessionSettings
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.types import Completion, Sampling
@@ -34,11 +35,14 @@ class Policy:
     def __init__(self, tokenizer: Any, settings: SessionSettings):
         self.tokenizer = tokenizer
         self.settings = settings
-        self.parser: Parser | None = parser_of(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._logged: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "conversations")
+
+    @cached_property
+    def parser(self) -> Parser | None:
+        return parser_of(self.tokenizer, self.settings.tool_parser)
 
     async def work(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function in the thread of all conversations."""
@@ -92,12 +96,6 @@ class Session:
         """Return the answers to a request, and record them. Raises `BadRequest` for what cannot be answered."""
         settings = self._policy.settings
         sampling, is_learned = self._sampling(asked.own)
-        if asked.tools and self._policy.parser is None:
-            raise BadRequest(
-                "tools: this model's answers cannot be parsed for tool calls, because its tokenizer has no"
-                " response_template",
-                "tools",
-            )
         try:
             context = await self._policy.work(self._context, asked)
         except ConversationError as error:
@@ -163,6 +161,12 @@ class Session:
         return replace(self.sampling, **changed), False
 
     def _context(self, asked: Asked) -> Context:
+        if asked.tools and self._policy.parser is None:
+            raise BadRequest(
+                "tools: this model's answers cannot be parsed for tool calls: its tokenizer has no response_template,"
+                " and agent.tool_parser is not set",
+                "tools",
+            )
         if asked.messages is not None:
             return self.conversation.of_messages(asked.messages, asked.tools, asked.options)
         if asked.text is not None:
@@ -253,7 +257,7 @@ class Session:
         parser = self._policy.parser
         assert parser is not None, "tools without a parser"
         raw = self.conversation.text_of(context, completion.token_ids)
-        parsed = parser(context.text, raw, asked.tools)
+        parsed = parser(Sampled(context.text, context.token_ids, raw, completion.token_ids), asked.tools)
         if parsed is None:
             return given
         calls = tuple(

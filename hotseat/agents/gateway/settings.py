@@ -15,7 +15,8 @@ class SessionSettings:
     """How the requests of a run's programs are answered.
 
     max_length: tokens of a context and its answer together. max_answers: of an episode. sampling: what becomes of a
-    client's own temperature and the like. chat_template: instead of the tokenizer's.
+    client's own temperature and the like. chat_template: instead of the tokenizer's. tool_parser: family of models
+    whose tool calls are parsed, as the package `renderers` names it.
     """
 
     max_length: int
@@ -23,6 +24,7 @@ class SessionSettings:
     sampling: OwnSampling = "override"
     history: History = "append"
     chat_template: str | None = None
+    tool_parser: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class ProgramSettings:
     sampling: OwnSampling = "override"
     history: History = "append"
     chat_template: str | None = None
+    tool_parser: str | None = None
     bind: str = "127.0.0.1"
     advertise_url: str | None = None
     passed_on: tuple[str, ...] = ()

@@ -264,6 +264,7 @@ def program_settings(config: Config) -> ProgramSettings:
         sampling=agent.sampling,
         history=agent.history,
         chat_template=config.data.chat_template,
+        tool_parser=agent.tool_parser,
         bind=agent.gateway.bind,
         advertise_url=agent.gateway.advertise_url,
         passed_on=tuple(agent.pass_env),
