@@ -83,8 +83,8 @@ def answers_of(segments: tuple[Segment, ...], lengths: tuple[int, ...]) -> Count
     return counted
 
 
-def check_what_was_learned(task: Path, seen: Path) -> None:
-    """Compare all groups of a run, as they were trained, with the token ids that the engine's answers had."""
+def learned_answers(task: Path) -> tuple[Counter, int]:
+    """All answers that a run learned from, as its groups were trained, and the number of segments they are in."""
     learned: Counter = Counter()
     num_segments = 0
     for prompt in range(8):
@@ -95,9 +95,18 @@ def check_what_was_learned(task: Path, seen: Path) -> None:
             episode = sample.episode
             num_segments += len(episode.segments)
             learned += answers_of(episode.segments, episode.turn_lengths)
-    sampled = Counter((tuple(context), tuple(ids)) for context, ids in map(json.loads, seen.read_text().splitlines()))
-    assert learned == sampled
-    assert sum(sampled.values()) == 8 * 2 * 3
+    return learned, num_segments
+
+
+def sampled_answers(seen: Path) -> Counter:
+    """All answers that the engine sampled, as the program got their token ids."""
+    return Counter((tuple(context), tuple(ids)) for context, ids in map(json.loads, seen.read_text().splitlines()))
+
+
+def check_what_was_learned(task: Path, seen: Path) -> None:
+    learned, num_segments = learned_answers(task)
+    assert learned == sampled_answers(seen)
+    assert sum(learned.values()) == 8 * 2 * 3
     assert num_segments == 8 * 2 * 2  # the game has two branches
     records = read_lines(task / "runs" / "run" / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2]
@@ -161,16 +170,32 @@ def test_play_refuses_what_has_no_episodes(task, capsys):
     assert "rl.yaml: actor.model and data.path must be set" in capsys.readouterr().err
 
 
-@pytest.mark.long
-@pytest.mark.ray
-@pytest.mark.timeout(1200)
-def test_on_ray_an_openai_client_plays_a_game_with_branches(task):
+def run_on_ray(task: Path, *overrides: str) -> Path:
     seen = task / "seen.jsonl"
     (task / "agent.py").write_text(PLAY.replace("SEEN", repr(str(seen))))
     cluster = "{runtime: ray, component_placement: {actor: 0, rollout: 1}}"
     text = config_of(task, f"{{path: {task}/agent.py}}", reward="", cluster=cluster)
     (task / "run.yaml").write_text(text)
-    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), *SMALL]
+    command = [sys.executable, "-m", "hotseat.cli.main", "run", str(task / "run.yaml"), *SMALL, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=860, env=own_environment())
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    check_what_was_learned(task, seen)
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_on_ray_an_openai_client_plays_a_game_with_branches(task):
+    check_what_was_learned(task, run_on_ray(task))
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1200)
+def test_an_openai_client_plays_while_the_policy_learns(task):
+    """Rollout runs ahead, and weights change in the middle of episodes."""
+    seen = run_on_ray(task, "overlap.staleness=1", "overlap.order=arrival", "overlap.in_flight=keep")
+    learned, num_segments = learned_answers(task)
+    assert num_segments == 8 * 2 * 2
+    assert sum(learned.values()) == 8 * 2 * 3
+    assert learned <= sampled_answers(seen)

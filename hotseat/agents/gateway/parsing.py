@@ -72,7 +72,9 @@ def _by_transformers(tokenizer: Any) -> Parser:
 
 def _by_renderers(tokenizer: Any, family: str) -> Parser:
     if find_spec("renderers") is None:
-        raise UserError(f"agent.tool_parser {family}: the package renderers is not installed: pip install renderers")
+        raise UserError(
+            f"agent.tool_parser {family}: the package renderers is not installed: pip install 'hotseat[agents]'"
+        )
     from renderers.base import RENDERER_REGISTRY, create_renderer
     from renderers.configs import config_from_name
 
