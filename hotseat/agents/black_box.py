@@ -23,7 +23,7 @@ from typing import Any
 from hotseat.agents._programs import environment, run_program
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
-from hotseat.agents.branches import segments_of
+from hotseat.agents.branches import in_order, segments_of
 from hotseat.agents.gateway.parsing import parser_of
 from hotseat.agents.gateway.server import Address, Gateway
 from hotseat.agents.gateway.session import Policy, Session
@@ -186,7 +186,7 @@ async def _unless_failed(play: Any, session: Session) -> Any:
 
 def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredEpisode:
     session.check()
-    segments, lengths = segments_of(session.conversation.answers)
+    segments, lengths = segments_of(in_order(session.conversation.answers))
     episode = Episode(key, segments, session.conversation.text, session.is_cut, lengths)
     if result is None:
         return episode

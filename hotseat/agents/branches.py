@@ -36,10 +36,20 @@ class Answer:
         return self.context + self.completion.token_ids
 
 
+def in_order(answers: Sequence[Answer]) -> list[Answer]:
+    """Return answers in an order that does not depend on which of several requests at a time was answered first.
+
+    The last one stays the last: with it the episode ended. An answer comes after those that it continues, because its
+    context is longer.
+    """
+    *others, last = answers
+    return [*sorted(others, key=lambda answer: (len(answer.context), answer.token_ids)), last]
+
+
 def segments_of(answers: Sequence[Answer]) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
     """Return the segments of an episode, and the number of tokens of each learned answer in their order.
 
-    answers: in the order in which they were sampled. A segment is in the place of the answer that it ends with, so the
+    answers: each after those that it continues. A segment is in the place of the answer that it ends with, so the
     last one contains the last answer, unless that is not learned. Paths on which nothing is left to learn are left out.
     """
     parents = _parents(answers)

@@ -11,7 +11,7 @@ from gateway_cases import learned
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotseat.agents.branches import Answer, segments_of
+from hotseat.agents.branches import Answer, in_order, segments_of
 from hotseat.agents.conversation import Conversation, ConversationError
 from hotseat.types import Completion
 
@@ -90,6 +90,8 @@ QUICK = ("smollm2", "mistral", "qwen3", "llama3_1")  # these render quickly, and
 def check(name: str, seed: int, history: str) -> None:
     conversation, engine = play(name, history, random.Random(seed))
     assert learned(*segments_of(conversation.answers)) == engine.expected
+    if conversation.answers:
+        assert learned(*segments_of(in_order(conversation.answers))) == engine.expected
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -181,6 +183,15 @@ def test_tokens_that_branches_share_are_learned_once():
         ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
         ([1, 2, 3, 6, 7], [0, 0, 0, 0, 1]),
     ]
+
+
+def test_segments_do_not_depend_on_which_of_two_requests_at_a_time_was_answered_first():
+    root, left, right = answer([1], [2]), answer([1, 2, 3], [4]), answer([1, 2, 5], [6])
+    apart, last = answer([9], [8]), answer([1, 2, 3, 4, 7], [7])
+    orders = ([root, left, right, apart, last], [apart, root, right, left, last])
+    one, other = (shown(in_order(order)) for order in orders)
+    assert one == other
+    assert one[-1] == ([1, 2, 3, 4, 7, 7], [0, 0, 0, 1, 0, 1])
 
 
 def test_two_equal_answers_to_a_request_are_both_learned():
