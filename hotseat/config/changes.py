@@ -68,7 +68,8 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             )
         ),
     ),
-    ("addresses of reward servers", ("reward.url",)),  # servers move; that they score alike is up to the user
+    # Servers move; that they score alike is up to the user.
+    ("addresses", ("reward.url", "agent.gateway.bind", "agent.gateway.advertise_url")),
     (
         "micro-batches",
         tuple(

@@ -7,6 +7,7 @@ import inspect
 import json
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
 from hotseat.agents import AgentHost, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
+from hotseat.agents.conversation import Conversation, ConversationError
 from hotseat.errors import UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -418,6 +420,50 @@ def test_a_result_that_is_no_reward_fails_the_sample(result, reason):
     outcome = play(program, Engine())
     assert isinstance(outcome, Failed)
     assert outcome.reason.endswith(reason)
+
+
+def test_a_program_that_samples_only_by_its_own_settings_is_a_failed_sample():
+    async def program(prompt, client):
+        await post(client, "/chat/completions", {"messages": QUESTION, "temperature": 0.1})
+        return 1.0
+
+    outcome = play(program, Engine(), sampling="untrained")
+    assert isinstance(outcome, Failed)
+    assert outcome.reason.endswith("sampled only by settings of its own, so there is nothing to learn from")
+
+
+def test_messages_that_the_template_refuses_and_a_model_without_one_are_named():
+    refusing = "{{ raise_exception('users are not allowed') if messages[0].content == 'bad?' else 'ace' }}"
+    seen = []
+
+    async def program(prompt, client):
+        for content in ("bad?", "good?"):
+            body = {"messages": [{"role": "user", "content": content}]}
+            seen.append(await post(client, "/chat/completions", body))
+        return 0.0
+
+    assert isinstance(play(program, Engine(), chat_template=refusing), ScoredEpisode)
+    [(status, reply), (fine, _)] = seen
+    assert (status, fine) == (400, 200)
+    assert reply["error"]["message"] == "the chat template refuses these messages: users are not allowed"
+    tokenizer = tokenizer_of("smollm2")
+    with pytest.raises(ConversationError, match="tokenizer has no chat template: set data.chat_template"):
+        Conversation(SimpleNamespace(chat_template=None, decode=tokenizer.decode)).of_messages(QUESTION)
+
+
+def test_too_many_requests_at_once_are_told_to_wait(monkeypatch):
+    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_OPEN", 2)
+
+    async def program(prompt, client):
+        replies = await asyncio.gather(*(post(client, "/chat/completions", {"messages": QUESTION}) for _ in range(40)))
+        refused = [reply["error"]["message"] for status, reply in replies if status == 429]
+        assert set(refused) <= {"the episode has 2 open requests"}
+        assert len(refused) + sum(status == 200 for status, _ in replies) == 40
+        return float(len(refused))
+
+    outcome = play(program, Engine())
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert outcome.reward > 0
 
 
 def test_a_plain_function_may_block_and_leave_the_reward_to_the_run():

@@ -85,6 +85,10 @@ def test_without_a_reward_in_its_result_the_run_scores(tmp_path):
         ("write('[1]')", "the result file has a list, neither an object nor a number"),
         ("write('NaN')", "the result file has the number nan"),
         ("write(' ' * (1 << 21))", "the result file has more than 1 MiB"),
+        (
+            "os.symlink('/dev/zero', os.environ['HOTSEAT_RESULT'])",
+            "the result file cannot be read: Too many levels of symbolic links",
+        ),
         ("os.mkfifo(os.environ['HOTSEAT_RESULT'])", "the result file is not a file"),
         ("write('1')", "the program asked the policy for nothing, so there is nothing to learn from"),
     ],
