@@ -171,6 +171,11 @@ class Conversation:
             raise ConversationError(f"the chat template refuses these messages: {error}") from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ConversationError(f"the text is not Unicode: {error.reason}") from None
         return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     # --- answers ------------------------------------------------------------------------------------------------------

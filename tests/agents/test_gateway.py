@@ -228,9 +228,11 @@ def test_answers_sampled_by_a_clients_own_settings_are_context_and_not_learned()
     assert [request.sampling.temperature for request in engine.requests] == [0.1, 0.7]
     [segment] = outcome.episode.segments
     assert tokenizer_of("smollm2").decode(segment.token_ids[segment.mask]) == "dad<|im_end|>"
-    body = {"messages": QUESTION, "logit_bias": {"1": 5}}
-    assert refused(("/chat/completions", body), sampling="untrained") == [
-        "logit_bias: the engine cannot sample that way (agent.sampling is untrained)"
+    own = ({"logit_bias": {"1": 5}}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0})
+    bodies = [("/chat/completions", {"messages": QUESTION, **settings}) for settings in own]
+    assert refused(*bodies, sampling="untrained") == [
+        "logit_bias: the engine cannot sample that way (agent.sampling is untrained)",
+        *["temperature must be from 0 to 100, and top_p above 0 and at most 1"] * 3,
     ]
 
 
@@ -251,6 +253,9 @@ REFUSED_CHATS = [
     ({"temperature": "hot"}, "temperature: 'hot' is not a number"),
     ({"stream": 1}, "stream: 1 is neither true nor false"),
     ({"top_logprobs": 2}, "top_logprobs: the engine reports log-probs of sampled tokens only"),
+    ({"logprobs": 5}, "logprobs: 5 is neither true nor false"),
+    ({"stream_options": 5}, "stream_options: not an object"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "the text is not Unicode: surrogates not allowed"),
     ({"modalities": ["audio"]}, "modalities: only text is possible here"),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs: not an object"),
     ({"messages": []}, "messages: not a list with at least one message"),
@@ -284,6 +289,7 @@ REFUSED_CHATS = [
     ),
 ]
 REFUSED_TEXTS = [
+    ({"prompt": [10**9]}, f"prompt: token 1000000000 is not one of the model's {len(tokenizer_of('smollm2'))}"),
     ({"prompt": [{}]}, "prompt: neither a text, nor token ids, nor a list of either"),
     ({"prompt": "a", "echo": True}, "echo: not built in this gateway"),
     ({"prompt": "a", "best_of": 2}, "best_of: only the value of n is possible, because every answer is learned from"),
@@ -541,6 +547,24 @@ def test_tool_calls_are_parsed_and_their_tokens_stay_as_sampled():
         return 0.0
 
     check_two_turns_with_a_tool(program)
+
+
+def test_tool_calls_stream_as_their_clients_put_them_together():
+    async def program(prompt, client):
+        tools = [{"type": "function", "function": TOOL}]
+        async with client_of(client).chat.completions.stream(model="x", messages=QUESTION, tools=tools) as stream:
+            [choice] = (await stream.get_final_completion()).choices
+        [call] = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", "ace", "add")
+        assert json.loads(call.function.arguments) == {"a": 1}
+        flat = [{"type": "function", **TOOL}]
+        async with client_of(client).responses.stream(model="x", input="bad?", tools=flat) as stream:
+            reply = await stream.get_final_response()
+        assert (reply.output_text, reply.output[1].name, reply.output[1].arguments) == ("ace", "add", '{"a": 1}')
+        return 0.0
+
+    outcome = play(program, Engine(CALL, name="qwen3"), name="qwen3")
+    assert isinstance(outcome, ScoredEpisode), outcome
 
 
 def test_tool_calls_are_parsed_by_the_family_that_is_named():

@@ -33,6 +33,7 @@ async def chat(body: Mapping[str, Any], session: Session) -> Reply:
         raise BadRequest("top_logprobs: the engine reports log-probs of sampled tokens only", "top_logprobs")
     if body.get("modalities") not in (None, ["text"]):
         raise BadRequest("modalities: only text is possible here", "modalities")
+    fields.flag(body, "logprobs")
     options = body.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise BadRequest("chat_template_kwargs: not an object", "chat_template_kwargs")
@@ -77,6 +78,8 @@ def _check(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
     fields.numbers(body, _NUMBERS)
     for name in ("stream", "return_token_ids"):
         fields.flag(body, name)
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise BadRequest("stream_options: not an object", "stream_options")
 
 
 def _prompts(value: Any) -> list[dict[str, Any]]:
@@ -107,7 +110,7 @@ class _OpenAI(Reply):
         self._session = session
         self._given = given
         self._shows_tokens = bool(body.get("return_token_ids"))
-        self._shows_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        self._shows_usage = bool(options.get("include_usage"))
         self._frame = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),

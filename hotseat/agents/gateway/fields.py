@@ -67,7 +67,8 @@ def messages(value: Any, name: str = "messages") -> list[dict[str, Any]]:
             raise BadRequest(f"{where}.tool_calls: not a list of calls of functions", where)
         if message.get("content") is None and not calls:
             raise BadRequest(f"{where}: neither content nor tool calls", where)
-    return value
+    # "developer" is OpenAI's newer name, which chat templates do not know.
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in value]
 
 
 def _is_call(call: Any) -> bool:

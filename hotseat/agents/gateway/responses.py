@@ -68,8 +68,7 @@ def _messages(value: Any, instructions: Any) -> list[dict[str, Any]]:
     for at, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
         if kind == "message":
-            role = {"developer": "system"}.get(item.get("role"), item.get("role"))
-            messages.append({"role": role, "content": item.get("content")})
+            messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call":
             call = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not messages or messages[-1]["role"] != "assistant":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from hotseat.agents.gateway.asking import BadRequest
 from hotseat.agents.gateway.reply import Reply
 from hotseat.agents.gateway.session import Session
 from hotseat.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 32 << 20
 _MAX_OPEN = 512  # requests of one episode at a time
@@ -174,10 +177,12 @@ class Gateway:
             return await asyncio.shield(shared.task)
         finally:
             shared.num_waiting -= 1
-            if not shared.task.done() and shared.num_waiting == 0:
-                shared.task.cancel()
-            is_lost = not shared.task.done() or shared.task.cancelled() or shared.task.exception() is not None
-            if is_lost and episode.replies.get(name) is shared:
+            task = shared.task
+            is_given_up = not task.done() and shared.num_waiting == 0
+            has_failed = task.done() and (task.cancelled() or task.exception() is not None)
+            if is_given_up:
+                task.cancel()
+            if (is_given_up or has_failed) and episode.replies.get(name) is shared:
                 del episode.replies[name]
 
 
@@ -216,8 +221,9 @@ async def _errors(request: web.Request, handler: Callable[[web.Request], Awaitab
         return _error(request, 404, f"{request.path}: not served; this gateway has {', '.join(_HANDLERS)}, /v1/models")
     except web.HTTPException as error:
         return _error(request, error.status, error.text or error.reason)
-    except Exception as error:  # the engine's, which `Session.failure` passes on
-        return _error(request, 500, f"the engine failed this request: {error}", is_retried=False)
+    except Exception as error:  # if it is the engine's, `Session.failure` passes it on
+        logger.warning("a request to the gateway failed", exc_info=True)
+        return _error(request, 500, f"this request failed: {type(error).__name__}: {error}", is_retried=False)
 
 
 def _error(

@@ -23,6 +23,7 @@ from hotseat.types import Completion, Sampling
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+_MAX_TEMPERATURE = 100.0
 
 
 class Policy:
@@ -158,6 +159,11 @@ class Session:
         changed: dict[str, Any] = {
             name: max(0, int(value)) if name == "top_k" else float(value) for name, value in own.items()
         }
+        # Whatever the engine would refuse must be refused here: its errors are not the program's own.
+        if not 0 <= changed.get("temperature", 0) <= _MAX_TEMPERATURE or not 0 < changed.get("top_p", 1) <= 1:
+            raise BadRequest(
+                f"temperature must be from 0 to {_MAX_TEMPERATURE:g}, and top_p above 0 and at most 1", min(own)
+            )
         return replace(self.sampling, **changed), False
 
     def _context(self, asked: Asked) -> Context:
@@ -172,6 +178,9 @@ class Session:
         if asked.text is not None:
             return self.conversation.of_text(asked.text)
         assert asked.token_ids is not None, "a request for nothing"
+        size = len(self._policy.tokenizer)
+        if max(asked.token_ids) >= size:
+            raise BadRequest(f"prompt: token {max(asked.token_ids)} is not one of the model's {size}", "prompt")
         return self.conversation.of_tokens(asked.token_ids)
 
     # --- sampling -----------------------------------------------------------------------------------------------------
