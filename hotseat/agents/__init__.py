@@ -2,7 +2,8 @@
 
     Agent         the protocol of all agents; `SingleTurn` asks the engine once
     MultiTurn     an agent that plays an `Environment`: reset, then an action and a `Step` in each turn
-    load_agent    loads the agent of a user's file: an `Environment`, an `Agent`, or an agent file for OpenRLHF
+    load_agent    loads the agent of a user's file: an `Environment`, an `Agent`, an agent file for OpenRLHF, or a
+                  program that reaches the policy through the gateway (`black_box.py`)
     AgentHost     runs many episodes at a time in its process, independently of each other
 
 Tokens in, tokens out: an episode has the token ids and log-probs exactly as the engine returned them. Text that an
@@ -10,6 +11,7 @@ environment adds is tokenised separately and appended; no text is tokenised twic
 """
 
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, SingleTurn
+from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.host import AgentHost
 from hotseat.agents.loading import load_agent
 from hotseat.agents.multi_turn import Environment, MultiTurn, Step
@@ -21,6 +23,7 @@ __all__ = [
     "AgentHost",
     "Environment",
     "MultiTurn",
+    "ProgramSettings",
     "SampleFunction",
     "SingleTurn",
     "Step",

@@ -12,12 +12,14 @@ While a file loads, `openrlhf.utils.agent` is a stand-in made by this module, wh
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import importlib.util
 import inspect
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,7 @@ from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, Scor
 # --- the stand-in -----------------------------------------------------------------------------------------------------
 
 _LOADING = threading.RLock()
+_MAX_UNCLAIMED = 65536  # completions of a server's calls that no episode has returned yet
 
 
 @contextmanager
@@ -107,8 +110,9 @@ class AgentExecutorBase:
         for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
             setattr(self, name, value)
 
-    async def generate(self, prompt_ids: Any, sampling_params: Any) -> Any:
-        return await _Engine().generate(prompt_ids, sampling_params)
+    async def generate(self, prompt_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        refuse_images(multi_modal_data)
+        return await _recording("AgentExecutor.generate").generate(list(prompt_ids), sampling_params)
 
     async def execute(self, prompt: str, label: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Play an episode with a new agent instance, or in one turn if the executor has no instance class."""
@@ -349,13 +353,16 @@ class ExecutorAgent(Agent):
     that the executor declares to be actions must be among the recorded ones.
     """
 
+    makes_checked_episodes = True
+
     def __init__(self, executor_cls: Any, tokenizer: Any, *, max_length: int, max_steps: int | None = None):
         self._tokenizer = tokenizer
+        self._shared = _Shared()
         self._limits = {"max_length": max_length, "max_steps": max_steps}
         offered = {
             "max_steps": max_steps or sys.maxsize,
             "max_length": max_length,
-            "llm_engine": _Engine(),
+            "llm_engine": _Engine(self._shared),
             "hf_tokenizer": tokenizer,
             "result_queue": _ResultQueue(),
         }
@@ -364,7 +371,7 @@ class ExecutorAgent(Agent):
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        recording = _Recording(self._tokenizer, prompt, key, sampling, sample, self._limits)
+        recording = _Recording(self._tokenizer, prompt, key, sampling, sample, self._limits, self._shared)
         _RECORDING.set(recording)
         offered = {
             "prompt": prompt.text,
@@ -372,12 +379,13 @@ class ExecutorAgent(Agent):
             "sampling_params": shown(sampling),
             "max_length": self._limits["max_length"],
             "hf_tokenizer": self._tokenizer,
-            "llm_engine": _Engine(),
+            "llm_engine": _Engine(self._shared),
             "images": None,
         }
         execute = self._executor.execute
-        result = await execute(**accepted(execute, offered, "AgentExecutor.execute", True))
-        return recording.episode(recording.put if result is None else result)
+        with self._shared.opened(recording):
+            result = await execute(**accepted(execute, offered, "AgentExecutor.execute", True))
+            return recording.episode(recording.put if result is None else result)
 
 
 def accepted(function: Any, offered: dict[str, Any], name: str, fill_kwargs: bool = False) -> dict[str, Any]:
@@ -414,13 +422,82 @@ def _recording(name: str) -> _Recording:
 class _Engine:
     """Stand-in for OpenRLHF's engine: `await generate(token_ids, sampling_params)` returns vLLM's form of output."""
 
-    async def generate(self, prompt_token_ids: Any, sampling_params: Any, *more: Any) -> Any:
+    def __init__(self, shared: _Shared):
+        self._shared = shared
+
+    async def generate(
+        self, prompt_token_ids: Any, sampling_params: Any, *more: Any, multi_modal_data: Any = None
+    ) -> Any:
+        refuse_images(multi_modal_data)
         if more or not isinstance(prompt_token_ids, list | tuple):
             raise NotBuiltError(
                 "llm_engine.generate with vLLM's own arguments (prompt, sampling_params, request_id): in this version"
                 " use self.generate(token_ids, sampling_params)"
             )
-        return await _recording("llm_engine.generate").generate(list(prompt_token_ids), sampling_params)
+        recording = _RECORDING.get()
+        if recording is None or not self._shared.is_open(recording):
+            return await self._shared.generate(list(prompt_token_ids), sampling_params)
+        return await recording.generate(list(prompt_token_ids), sampling_params)
+
+
+def refuse_images(multi_modal_data: Any) -> None:
+    if multi_modal_data is not None:
+        raise NotBuiltError("generate with multi_modal_data: only text is possible in this version")
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request to the engine and its completion. episode: as whose it was sampled. user: who learns from it."""
+
+    episode: _Recording
+    context: tuple[int, ...]
+    completion: Completion
+    user: _Recording | None = None
+
+
+class _Shared:
+    """The open episodes of an executor, for its calls from a server, which do not say whose they are.
+
+    Such a call is sampled as if it were of an open episode that it may be of. Whoever returns its tokens as actions
+    learns from it: equal tokens are as good as each other.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Recording] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.calls: deque[_Call] = deque(maxlen=_MAX_UNCLAIMED)
+
+    @contextmanager
+    def opened(self, recording: _Recording) -> Iterator[None]:
+        self._loop = asyncio.get_running_loop()
+        self._open.append(recording)
+        try:
+            yield
+        finally:
+            self._open.remove(recording)
+
+    def is_open(self, recording: _Recording) -> bool:
+        return recording in self._open
+
+    async def generate(self, token_ids: list[int], params: Any) -> Any:
+        """Sample for a call from any thread, in the event loop of the episodes."""
+        if self._loop is None or not self._open:
+            raise AgentError("llm_engine.generate was called while no episode was open")
+        sampling = asyncio.run_coroutine_threadsafe(self._generate(token_ids, params), self._loop)
+        return await asyncio.wrap_future(sampling)
+
+    async def _generate(self, token_ids: list[int], params: Any) -> Any:
+        recording = self._likely(tuple(token_ids))
+        return await recording.generate(token_ids, params, self.calls)
+
+    def _likely(self, token_ids: tuple[int, ...]) -> _Recording:
+        """Return the open episode that a call continues; else one of the same prompt, or any, that asked least."""
+        for call in reversed(self.calls):
+            before = (*call.context, *call.completion.token_ids)
+            if call.episode in self._open and token_ids[: len(before)] == before:
+                return call.episode
+        same = [each for each in self._open if token_ids[: len(each.prompt.token_ids)] == each.prompt.token_ids]
+        return min(same or self._open, key=lambda each: each.num_asked)
 
 
 class _ResultQueue:
@@ -430,7 +507,7 @@ class _ResultQueue:
         _recording("result_queue.put").put = result
 
 
-@dataclass
+@dataclass(eq=False)
 class _Recording:
     """One episode of an executor: its requests to the engine and their completions."""
 
@@ -440,11 +517,19 @@ class _Recording:
     sampling: Sampling
     sample: SampleFunction
     limits: dict[str, Any]
+    shared: _Shared
     put: Any = None
-    calls: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
+    num_asked: int = 0
 
-    async def generate(self, token_ids: list[int], params: Any) -> Any:
-        completion = await self._sample(token_ids, read_back(params, self.sampling), len(self.calls))
+    async def generate(self, token_ids: list[int], params: Any, calls: deque[_Call] | None = None) -> Any:
+        """Sample for a call of this episode. calls: where to record it instead."""
+        completion = await self._ask(token_ids, read_back(params, self.sampling))
+        call = _Call(self, tuple(token_ids), completion)
+        if calls is None:
+            self.calls.append(call)
+        else:
+            calls.append(call)
         output = types.SimpleNamespace(
             text=decode_after(self.tokenizer, token_ids, completion.token_ids),
             token_ids=list(completion.token_ids),
@@ -488,9 +573,27 @@ class _Recording:
         }
 
     def episode(self, result: Any) -> Episode | ScoredEpisode:
-        """Build the episode that an executor's dict describes."""
-        if isinstance(result, list | tuple):
-            raise NotBuiltError("AgentExecutor.execute returned several samples: in this version it returns one dict")
+        """Build the episode that an executor's dict describes, or several: its segments, which share one reward."""
+        if not isinstance(result, list | tuple):
+            return self._episode(result)
+        if not result:
+            raise AgentError("AgentExecutor.execute returned an empty list")
+        parts = [self._episode(each) for each in result]
+        rewards = {part.reward if isinstance(part, ScoredEpisode) else None for part in parts}
+        if len(rewards) > 1:
+            raise AgentError(
+                "AgentExecutor.execute returned samples with different rewards; they are one episode, with one reward"
+            )
+        episodes = [part.episode if isinstance(part, ScoredEpisode) else part for part in parts]
+        whole = replace(
+            episodes[-1],
+            segments=tuple(segment for episode in episodes for segment in episode.segments),
+            turn_lengths=tuple(length for episode in episodes for length in episode.turn_lengths),
+        )
+        last = parts[-1]
+        return replace(last, episode=whole, turn_rewards=()) if isinstance(last, ScoredEpisode) else whole
+
+    def _episode(self, result: Any) -> Episode | ScoredEpisode:
         if not isinstance(result, Mapping):
             raise AgentError(f"AgentExecutor.execute returned a {type(result).__name__}, not a dict")
         for name in ("observation_tokens", "action_ranges"):
@@ -500,12 +603,13 @@ class _Recording:
         ranges = [(int(begin), int(end)) for begin, end in result["action_ranges"]]
         if not ranges:
             raise AgentError("AgentExecutor.execute returned no action_ranges")
+        segment, lengths = self._segment(tokens, ranges)
         episode = Episode(
             self.key,
-            (self._segment(tokens, ranges),),
+            (segment,) if lengths else (),  # nothing is left to learn where other samples have the same tokens
             self._query(tokens),
             bool(result.get("truncated", False)),
-            tuple(end - begin for begin, end in ranges),
+            lengths,
         )
         if result.get("reward") is None:
             return episode
@@ -522,31 +626,51 @@ class _Recording:
             return decode(self.tokenizer, tokens)
         return self.prompt.text + decode_after(self.tokenizer, self.prompt.token_ids, tokens[num_prompt:])
 
-    def _segment(self, tokens: list[int], ranges: list[tuple[int, int]]) -> Segment:
+    def _segment(self, tokens: list[int], ranges: list[tuple[int, int]]) -> tuple[Segment, tuple[int, ...]]:
+        """Return the tokens up to the last action, and the lengths of the actions that are learned from here."""
+        lengths = []
         end = ranges[-1][1]
         mask = torch.zeros(end, dtype=torch.bool)
         log_probs = torch.zeros(end, dtype=torch.float32)
         versions = torch.full((end,), -1, dtype=torch.int32)
         for begin, stop in ranges:
-            completion = self._completion(tokens, begin, stop)
+            call, is_new = self._call(tokens, begin, stop)
+            if not is_new:
+                continue
+            completion = call.completion
+            lengths.append(stop - begin)
             mask[begin:stop] = True
             log_probs[begin:stop] = torch.tensor(completion.log_probs)
             versions[begin:stop] = torch.tensor(completion.versions, dtype=torch.int32)
-        return Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions)
+        return Segment(torch.tensor(tokens[:end], dtype=torch.int64), mask, log_probs, versions), tuple(lengths)
 
-    def _completion(self, tokens: list[int], begin: int, end: int) -> Completion:
-        for context, completion in self.calls:
-            if len(context) == begin and (*context, *completion.token_ids) == tuple(tokens[:end]):
-                return completion
+    def _call(self, tokens: list[int], begin: int, end: int) -> tuple[_Call, bool]:
+        """Return the call that sampled an action, and whether this is the first time that the episode has it."""
+        fitting = [
+            call
+            for call in (*self.calls, *self.shared.calls)
+            if len(call.context) == begin and (*call.context, *call.completion.token_ids) == tuple(tokens[:end])
+        ]
+        for call in fitting:
+            if call.user is None:
+                call.user = self
+                return call, True
+        for call in fitting:
+            if call.user is self:
+                return call, False
         raise AgentError(
             f"AgentExecutor.execute says that tokens {begin} to {end} are an action, but that is not what the engine"
             " sampled there"
         )
 
     async def _sample(self, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
-        completion = await self.sample(token_ids, sampling, len(self.calls))
-        self.calls.append((tuple(token_ids), completion))
+        completion = await self._ask(token_ids, sampling)
+        self.calls.append(_Call(self, tuple(token_ids), completion))
         return completion
+
+    async def _ask(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        self.num_asked += 1
+        return await self.sample(token_ids, sampling, self.num_asked - 1)
 
 
 class _OneTurn(Turns):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import itertools
 import math
 import os
@@ -79,7 +80,10 @@ class AgentHost:
     ):
         self.is_broken = False
         self._agent = agent
-        self._is_ours = type(agent) in (SingleTurn, MultiTurn)  # their episodes need no check: `Transcript` made them
+        # Programs may sample by settings of their own: those answers are not learned from.
+        self._is_program = bool(getattr(agent, "samples_by_itself", False))
+        # Our own agents' episodes need no check: they are made of what the engine returned.
+        self._is_ours = type(agent) in (SingleTurn, MultiTurn) or bool(getattr(agent, "makes_checked_episodes", False))
         self._name = getattr(agent, "name", type(agent).__name__)
         self._ask = ask
         self._abort = abort
@@ -155,6 +159,10 @@ class AgentHost:
         if tasks:
             with contextlib.suppress(BaseException):  # nobody waits for these tasks any more
                 self._loop.run_until_complete(asyncio.wait(tasks, timeout=2 * _CANCEL_S))
+        close = getattr(self._agent, "close", None)
+        if inspect.iscoroutinefunction(close):
+            with contextlib.suppress(Exception):  # the loop ends with it
+                self._loop.run_until_complete(asyncio.wait_for(close(), 2 * _CANCEL_S))
 
     def _show_life(self) -> None:
         self._beat = time.monotonic()
@@ -212,7 +220,7 @@ class AgentHost:
     async def _sample(self, job: _Job, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
         if job.future.done():
             raise AgentError("the episode is over")
-        _check_request(job, token_ids, sampling, turn)
+        _check_request(job, token_ids, None if self._is_program else sampling, turn)
         job.turns.add(turn)
         # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
@@ -225,6 +233,7 @@ class AgentHost:
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 job.engine_error = WorkerError(f"request {name} was cancelled by the engine")
                 job.in_flight.discard(name)
+            job.turns.discard(turn)  # nobody got an answer, so the same request may come again
             raise
         except Exception as error:
             job.engine_error = error
@@ -235,7 +244,8 @@ class AgentHost:
             raise AgentError(f"request {name} was aborted")
         if not completion.token_ids:
             raise AgentError(f"request {name}: the engine sampled no token")
-        job.completions[request.token_ids, completion.token_ids] = completion
+        if not self._is_ours:
+            job.completions[request.token_ids, completion.token_ids] = completion
         return completion
 
     # --- in any thread ------------------------------------------------------------------------------------------------
@@ -290,8 +300,9 @@ class AgentHost:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_request(job: _Job, token_ids: list[int], sampling: Sampling, turn: int) -> None:
-    for name in ("temperature", "top_p", "top_k"):
+def _check_request(job: _Job, token_ids: list[int], sampling: Sampling | None, turn: int) -> None:
+    """Refuse a request that no episode may make. sampling: None leaves its settings to the agent."""
+    for name in ("temperature", "top_p", "top_k") if sampling is not None else ():
         asked, expected = getattr(sampling, name), getattr(job.sampling, name)
         if asked != expected:
             raise UserError(

@@ -12,38 +12,62 @@ from pathlib import Path
 from typing import Any
 
 from hotseat.agents._openrlhf import ExecutorAgent, FunctionTurns, InstanceTurns, accepted, stand_in
-from hotseat.agents.agent import Agent, SingleTurn
+from hotseat.agents.agent import Agent, AgentError, SingleTurn
+from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.multi_turn import Environment, MultiTurn
 from hotseat.errors import NotBuiltError, UserError
 
 _MODULE = "hotseat_agent"
 
 _FORMS = (
-    "a subclass of hotseat.Environment or of hotseat.Agent; for OpenRLHF, class AgentExecutor, class"
-    " AgentInstance, or step(state, action, label, **kwargs)"
+    "a subclass of hotseat.Environment or of hotseat.Agent; play(prompt, client); for OpenRLHF, class AgentExecutor,"
+    " class AgentInstance, or step(state, action, label, **kwargs)"
 )
 
 
-def load_agent(path: str | Path | None, tokenizer: Any, *, max_length: int, max_steps: int | None = None) -> Agent:
+def load_agent(
+    path: str | Path | None,
+    tokenizer: Any,
+    *,
+    max_length: int,
+    max_steps: int | None = None,
+    programs: ProgramSettings | None = None,
+) -> Agent:
     """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
+
+    programs: settings of agents that are programs; if they have a command, that is the agent.
 
     `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
     """
+    programs = programs or ProgramSettings()
+    if programs.command is not None:
+        from hotseat.agents.black_box import Program
+
+        return Program(tokenizer, programs, max_length=max_length, max_steps=max_steps)
     if path is None:
         return SingleTurn(tokenizer)
     named = re.fullmatch(r"(.+\.py):(\w+)", str(path))
     file, class_name = Path(named[1] if named else path).expanduser().absolute(), named[2] if named else None
-    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps})
+    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs)
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # type: ignore[attr-defined]  # for messages
     return agent
 
 
-def _load(file: Path, class_name: str | None, tokenizer: Any, limits: dict[str, Any]) -> Agent:
+def _load(
+    file: Path, class_name: str | None, tokenizer: Any, limits: dict[str, Any], programs: ProgramSettings
+) -> Agent:
     source = _Source(file)
     module = source.load()
     name, form = _choose(module, file, class_name)
+    if name == "play":
+        from hotseat.agents.black_box import PlayFunction
+
+        try:
+            return PlayFunction(form, tokenizer, programs, **limits)
+        except AgentError as error:
+            raise UserError(f"{file}: {error}") from None
     if name == "step":
         return MultiTurn.of_turns(lambda: FunctionTurns(source.load), tokenizer, **limits)
     if name == "AgentInstance":
@@ -78,8 +102,11 @@ def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tup
         raise UserError(f"{file} has several agents or environments: name one, as {file.name}:{min(ours)}")
     if ours:
         return next(iter(ours.items()))
-    if callable(getattr(module, "step", None)):
-        return "step", module.step
+    functions = [name for name in ("step", "play") if callable(getattr(module, name, None))]
+    if len(functions) > 1:
+        raise UserError(f"{file} has both step and play, each of which would be the agent: rename one of them")
+    if functions:
+        return functions[0], getattr(module, functions[0])
     raise UserError(f"{file}: no agent in it; what would fit: {_FORMS}")
 
 

@@ -19,7 +19,7 @@ class Transcript:
 
     def __init__(self, tokenizer: Any, prompt: Prompt):
         self._tokenizer = tokenizer
-        self._segments = [_Draft(list(prompt.token_ids))]
+        self._segments = [Draft(list(prompt.token_ids))]
         self._turn_lengths: list[int] = []
         self.text = prompt.text
 
@@ -47,7 +47,7 @@ class Transcript:
 
     def start_again(self, text: str) -> None:
         """Start a new segment from another context."""
-        self._segments.append(_Draft(self._encode(text)))
+        self._segments.append(Draft(self._encode(text)))
         self.text = text
 
     def episode(self, key: SampleKey, *, is_truncated: bool, last_words: str = "") -> Episode:
@@ -83,7 +83,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-class _Draft:
+class Draft:
     """A segment that is still growing."""
 
     def __init__(self, token_ids: list[int]):

@@ -101,6 +101,15 @@ example:
   hotseat chat runs/sft-1/model --temperature 0.7 --max-new-tokens 256
 
 Answers appear when they are complete. The model's chat template is used, or data.chat_template.""",
+    "play": f"""\
+examples:
+  hotseat play rl.yaml --prompt 3
+  hotseat play rl.yaml --prompt 3 --model runs/rl-1/model rollout.temperature=0.5
+
+For debugging an agent: what the policy reads and samples is shown request by request, then the reward. The episode is
+the one that a run of this config samples first for the prompt.
+
+{EXIT_CODES}""",
     "merge-lora": """\
 example:
   hotseat merge-lora runs/sft-1/adapter merged --base tiny_model""",

@@ -122,6 +122,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         _command(commands, "eval", _eval, "measure a model: accuracy, pass@k and lengths, and a page of its answers")
     )
     offline_arguments.add_chat_arguments(_command(commands, "chat", _chat, "talk to a model in the terminal"))
+    offline_arguments.add_play_arguments(
+        _command(commands, "play", _play, "play one episode of an agent, with a live transcript and without training")
+    )
     offline_arguments.add_merge_arguments(
         _command(commands, "merge-lora", _merge_lora, "add a LoRA adapter to its base model, and write a plain model")
     )
@@ -307,6 +310,12 @@ def _chat(arguments: argparse.Namespace) -> int:
     from hotseat.cli.offline import run_chat
 
     return run_chat(arguments)
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.offline import run_play
+
+    return run_play(arguments)
 
 
 def _merge_lora(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`hotseat generate`, `eval`, `chat` and `merge-lora`: checks before a model loads, and what is printed at the end."""
+"""Commands that work on models without training: checks before a model loads, and what is printed at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from hotseat.config import Config
 from hotseat.errors import UserError
 from hotseat.loop.offline.group_file import partial_path
-from hotseat.loop.offline.options import has_reward, offline_config, refuse
+from hotseat.loop.offline.options import has_reward, offline_config, play_config, refuse
 from hotseat.loop.offline.selection import Selection, check_output
 from hotseat.loop.setup.graders import try_sandbox
 from hotseat.loop.setup.reward_servers import check_reward_servers
@@ -122,6 +122,38 @@ def run_chat(arguments: argparse.Namespace) -> int:
             converse(chat, _lines(console), lambda text: console.print(text, markup=False, highlight=False))
     finally:
         chat.close()
+    return 0
+
+
+def run_play(arguments: argparse.Namespace) -> int:
+    config = play_config(arguments.config, arguments.model, arguments.overrides)
+    refuse(config, needs_reward=False)
+    console = Console(highlight=False)
+    styles = {"about": "dim", "read": "", "sampled": "bold green"}
+    view = _view("play")
+    with view:
+        _try_user_code(config, view)
+        view.stage("loading torch and transformers")
+        from hotseat.loop.offline.play import play
+    played = play(
+        config,
+        arguments.prompt,
+        Path("logs"),
+        _view("play"),
+        lambda text, kind: console.print(text, style=styles[kind], markup=False),
+    )
+    if played.episode is None:
+        print(f"failed: {played.reason}")
+        return 1
+    num_segments = quantity(len(played.episode.segments), "segment")
+    print(f"{quantity(played.episode.num_sampled, 'sampled token')} in {num_segments}")
+    if played.scored is not None:
+        for name, value in {
+            "reward": played.scored.reward,
+            "score": played.scored.score,
+            **played.scored.extra,
+        }.items():
+            print(f"{name}  {value:.6g}")
     return 0
 
 

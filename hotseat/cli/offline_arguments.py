@@ -1,4 +1,4 @@
-"""Arguments of `hotseat generate`, `eval`, `chat` and `merge-lora`. Loads nothing heavy: `--help` answers at once."""
+"""Arguments of commands that work on models without training. Loads nothing heavy: `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -64,6 +64,13 @@ def add_chat_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--system", metavar="TEXT", help="first message of the conversation, of the role system")
 
 
+def add_play_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("config", metavar="CONFIG", help="config of a run, whose agent plays")
+    command.add_argument("--prompt", type=int, default=0, metavar="N", help="prompt to play, from 0 (default: 0)")
+    command.add_argument("--model", metavar="MODEL", help="another model than actor.model, such as runs/rl-1/model")
+    _takes_overrides(command)
+
+
 # --- parts of several commands ----------------------------------------------------------------------------------------
 
 
@@ -71,7 +78,7 @@ def _takes_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="checkpoint folder, such as runs/rl-1/model, or hub name")
 
 
-def _takes_settings(command: argparse.ArgumentParser) -> None:
+def _takes_overrides(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "overrides",
         nargs="*",
@@ -79,6 +86,10 @@ def _takes_settings(command: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="further settings by their config keys, such as data.input_key=question or rollout.top_p=0.9",
     )
+
+
+def _takes_settings(command: argparse.ArgumentParser) -> None:
+    _takes_overrides(command)
     command.add_argument(
         "--config", metavar="CONFIG", help="config of a run: its data keys, templates, rewards and engine are used"
     )

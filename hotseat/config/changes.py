@@ -70,7 +70,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     # Servers move; that they score alike is up to the user.
-    ("addresses of reward servers", ("reward.url", "reward.judge.url")),
+    ("addresses", ("reward.url", "reward.judge.url", "agent.gateway.bind", "agent.gateway.advertise_url")),
     (
         "micro-batches",
         tuple(

@@ -13,6 +13,7 @@ from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_qu
 from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
     compares_with_reference,
+    has_agent,
     has_critic,
     has_judge,
     has_reference,
@@ -337,9 +338,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("agent.max_steps",),
-        _rl_but(lambda c: c.agent.path is not None),
-        _says("agent.path is not set, so an episode has one turn"),
+        _rl_but(has_agent),
+        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
     ),
+    Rule(
+        ("agent.sampling", "agent.history", "agent.tool_parser", "agent.gateway"),
+        _rl_but(has_agent),
+        _says("neither agent.path nor agent.command is set, so no program talks to the policy"),
+    ),
+    Rule(("agent.pass_env",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
         _rl_but(lambda c: c.overlap.staleness > 0),
@@ -352,7 +359,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("data.chat_template",),
-        lambda c: c.data.apply_chat_template,
+        lambda c: c.data.apply_chat_template or (c.task == "rl" and has_agent(c)),
         _says("data.apply_chat_template is false"),
     ),
     Rule(("data.probs", "data.split"), lambda c: c.data.path is not None, _says("data.path is not set")),
@@ -458,6 +465,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         )
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
+    problems += _agent_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         problems.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
@@ -528,6 +536,31 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
             (
                 "rollout.max_new_tokens",
                 f"{rollout.max_new_tokens} leaves no room for a prompt within data.max_length {data.max_length}",
+            )
+        )
+    return problems
+
+
+def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
+    agent, problems = config.agent, []
+    host, _, port = agent.gateway.bind.rpartition(":")
+    if host and ":" not in host and not (port.isdecimal() and int(port) < 65536):
+        problems.append(("agent.gateway.bind", f"{agent.gateway.bind!r}: write it as 127.0.0.1 or as 127.0.0.1:8000"))
+    url = agent.gateway.advertise_url
+    if url is not None and not url.startswith(("http://", "https://")):
+        problems.append(("agent.gateway.advertise_url", f"{url!r}: write it as http://gateway.example:8000"))
+    if agent.command is None:
+        return problems
+    if not agent.command or not agent.command[0]:
+        problems.append(("agent.command", "empty: give a program and its arguments, as [python, agent.py]"))
+    if agent.path is not None:
+        problems.append(("agent.command", f"agent.path is {agent.path}: an episode is played by one of the two"))
+    if config.data.apply_chat_template:
+        problems.append(
+            (
+                "data.apply_chat_template",
+                "true: a program gets the prompt as it is in the data, and the gateway renders the messages it sends;"
+                " set it to false",
             )
         )
     return problems
@@ -754,13 +787,14 @@ def missing(config: Config) -> list[tuple[str, str]]:
         problems.append(("data.path", "not set: give a file, a saved data set or a hub name"))
     if config.task == "rl":
         reward = config.reward
-        sources = (reward.function, reward.url, reward.model, config.agent.path)
-        if not reward.graders and not has_judge(config) and all(source is None for source in sources):
+        sources = (reward.function, reward.url, reward.model)
+        has_other_source = reward.graders or has_judge(config) or has_agent(config)
+        if not has_other_source and all(source is None for source in sources):
             problems.append(
                 (
                     "reward.function",
                     "no source of rewards: set reward.function, reward.graders, reward.url, reward.judge.rubric,"
-                    " reward.model or agent.path",
+                    " reward.model, agent.path or agent.command",
                 )
             )
         if has_judge(config) and reward.judge.url is None:

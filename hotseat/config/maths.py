@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hotseat.config.roles import has_agent
 from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -92,7 +93,7 @@ def max_sampled_tokens(config: Config) -> int:
     the longest prompt if that is less. Where no longest prompt is set, a prompt of one token is assumed.
     """
     per_turn, data = max_new_tokens(config), config.data
-    if config.agent.path is None:
+    if not has_agent(config):
         return per_turn
     is_limited = data.prompt_max_length is not None or config.rollout.max_new_tokens is None
     room = data.max_length - (prompt_max_length(config) if is_limited else 1)
@@ -134,7 +135,7 @@ def maths_notes(config: Config) -> list[str]:
             " of older weights are learned from as if they were of the current policy; leave it unset to correct that"
         )
     is_limit_used = config.reward.overlong.buffer_length > 0 or used == "constant"
-    if config.agent.path is not None and is_limit_used:
+    if has_agent(config) and is_limit_used:
         notes.append(
             f"an episode may sample {max_sampled_tokens(config)} tokens over all of its turns: the limit of the"
             " overlong penalty and of the aggregation constant"

@@ -28,6 +28,11 @@ def is_base_reference(config: Config) -> bool:
     return compares_with_reference(config) and config.train.lora.rank > 0 and config.reference.model is None
 
 
+def has_agent(config: Config) -> bool:
+    """Tell whether an agent of the user's makes the episodes: a file, or a program."""
+    return config.agent.path is not None or config.agent.command is not None
+
+
 def has_reward_model(config: Config) -> bool:
     """Return whether the run has a reward model: named, or placed while the config names no other source of rewards."""
     if config.task != "rl" or config.reward.model is not None:
@@ -38,7 +43,7 @@ def has_reward_model(config: Config) -> bool:
         or reward.graders
         or has_judge(config)
         or reward.url is not None
-        or config.agent.path is not None
+        or has_agent(config)
     )
     return "reward" in placed_roles(config) and not has_other_source
 

@@ -372,9 +372,28 @@ class RolloutConfig(Section):
     """Check that engines compute the policy that is trained, beyond the digests of their weights."""
 
 
+class GatewayConfig(Section):
+    bind: str = "127.0.0.1"
+    """Address that programs reach the policy at, `host` or `host:port`; each episode has a random token."""
+    advertise_url: str | None = None
+    """URL that programs are given instead of the address bound, for sandboxes on other machines."""
+
+
 class AgentConfig(Section):
     path: str | None = None
     """Python file with an agent; unset answers in one turn."""
+    command: list[str] | None = None
+    """Program that plays an episode through an OpenAI endpoint, as a list of words; instead of `path`."""
+    pass_env: list[str] = []
+    """Names of environment variables that the command gets beside PATH, locale and Python's own."""
+    sampling: Literal["override", "refuse", "untrained"] = "override"
+    """A program's own temperature and the like: the run's hold, refused, or sampled that way and not learned from."""
+    history: Literal["append", "render"] = "append"
+    """Answers that a chat template changes later: kept as sampled, or rendered anew in another segment."""
+    tool_parser: str | None = None
+    """Family of models whose tool calls are parsed, as the package `renderers` names it; unset asks the tokenizer."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The server through which programs reach the policy."""
     max_steps: Positive | None = None
     """Turns of an episode at most; unset leaves it to the agent."""
     max_concurrent: Positive | None = None

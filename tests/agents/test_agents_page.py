@@ -1,4 +1,4 @@
-"""docs/agents.md shows the example as it is."""
+"""docs/agents.md shows the examples as they are."""
 
 import ast
 import re
@@ -7,14 +7,16 @@ from pathlib import Path
 from hotseat.agents._openrlhf import FEEDBACK, WHOLE_TEXTS
 
 ROOT = Path(__file__).parents[2]
+SHOWN = ("guess_number.py", "guess_with_openai.py")
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 
 
-def test_the_page_shows_the_example():
-    [shown] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    example = ast.parse((ROOT / "examples" / "agents" / "guess_number.py").read_text())
-    del example.body[0]  # its docstring
-    assert ast.dump(ast.parse(shown)) == ast.dump(example)
+def test_the_page_shows_the_examples():
+    shown = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    examples = [ast.parse((ROOT / "examples" / "agents" / name).read_text()) for name in SHOWN]
+    for example in examples:
+        del example.body[0]  # its docstring
+    assert [ast.dump(ast.parse(text)) for text in shown] == [ast.dump(example) for example in examples]
 
 
 def test_the_page_names_every_key_of_a_steps_dict():

@@ -1,14 +1,14 @@
 """Agent files written for OpenRLHF, in every form that its documents show."""
 
+import asyncio
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from agent_cases import SAMPLING, TOKENIZER, WAIT_S, Script, marked, play, prompt_of
+from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, ids_of, marked, play, prompt_of
 
-from hotseat.agents import AgentHost, load_agent
+from hotseat.agents import AgentError, AgentHost, load_agent
 from hotseat.errors import NotBuiltError, UserError
-from hotseat.types import Episode, Failed, SampleKey, ScoredEpisode
+from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 # A module-level step with globals, as the guide to asynchronous RL has it.
 STEP = """
@@ -431,7 +431,11 @@ def test_an_executor_without_a_reward(load):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("return {", "return [1]\n        {", "AgentExecutor.execute returned several samples"),
+        (
+            "generate(tokens, sampling_params)",
+            "generate(tokens, sampling_params, multi_modal_data=[1])",
+            "generate with multi_modal_data: only text is possible",
+        ),
         (
             "generate(tokens, sampling_params)",
             "generate(tokens, sampling_params, 'id')",
@@ -445,18 +449,75 @@ def test_what_executors_cannot_do_yet_is_named(load, old, new, message):
         play(load(EXECUTE.replace(old, new)), Script(["aa", "b"]))
 
 
-def test_a_call_from_another_thread_cannot_be_told_apart(load):
-    text = EXECUTE.replace(
-        "await llm_engine.generate(tokens, sampling_params)", "THREADS.submit(run, llm_engine).result()"
+SERVER = """
+import asyncio
+import threading
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    \"\"\"Asks the engine from an event loop in another thread, as a server does, and keeps its own traces.\"\"\"
+
+    def serve(self, engine):
+        self.engine, self.loop = engine, asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    async def ask(self, tokens, params):
+        asked = asyncio.run_coroutine_threadsafe(self.engine.generate(tokens, params, multi_modal_data=None), self.loop)
+        return list((await asyncio.wrap_future(asked)).outputs[0].token_ids)
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        if not hasattr(self, "loop"):
+            self.serve(llm_engine)
+        tokens = hf_tokenizer(prompt)["input_ids"]
+        ranges = []
+        for _ in range(2):
+            sampled = await self.ask(list(tokens), sampling_params)
+            ranges.append((len(tokens), len(tokens) + len(sampled)))
+            tokens += sampled
+        return {"observation_tokens": tokens, "action_ranges": ranges, "reward": 1.0}
+"""
+
+
+def test_calls_from_a_server_thread_belong_to_who_returns_their_tokens(load):
+    agent = load(SERVER)
+    script = Script(lambda request: "ab"[len(request.token_ids) % 2] * 2)
+    with AgentHost(agent, script, run_seed=5, timeout_s=WAIT_S) as host:
+        keys = [SampleKey(0, prompt, sample) for prompt in range(3) for sample in range(4)]
+        prompts = {at: Prompt(at, "q" * at + ":", ids_of("q" * at + ":")) for at in range(3)}
+        futures = host.submit_many([(prompts[key.prompt], key) for key in keys], SAMPLING)
+        outcomes = [future.result(WAIT_S) for future in futures]
+    agent._executor.loop.call_soon_threadsafe(agent._executor.loop.stop)
+    expected = [(":[bb][bb]", "q:[aa][aa]", "qq:[bb][bb]")[key.prompt] for key in keys]
+    assert [marked(outcome.episode) for outcome in outcomes] == [[text.replace("][", "")] for text in expected]
+    assert [outcome.episode.turn_lengths for outcome in outcomes] == [(2, 2)] * 12
+    assert len({request.seed for request in script.requests}) == 24
+
+
+def test_a_servers_call_outside_of_any_episode_is_refused(load):
+    agent = load(SERVER)
+    with AgentHost(agent, Script(["aa", "b"]), run_seed=5, timeout_s=WAIT_S) as host:
+        host.submit(prompt_of("q:"), KEY, SAMPLING).result(WAIT_S)
+    executor = agent._executor
+    asked = asyncio.run_coroutine_threadsafe(executor.engine.generate([1], None), executor.loop)
+    with pytest.raises(AgentError, match="llm_engine.generate was called while no episode was open"):
+        asked.result(WAIT_S)
+    executor.loop.call_soon_threadsafe(executor.loop.stop)
+
+
+def test_several_samples_of_a_call_are_segments_that_learn_shared_tokens_once(load):
+    text = EXECUTE.replace("return {", "first = {").rstrip()
+    text += (
+        "\n        part = {'observation_tokens': tokens[:ranges[0][1]], 'action_ranges': ranges[:1]}"
+        "\n        return [{**first, **part}, first]\n"
     )
-    text = (
-        "import asyncio\nTHREADS = None\ndef run(engine):\n    return asyncio.run(engine.generate([1], None))\n" + text
-    )
-    agent = load(text)
-    with ThreadPoolExecutor(1) as threads:
-        agent._executor.execute.__globals__["THREADS"] = threads
-        with pytest.raises(NotBuiltError, match=r"llm_engine.generate was called outside of AgentExecutor.execute"):
-            play(agent, Script(["aa", "b"]))
+    scored = play(load(text), Script(["aa", "b"]))
+    assert isinstance(scored, ScoredEpisode), scored
+    assert marked(scored.episode) == ["q:[aa]", "q:aa+[b]"]
+    assert scored.reward == 2.0
+    different = text.replace("ranges[:1]}", "ranges[:1], 'reward': 1.0}")
+    assert "returned samples with different rewards" in play(load(different), Script(["aa", "b"])).reason
+    empty = text.rpartition("return [")[0] + "return []\n"
+    assert "AgentExecutor.execute returned an empty list" in play(load(empty), Script(["aa", "b"])).reason
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ WITHOUT_EFFECT = {
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
+    "agent.sampling": ("agent: {sampling: refuse}", "no program talks to the policy"),
+    "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "agent.command is not set"),
     "overlap.queue": ("overlap: {queue: 1}", "a rollout ends before"),
     "overlap.order": ("overlap: {order: arrival}", "a rollout ends before"),
     "overlap.in_flight": ("overlap: {in_flight: recompute}", "a rollout ends before"),
@@ -225,6 +227,14 @@ def test_every_rule_speaks_of_keys_that_exist():
         (
             "algorithm: {kl: {coef: 0.1, target: 1, horizon: 8}}\nrollout: {batch_size: 4, samples_per_prompt: 10}",
             "set it above 8",
+        ),
+        ("agent: {path: a.py, gateway: {bind: 'here:http'}}", "write it as 127.0.0.1 or as 127.0.0.1:8000"),
+        ("agent: {path: a.py, gateway: {advertise_url: here}}", "write it as http://gateway.example:8000"),
+        ("agent: {command: []}", "empty: give a program and its arguments"),
+        ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),
+        (
+            "agent: {command: [a]}\ndata: {apply_chat_template: true}",
+            "a program gets the prompt as it is in the data, and the gateway renders the messages it sends",
         ),
         (
             "reward: {overlong: {buffer_length: 21}}\nrollout: {max_new_tokens: 20}",

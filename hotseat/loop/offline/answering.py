@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from transformers.utils import logging
@@ -31,7 +33,8 @@ from hotseat.loop.workers.records import record_of
 from hotseat.loop.workers.rollout_host import make_scorer
 from hotseat.observe import LiveView
 from hotseat.rewards import Score
-from hotseat.types import Episode, Failed, Prompt, Sampling, ScoredEpisode
+from hotseat.rollout.engine import Engine
+from hotseat.types import Completion, Episode, Failed, Prompt, Request, Sampling, ScoredEpisode
 from hotseat.words import quantity
 
 MIN_JUDGED = 64  # samples before too many failures end the command
@@ -62,16 +65,45 @@ def prepare(config: Config, view: LiveView, *, is_evaluation: bool = False, firs
     return Prepared(config, tokenizer, eos_token_ids(config, tokenizer), prompts, notes)
 
 
+class Watcher(Protocol):
+    """Sees the requests to an engine and their completions."""
+
+    def asked(self, request: Request) -> None:
+        """See a request before the engine does."""
+
+    def answered(self, request: Request, completion: Completion) -> None:
+        """See a completion, in the engine's thread."""
+
+
+def _watched(engine: Engine, watcher: Watcher, request: Request) -> Future[Completion]:
+    """Submit a request that a watcher sees."""
+    watcher.asked(request)
+    future = engine.submit(request)
+
+    def when_done(done: Future[Completion]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            watcher.answered(request, done.result())
+
+    future.add_done_callback(when_done)
+    return future
+
+
 class Answerer:
     """One engine in this process, with the agent and the rewards of a config. Use it as a context manager."""
 
-    def __init__(self, prepared: Prepared, logs: Path, view: LiveView, *, needs_reward: bool):
+    def __init__(
+        self, prepared: Prepared, logs: Path, view: LiveView, *, needs_reward: bool, watcher: Watcher | None = None
+    ):
         """Load the model. logs: the folder for the log of vLLM. needs_reward: a sample without a reward has failed."""
         config = prepared.config
         self._needs_reward = needs_reward
         self._host = settings.host_settings(config, None)
         agent = load_agent(
-            self._host.agent, prepared.tokenizer, max_length=self._host.max_length, max_steps=self._host.max_turns
+            self._host.agent,
+            prepared.tokenizer,
+            max_length=self._host.max_length,
+            max_steps=self._host.max_turns,
+            programs=self._host.programs,
         )
         self._reward = make_scorer(self._host)
         try:
@@ -85,7 +117,7 @@ class Answerer:
             raise
         self._agents = AgentHost(
             agent,
-            self.engine.submit,
+            self.engine.submit if watcher is None else partial(_watched, self.engine, watcher),
             run_seed=config.seed,
             max_concurrent=self._host.max_concurrent,
             timeout_s=self._host.episode_timeout_s,

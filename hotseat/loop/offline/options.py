@@ -9,7 +9,7 @@ from typing import Any
 
 from hotseat.config import Config, load
 from hotseat.config.load import loads
-from hotseat.config.roles import has_judge
+from hotseat.config.roles import has_agent, has_judge
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.loop.setup.refusals import num_positions, refuse_at_once
@@ -28,6 +28,7 @@ _OWN = {
     "generate": (*_ANY, *_SAMPLING, *_PROMPTS, "data.split", "data.max_samples", "rollout.samples_per_prompt"),
     "eval": (*_ANY, *_PROMPTS, "eval"),
     "chat": (*_ANY, *_SAMPLING),
+    "play": (*_ANY, *_SAMPLING, *_PROMPTS, "data.split", "data.max_samples"),
 }
 _NO_EFFECT = ("agent.max_concurrent",)
 
@@ -65,6 +66,16 @@ def offline_config(
     return loads(dump(values), [*written, *overrides], forget_idle=True)
 
 
+def play_config(file: str, model: str | None, overrides: Sequence[str] = ()) -> Config:
+    """Make the config of `hotseat play` from that of a run. model: another one than the run's."""
+    run = load(file)
+    if run.task != "rl":
+        raise UserError(f"{file}: task {run.task} has no episodes to play; this is for rl")
+    if run.data.path is None or (model or run.actor.model) is None:
+        raise UserError(f"{file}: actor.model and data.path must be set")
+    return offline_config("play", str(model or run.actor.model), run.data.path, file=file, overrides=overrides)
+
+
 def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> None:
     """Raise one error with everything that the config and files show to be wrong."""
     if config.reward.model is not None:
@@ -78,7 +89,7 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
 def has_reward(config: Config) -> bool:
     """Tell whether answers get rewards: from a function, servers, graders, a judge or an agent of the user's."""
     reward = config.reward
-    return bool(reward.function or reward.url or reward.graders or has_judge(config) or config.agent.path)
+    return bool(reward.function or reward.url or reward.graders or has_judge(config) or has_agent(config))
 
 
 def _check_overrides(command: str, overrides: Sequence[str]) -> None:

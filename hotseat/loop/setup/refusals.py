@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"there is no file {match[1]}{near(file)}"
         elif (problem := find_problem(file, match[2])) is not None:
             yield key, problem
+    command = config.agent.command
+    if command and shutil.which(command[0]) is None:
+        yield "agent.command", f"there is no program {command[0]}{near(Path(command[0]))}"
 
 
 # --- models and data --------------------------------------------------------------------------------------------------

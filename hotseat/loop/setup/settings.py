@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from hotseat.agents import ProgramSettings
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max_new_tokens, max_sampled_tokens
@@ -238,6 +239,7 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         run_seed=config.seed,
         max_length=config.data.max_length,
         agent=config.agent.path,
+        programs=program_settings(config),
         max_turns=config.agent.max_steps,
         max_concurrent=episodes_per_engine(config),
         episode_timeout_s=config.agent.timeout_s,
@@ -258,6 +260,22 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         sandbox=sandbox_of(config),
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
+    )
+
+
+def program_settings(config: Config) -> ProgramSettings:
+    """Return the settings of agents that are programs."""
+    agent = config.agent
+    return ProgramSettings(
+        command=None if agent.command is None else tuple(agent.command),
+        sampling=agent.sampling,
+        history=agent.history,
+        chat_template=config.data.chat_template,
+        tool_parser=agent.tool_parser,
+        bind=agent.gateway.bind,
+        advertise_url=agent.gateway.advertise_url,
+        passed_on=tuple(agent.pass_env),
+        run_seed=config.seed,
     )
 
 

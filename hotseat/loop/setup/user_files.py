@@ -13,8 +13,8 @@ from pathlib import Path
 
 _MAKES_NAMES = ("exec", "eval", "globals", "locals", "vars", "setattr")
 _AGENT_FORMS = (
-    "a subclass of hotseat.Environment or of hotseat.Agent; for OpenRLHF, class AgentExecutor, class"
-    " AgentInstance, or step(state, action, label, **kwargs)"
+    "a subclass of hotseat.Environment or of hotseat.Agent; play(prompt, client); for OpenRLHF, class AgentExecutor,"
+    " class AgentInstance, or step(state, action, label, **kwargs)"
 )
 
 
@@ -73,7 +73,7 @@ def agent_problem(file: Path, name: str | None = None) -> str | None:
         return None
     if name is not None:
         return None if name in names.bound else f"{file} has no class {name}"
-    if names.can_be_class or "step" in names.bound:
+    if names.can_be_class or "step" in names.bound or "play" in names.bound:
         return None
     return f"{file} has no agent in it; what would fit: {_AGENT_FORMS}"
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hotseat import faults
-from hotseat.agents import AgentHost, load_agent
+from hotseat.agents import AgentHost, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
@@ -50,6 +50,7 @@ class HostSettings:
     reward_urls: tuple[str, ...] = ()  # servers that score instead of the function `reward`
     reward_token: str | None = field(default=None, repr=False)  # for them
     reward_max_open: int = 64  # requests to them at a time
+    programs: ProgramSettings | None = None  # of an agent that is a program
     eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
@@ -72,7 +73,11 @@ class RolloutHost:
 
         tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
         self._agent = load_agent(
-            settings.agent, tokenizer, max_length=settings.max_length, max_steps=settings.max_turns
+            settings.agent,
+            tokenizer,
+            max_length=settings.max_length,
+            max_steps=settings.max_turns,
+            programs=settings.programs,
         )
         self._settings = settings
         self._agents: AgentHost | None = None

@@ -1,0 +1,242 @@
+"""Agents that are programs: they talk to the policy over HTTP, as to any OpenAI endpoint, and keep their own messages.
+
+A program decides what it asks and in which order, and says at the end what the episode is worth. The gateway, in the
+process of the rollout host, records what the engine sampled; the episode is made of that (`branches.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat.agents._programs import environment, run_program
+from hotseat.agents._threads import OwnThread
+from hotseat.agents.agent import Agent, AgentError, SampleFunction
+from hotseat.agents.branches import in_order, segments_of
+from hotseat.agents.gateway.parsing import parser_of
+from hotseat.agents.gateway.server import Address, Gateway
+from hotseat.agents.gateway.session import Policy, Session
+from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
+from hotseat.agents.multi_turn import number
+from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
+
+_MAX_RESULT_BYTES = 1 << 20
+_MAX_SHOWN = 400  # characters of what a failed program wrote
+_EPISODE = -2  # in place of a turn, for the seed of the episode itself
+_RESULT_KEYS = ("reward", "score", "extra")
+
+
+@dataclass(frozen=True)
+class Client:
+    """How a program reaches the policy: pass `base_url` and `api_key` to an OpenAI client.
+
+    `root_url` is the address for Anthropic's client. `seed` is the episode's own; any name of a model is accepted.
+    """
+
+    base_url: str
+    api_key: str
+    root_url: str
+    seed: int
+    model: str = "policy"
+
+
+class BlackBox(Agent):
+    """An agent whose episodes are played by something that talks to the gateway. Subclasses say by what."""
+
+    makes_checked_episodes = True
+    samples_by_itself = True  # under settings of its own, which are masked then: `AgentHost` does not check them
+
+    def __init__(self, tokenizer: Any, settings: ProgramSettings, *, max_length: int, max_steps: int | None = None):
+        answers = SessionSettings(
+            max_length,
+            max_steps,
+            settings.sampling,
+            settings.history,
+            settings.chat_template,
+            settings.tool_parser,
+        )
+        if settings.tool_parser is not None:
+            parser_of(tokenizer, settings.tool_parser)  # raises if it cannot be
+        self._answers = answers
+        self._tokenizer = tokenizer
+        self._policy: Policy | None = None
+        self._settings = settings
+        self._gateway: Gateway | None = None
+
+    async def run(
+        self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
+    ) -> Episode | ScoredEpisode:
+        if self._gateway is None or self._policy is None:
+            self._gateway = Gateway(self._settings.bind, self._settings.advertise_url)
+            self._policy = Policy(self._tokenizer, self._answers)
+        gateway, policy = self._gateway, self._policy
+        session = Session(policy, sample, sampling)
+        address = await gateway.open(session)
+        try:
+            result = await _unless_failed(self.play(prompt, self._client(address, key)), session)
+        finally:
+            gateway.end(address)
+        return await policy.work(_episode, session, key, result)
+
+    def _client(self, address: Address, key: SampleKey) -> Client:
+        seed = key.seed(self._settings.run_seed, _EPISODE) % 2**31
+        return Client(address.base_url, address.token, address.root_url, seed)
+
+    async def play(self, prompt: Prompt, client: Client) -> Any:
+        """Play one episode and return its result: None, a number, or a mapping with `reward`, `score` and `extra`."""
+        raise NotImplementedError(f"{type(self).__name__}.play")
+
+    async def close(self) -> None:
+        """Close the gateway. Called in the event loop; the next episode opens another one."""
+        if self._gateway is not None:
+            gateway, self._gateway = self._gateway, None
+            await gateway.close()
+        if self._policy is not None:
+            self._policy.close()
+            self._policy = None
+
+
+class PlayFunction(BlackBox):
+    """Calls the function `play(prompt, client)` of a user's file. A plain function runs in a thread of the episode."""
+
+    def __init__(self, function: Callable[..., Any], tokenizer: Any, settings: ProgramSettings, **limits: Any):
+        super().__init__(tokenizer, settings, **limits)
+        self._function = function
+        try:
+            inspect.signature(function).bind(None, None)
+        except TypeError as error:
+            raise AgentError(f"play cannot be called with (prompt, client): {error}") from None
+
+    async def play(self, prompt: Prompt, client: Client) -> Any:
+        thread = OwnThread("play")
+        try:
+            return await thread.call(self._function, prompt, client)
+        finally:
+            thread.end()
+
+
+class Program(BlackBox):
+    """Runs a command for each episode, in a fresh folder. Its result is the file that $HOTSEAT_RESULT names."""
+
+    def __init__(self, tokenizer: Any, settings: ProgramSettings, **limits: Any):
+        super().__init__(tokenizer, settings, **limits)
+        assert settings.command is not None, "a program without a command"
+        self._command = absolute_command(settings.command)
+        self.name = " ".join(settings.command)
+
+    async def play(self, prompt: Prompt, client: Client) -> Any:
+        folder = Path(tempfile.mkdtemp(prefix="hotseat-agent-"))
+        try:
+            result = folder / "hotseat_result.json"
+            env = environment(
+                folder,
+                self._settings.passed_on,
+                {
+                    "OPENAI_BASE_URL": client.base_url,
+                    "OPENAI_API_KEY": client.api_key,
+                    "ANTHROPIC_BASE_URL": client.root_url,
+                    "ANTHROPIC_API_KEY": client.api_key,
+                    "HOTSEAT_RESULT": str(result),
+                },
+            )
+            task = {"prompt": prompt.text, "label": prompt.label, "seed": client.seed}
+            try:
+                code, written = await run_program(self._command, folder, env, json.dumps(task).encode() + b"\n")
+            except OSError as error:
+                raise AgentError(f"the program cannot be started: {error}") from None
+            if code != 0:
+                how = f"exit code {code}" if code > 0 else f"signal {-code}"
+                raise AgentError(f"the program ended with {how}" + (f": {written[-_MAX_SHOWN:]}" if written else ""))
+            return _read_result(result, written)
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, _remove, folder)
+
+
+def absolute_command(command: Sequence[str]) -> list[str]:
+    """Return a command in which words that name files here are absolute paths: a program has a folder of its own."""
+    first = shutil.which(command[0]) or command[0]
+    return [os.path.abspath(first), *(os.path.abspath(w) if os.path.isfile(w) else w for w in command[1:])]
+
+
+async def _unless_failed(play: Any, session: Session) -> Any:
+    """Return what the program returns, or end it and raise as soon as the engine fails one of its requests."""
+    playing = asyncio.ensure_future(play)
+    try:
+        await asyncio.wait({playing, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if session.failure.done():
+            raise session.failure.result()
+        return playing.result()
+    finally:
+        if not playing.done():
+            playing.cancel()
+            with contextlib.suppress(BaseException):  # its error is not the reason
+                await playing
+
+
+def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredEpisode:
+    session.check()
+    segments, lengths = segments_of(in_order(session.conversation.answers))
+    episode = Episode(key, segments, session.conversation.text, session.is_cut, lengths)
+    if result is None:
+        return episode
+    if not isinstance(result, Mapping):
+        result = {"reward": result}
+    unknown = sorted(str(name) for name in result if name not in _RESULT_KEYS)
+    if unknown:
+        raise AgentError(f"the result has {', '.join(unknown)}; it may have {', '.join(_RESULT_KEYS)}")
+    if result.get("reward") is None:
+        alone = sorted(str(name) for name in result if result[name])
+        if alone:
+            raise AgentError(f"the result has {', '.join(alone)} without a reward; the run's own reward has its own")
+        return episode
+    reward = number("the reward of the result", result["reward"])
+    score = reward if result.get("score") is None else number("the score of the result", result["score"])
+    extra = result.get("extra") or {}
+    if not isinstance(extra, Mapping):
+        raise AgentError(f"extra of the result is a {type(extra).__name__}, not numbers by name")
+    numbers = {str(name): number(f"extra[{name!r}]", value, is_log=True) for name, value in extra.items()}
+    return ScoredEpisode(episode, reward, score, numbers)
+
+
+def _read_result(file: Path, written: str) -> Any:
+    """Return the result that a program wrote."""
+    shown = f"; it wrote: {written[-_MAX_SHOWN:]}" if written else ""
+    try:
+        # Whatever the program made of it, opening it must not wait.
+        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise AgentError(f"the program did not write its result to the file $HOTSEAT_RESULT{shown}") from None
+    except OSError as error:
+        raise AgentError(f"the result file cannot be read: {error.strerror}{shown}") from None
+    try:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise AgentError("the result file is not a file")
+        raw = os.read(opened, _MAX_RESULT_BYTES + 1)
+    finally:
+        os.close(opened)
+    if len(raw) > _MAX_RESULT_BYTES:
+        raise AgentError(f"the result file has more than {_MAX_RESULT_BYTES >> 20} MiB")
+    try:
+        result = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise AgentError(f"the result file is not JSON: {error}{shown}") from None
+    if not isinstance(result, dict | int | float) or isinstance(result, bool):
+        raise AgentError(f"the result file has a {type(result).__name__}, neither an object nor a number")
+    if isinstance(result, float) and not math.isfinite(result):
+        raise AgentError(f"the result file has the number {result}")
+    return result
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

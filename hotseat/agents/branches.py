@@ -1,0 +1,108 @@
+"""From the answers of an episode to its segments, where a program outside decides what each answer follows.
+
+An answer is recorded with the token ids that the engine was asked to continue. An answer whose context begins with the
+context and the tokens of an earlier one continues it, token by token; the longest such answer is its parent. So the
+answers of an episode form a forest:
+
+    context  answer 1  added  answer 2          a plain conversation: one path
+    context  answer 1  added  answer 3          the program went back and asked something else: a branch
+    another context    answer 4                 a subagent, or a history that was made shorter: a second root
+
+Each answer that nothing continues ends a path, and each path is a segment of the episode: from the first token of its
+root to its last sampled token. Where paths share an answer, the first of them learns it; in the others it is context.
+Every sampled token is thus learned exactly once, after exactly the tokens that the engine sampled it after. Segments of
+an episode share its reward and its sample id, so an episode counts once however often its program branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotseat.agents.transcript import Draft
+from hotseat.types import Completion, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Tokens that the engine sampled, and those that it sampled them after."""
+
+    context: tuple[int, ...]
+    completion: Completion
+    is_learned: bool = True  # False: sampled under other settings than the run's, so it is only context
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.context + self.completion.token_ids
+
+
+def in_order(answers: Sequence[Answer]) -> list[Answer]:
+    """Return answers in an order that does not depend on which of several requests at a time was answered first.
+
+    The last one stays the last: with it the episode ended. An answer comes after those that it continues, because its
+    context is longer.
+    """
+    *others, last = answers
+    return [*sorted(others, key=lambda answer: (len(answer.context), answer.token_ids)), last]
+
+
+def segments_of(answers: Sequence[Answer]) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
+    """Return the segments of an episode, and the number of tokens of each learned answer in their order.
+
+    answers: each after those that it continues. A segment is in the place of the answer that it ends with, so the
+    last one contains the last answer, unless that is not learned. Paths on which nothing is left to learn are left out.
+    """
+    parents = _parents(answers)
+    is_inner = {parent for parent in parents if parent is not None}
+    segments: list[Segment] = []
+    lengths: list[int] = []
+    learned: set[int] = set()
+    for end in range(len(answers)):
+        if end in is_inner:
+            continue
+        path = _path(end, parents)
+        new = [at for at in path if answers[at].is_learned and at not in learned]
+        if not new:
+            continue
+        learned.update(new)
+        lengths += [len(answers[at].completion.token_ids) for at in new]
+        segments.append(_segment(answers, path, set(new)))
+    return tuple(segments), tuple(lengths)
+
+
+def _segment(answers: Sequence[Answer], path: Sequence[int], new: set[int]) -> Segment:
+    draft = Draft([])
+    for at in path:
+        answer = answers[at]
+        draft.add(answer.context[len(draft.token_ids) :])
+        if at in new:
+            draft.add_sampled(answer.completion)
+        else:
+            draft.add(answer.completion.token_ids)
+    return draft.segment()
+
+
+def _path(end: int, parents: Sequence[int | None]) -> list[int]:
+    """Return the answers from the root to `end`."""
+    path: list[int] = []
+    at: int | None = end
+    while at is not None:
+        path.append(at)
+        at = parents[at]
+    return path[::-1]
+
+
+def _parents(answers: Sequence[Answer]) -> list[int | None]:
+    """Return, for each answer, the one among the earlier ones that it continues; of several, the longest and latest."""
+    ends: dict[tuple[int, ...], int] = {}  # tokens up to the end of an answer -> the latest such answer
+    lengths: list[int] = []  # of those, in descending order
+    parents: list[int | None] = []
+    for at, answer in enumerate(answers):
+        candidates = (ends.get(answer.context[:length]) for length in lengths if length <= len(answer.context))
+        parents.append(next((parent for parent in candidates if parent is not None), None))
+        tokens = answer.token_ids
+        ends[tokens] = at
+        if len(tokens) not in lengths:
+            lengths.append(len(tokens))
+            lengths.sort(reverse=True)
+    return parents

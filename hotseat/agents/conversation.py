@@ -1,0 +1,259 @@
+"""Contexts for the engine from the messages of a program that keeps its history itself.
+
+A chat client sends the whole conversation with each request. Rendering it again and tokenising it would give other
+tokens than those that the policy sampled. So the answers of an episode are remembered with their tokens, and a context
+takes as much as possible from them: the longest recorded prefix is used token by token, and only what follows it is
+rendered and tokenised.
+
+A chat template may render an answer differently once more messages follow: thinking is removed, a tool call is written
+in another way, a system prompt moves to the last message. That is noticed, by comparing the rendered text with that of
+the recorded tokens. `history` says what happens then:
+
+    append   the recorded tokens stay, and only the text that the template adds after the answer is appended
+    render   the context is what the template makes of all messages, in another segment of the episode
+
+A conversation that continues no recorded answer, or in which the place of the answer cannot be found, is rendered as a
+whole, too. Whatever is chosen here, what was sampled is learned (`branches.py`): this file says what the policy reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hotseat.agents.branches import Answer
+from hotseat.agents.transcript import decode, decode_after
+from hotseat.types import Completion
+
+History = Literal["append", "render"]
+Message = Mapping[str, Any]
+
+_PLACE = "hotseat7f3a9c51answer"  # stands for an answer when the text around it is looked for
+
+
+class ConversationError(Exception):
+    """Messages from which no context can be made; the message is for the program that sent them."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tokens for the engine to continue, and the text and messages that they are of."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
+    num_messages: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    """An answer that a later context may continue."""
+
+    token_ids: tuple[int, ...]  # context and answer
+    text: str
+    num_messages: int  # with the answer
+    stop: str | None  # text of the token that ended the answer; None: it was cut
+
+
+class Conversation:
+    """The contexts and answers of one episode.
+
+    chat_template: instead of the tokenizer's. when_rewritten: called when a template changes what was sampled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        history: History = "append",
+        when_rewritten: Callable[[], object] = lambda: None,
+    ):
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._history = history
+        self._when_rewritten = when_rewritten
+        self._recorded: list[_Recorded] = []
+        self._by_messages: dict[bytes, _Recorded] = {}
+        self.answers: list[Answer] = []  # in the order in which they were recorded
+        self.text = ""  # of the last answer and its context
+
+    # --- contexts -----------------------------------------------------------------------------------------------------
+
+    def of_messages(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), options: Mapping[str, Any] | None = None
+    ) -> Context:
+        """Return the context for the next answer to a conversation. options: variables of the template."""
+        digests = _digests(messages, tools, options or {})
+        text = self._render(messages, tools, options or {})
+        said = self._longest_by_messages(messages, digests)
+        read = self._longest_by_text(text)
+        if said is not None and (read is None or read.num_messages < said.num_messages):
+            self._when_rewritten()
+            if self._history == "append":
+                tail = self._tail(messages, said, tools, options or {})
+                if tail is not None:
+                    return self._continued(said, tail, digests[-1], len(messages))
+        if read is not None:
+            return self._continued(read, text[len(read.text) :], digests[-1], len(messages))
+        return Context(self._encode(text), text, digests[-1], len(messages))
+
+    def of_text(self, text: str) -> Context:
+        """Return the context for a text to be continued."""
+        read = self._longest_by_text(text)
+        if read is not None:
+            return self._continued(read, text[len(read.text) :])
+        return Context(self._encode(text), text)
+
+    def of_tokens(self, token_ids: Sequence[int]) -> Context:
+        return Context(tuple(token_ids), decode(self._tokenizer, token_ids))
+
+    def _continued(self, recorded: _Recorded, tail: str, digest: bytes | None = None, num_messages: int = 0) -> Context:
+        return Context(recorded.token_ids + self._encode(tail), recorded.text + tail, digest, num_messages)
+
+    def _longest_by_text(self, text: str) -> _Recorded | None:
+        """Return the longest recorded answer with whose context and text a text begins; the latest of several."""
+        fitting = [recorded for recorded in reversed(self._recorded) if text.startswith(recorded.text)]
+        return max(fitting, key=lambda recorded: len(recorded.text), default=None)
+
+    def _longest_by_messages(self, messages: Sequence[Message], digests: Sequence[bytes]) -> _Recorded | None:
+        for message, digest in zip(reversed(messages), reversed(digests), strict=True):
+            if message.get("role") == "assistant" and digest in self._by_messages:
+                return self._by_messages[digest]
+        return None
+
+    def _tail(
+        self, messages: Sequence[Message], said: _Recorded, tools: Sequence[Message], options: Mapping[str, Any]
+    ) -> str | None:
+        """Return what the template adds after a recorded answer, up to the next one; None if it cannot be seen.
+
+        The template is asked with a text of ours in the place of the answer. Where the answer ended with a token, what
+        follows is what comes after that token.
+        """
+        at = said.num_messages - 1
+        calls = messages[at].get("tool_calls")
+        if calls and said.stop is None:
+            return None
+        stub = {**messages[at], "content": _PLACE}
+        for name in ("reasoning_content", "reasoning", "thinking"):
+            stub.pop(name, None)
+        try:
+            text = self._render([*messages[:at], stub, *messages[at + 1 :]], tools, options)
+        except ConversationError:
+            return None
+        if text.count(_PLACE) != 1:
+            return None
+        rest = text.partition(_PLACE)[2]
+        if said.stop is None or (said.stop not in rest and not calls):
+            return rest
+        _, found, tail = rest.partition(said.stop)
+        return tail if found else None
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        if not (self._chat_template or getattr(self._tokenizer, "chat_template", None)):
+            raise ConversationError("the policy's tokenizer has no chat template: set data.chat_template")
+        shown = [_for_template(message) for message in messages]
+        try:
+            return self._tokenizer.apply_chat_template(
+                shown,
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConversationError(f"the chat template refuses these messages: {error}") from error
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ConversationError(f"the text is not Unicode: {error.reason}") from None
+        return tuple(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def text_of(self, context: Context, token_ids: Sequence[int]) -> str:
+        """Return tokens as the text that follows the context, special tokens included."""
+        return decode_after(self._tokenizer, context.token_ids, token_ids)
+
+    def record(
+        self, context: Context, completion: Completion, message: Message | None = None, *, is_learned: bool = True
+    ) -> None:
+        """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
+        answer = Answer(context.token_ids, completion, is_learned)
+        self.answers.append(answer)
+        added = self.text_of(context, completion.token_ids)
+        stop = decode(self._tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
+        self.text = context.text + added
+        num_messages = 0 if message is None else context.num_messages + 1
+        recorded = _Recorded(answer.token_ids, self.text, num_messages, stop)
+        self._recorded.append(recorded)
+        if message is not None and context.messages is not None:
+            self._by_messages[_digest_after(context.messages, message)] = recorded
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Return a message in the form that templates read: content as text, arguments of tool calls as objects."""
+    shown = {name: value for name, value in message.items() if value is not None}
+    shown["content"] = text_of_content(message.get("content"))
+    if shown.get("tool_calls"):
+        shown["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _parsed(call["function"].get("arguments"))}}
+            for call in shown["tool_calls"]
+        ]
+    return shown
+
+
+def text_of_content(content: Any) -> str:
+    """Return a message's content as text: a string, or parts of which each is text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                raise ConversationError(f"a message has content of type {kind}: only text is possible here")
+        return "".join(part["text"] for part in content)
+    raise ConversationError(
+        f"a message has content that is a {type(content).__name__}, not a string or a list of parts"
+    )
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _digests(messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]) -> list[bytes]:
+    """Return a digest for each prefix of a conversation: messages, and what else the template gets."""
+    digest = _hashed([list(tools), dict(options)])
+    return [digest := _digest_after(digest, message) for message in messages]
+
+
+def _digest_after(before: bytes, message: Message) -> bytes:
+    """Return the digest of a conversation with one more message. Of an answer, what clients send back counts."""
+    if message.get("role") == "assistant":
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        told = [[call.get("name"), _parsed(call.get("arguments"))] for call in calls]
+        return _hashed(["assistant", text_of_content(message.get("content")), told], before)
+    rest = {name: value for name, value in message.items() if value is not None and name != "content"}
+    return _hashed([rest, text_of_content(message.get("content"))], before)
+
+
+def _hashed(value: Any, before: bytes = b"") -> bytes:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

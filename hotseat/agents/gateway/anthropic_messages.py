@@ -1,0 +1,166 @@
+"""`/v1/messages`, as Anthropic's clients use it, as far as it is about text and tools."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hotseat.agents.gateway import fields
+from hotseat.agents.gateway.asking import Asked, BadRequest, Given, own_settings
+from hotseat.agents.gateway.reply import Event, Reply, pieces
+from hotseat.agents.gateway.session import Session
+
+_KNOWN = (
+    "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
+    "tool_choice", "metadata", "service_tier", "thinking",
+)  # fmt: skip
+
+
+async def create(body: Mapping[str, Any], session: Session) -> Reply:
+    """Answer a request for a message."""
+    fields.check_known(body, _KNOWN)
+    fields.numbers(body, ("temperature", "top_p", "top_k"))
+    fields.flag(body, "stream")
+    if body.get("max_tokens") is None:
+        raise BadRequest("max_tokens: not set", "max_tokens")
+    own = own_settings({name: body.get(name) for name in ("temperature", "top_p", "top_k")}, session.sampling)
+    choice = body.get("tool_choice") or {"type": "auto"}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind not in ("auto", "none"):
+        own["tool_choice"] = choice
+    if (body.get("thinking") or {}).get("type") == "enabled":
+        own["thinking"] = body["thinking"]
+    asked = Asked(
+        messages=_messages(body.get("messages"), body.get("system")),
+        tools=[] if kind == "none" else fields.tools({"tools": _tools(body.get("tools"))}),
+        max_tokens=fields.integer(body, "max_tokens"),
+        stop=fields.stops(body, "stop_sequences"),
+        own=own,
+    )
+    [given] = await session.answer(asked)
+    return _Message(body, given)
+
+
+def _tools(value: Any) -> Any:
+    """Return tools in the form of chat completions."""
+    if not isinstance(value, list):
+        return value
+    listed = []
+    for tool in value:
+        if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+            raise BadRequest("tools: only tools of your own are possible, with name and input_schema", "tools")
+        function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+        listed.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}})
+    return listed
+
+
+def _messages(value: Any, system: Any) -> list[dict[str, Any]]:
+    """Return the messages in the form of chat completions: blocks become text, tool calls and results of tools."""
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise BadRequest("messages: not a list with at least one message", "messages")
+    messages: list[dict[str, Any]] = [] if not system else [{"role": "system", "content": system}]
+    for message in value:
+        content, role = message.get("content"), message.get("role")
+        if not isinstance(content, list):
+            messages.append({"role": role, "content": content})
+        elif role == "assistant":
+            messages.append(_assistant(content))
+        else:
+            results = [block for block in content if isinstance(block, dict) and block.get("type") == "tool_result"]
+            for block in results:
+                shown = block.get("content") or ""
+                messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": shown})
+            rest = [block for block in content if block not in results]
+            if rest:
+                messages.append({"role": role, "content": rest})
+    checked = fields.messages(messages)
+    if checked[-1]["role"] == "assistant":
+        raise BadRequest("messages: an answer that is begun by the client is not built in this gateway", "messages")
+    return checked
+
+
+def _assistant(content: list[Any]) -> dict[str, Any]:
+    blocks = [block for block in content if isinstance(block, dict) and block.get("type") not in ("thinking",)]
+    used = [block for block in blocks if block.get("type") == "tool_use"]
+    calls = [
+        {
+            "id": block.get("id"),
+            "type": "function",
+            "function": {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})},
+        }
+        for block in used
+    ]
+    text: Any = [block for block in blocks if block not in used]
+    return {
+        "role": "assistant",
+        "content": text or ("" if not calls else None),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+class _Message(Reply):
+    def __init__(self, body: Mapping[str, Any], given: Given):
+        self._given = given
+        self._frame = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": str(body.get("model") or "policy"),
+        }
+
+    def body(self) -> dict[str, Any]:
+        used = {"input_tokens": len(self._given.context), "output_tokens": len(self._given.token_ids)}
+        return {**self._frame, "content": self._blocks(), **self._end(), "usage": used}
+
+    def _end(self) -> dict[str, Any]:
+        given = self._given
+        if given.tool_calls:
+            reason = "tool_use"
+        elif given.stop is not None:
+            reason = "stop_sequence"
+        else:
+            reason = "max_tokens" if given.is_cut else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": given.stop}
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        blocks: list[dict[str, Any]] = []
+        if self._given.text or not self._given.tool_calls:
+            blocks.append({"type": "text", "text": self._given.text})
+        for call in self._given.tool_calls:
+            arguments = _object(call["function"]["arguments"])
+            blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+        return blocks
+
+    def events(self) -> Iterator[Event]:
+        for event in self._events():
+            yield Event(event, event["type"])
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        used = {"input_tokens": len(self._given.context), "output_tokens": 0}
+        yield {"type": "message_start", "message": {**self._frame, **begun, "usage": used}}
+        for index, block in enumerate(self._blocks()):
+            is_text = block["type"] == "text"
+            empty: dict[str, Any] = {"text": ""} if is_text else {"input": {}}
+            yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+            for piece in pieces(block["text"] if is_text else json.dumps(block["input"])):
+                delta = {"type": "text_delta", "text": piece} if is_text else _json_delta(piece)
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        used = {"output_tokens": len(self._given.token_ids)}
+        yield {"type": "message_delta", "delta": self._end(), "usage": used}
+        yield {"type": "message_stop"}
+
+
+def _json_delta(piece: str) -> dict[str, Any]:
+    return {"type": "input_json_delta", "partial_json": piece}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        value = arguments
+    return value if isinstance(value, dict) else {"value": value}

@@ -1,0 +1,170 @@
+"""`/v1/responses`, as far as it is about text and functions. Responses are not stored."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hotseat.agents.gateway import fields
+from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, Given, own_settings
+from hotseat.agents.gateway.chat import usage
+from hotseat.agents.gateway.reply import Event, Reply, pieces
+from hotseat.agents.gateway.session import Session
+
+_KNOWN = (
+    *OWN_SETTINGS, "input", "instructions", "max_output_tokens", "tools", "stream", "model", "user", "metadata",
+    "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation", "include", "text", "reasoning",
+    "background", "max_tool_calls", "stream_options",
+)  # fmt: skip
+
+
+async def create(body: Mapping[str, Any], session: Session) -> Reply:
+    """Answer a request for a response."""
+    fields.check_known(body, _KNOWN)
+    fields.numbers(body, ("temperature", "top_p"))
+    fields.flag(body, "stream")
+    for name, neutral in (("truncation", "disabled"), ("background", False), ("include", [])):
+        if body.get(name) not in (None, neutral):
+            raise BadRequest(f"{name}: only {neutral!r} is possible here", name)
+    own = own_settings(body, session.sampling)
+    form = (body.get("text") or {}).get("format") if isinstance(body.get("text") or {}, dict) else body["text"]
+    if form not in (None, {"type": "text"}):
+        own["text.format"] = form
+    if isinstance(body.get("reasoning"), dict) and body["reasoning"].get("effort"):
+        own["reasoning.effort"] = body["reasoning"]["effort"]
+    asked = Asked(
+        messages=_messages(body.get("input"), body.get("instructions")),
+        tools=fields.tools({**body, "tools": _tools(body.get("tools"))}),
+        max_tokens=fields.integer(body, "max_output_tokens"),
+        own=own,
+    )
+    [given] = await session.answer(asked)
+    return _Response(body, given)
+
+
+def _tools(value: Any) -> Any:
+    """Return tools in the form of chat completions: this protocol has the function's fields beside its type."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {"type": "function", "function": {key: part for key, part in tool.items() if key not in ("type", "strict")}}
+        if isinstance(tool, dict) and tool.get("type") == "function"
+        else tool
+        for tool in value
+    ]
+
+
+def _messages(value: Any, instructions: Any) -> list[dict[str, Any]]:
+    """Return the items of a request as messages of a chat. Calls of one answer are in one message."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise BadRequest("input: neither a text nor a list of items", "input")
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for at, item in enumerate(value):
+        kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": item.get("content")})
+        elif kind == "function_call":
+            call = {"name": item.get("name"), "arguments": item.get("arguments")}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            calls = messages[-1].setdefault("tool_calls", [])
+            calls.append({"id": item.get("call_id"), "type": "function", "function": call})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind != "reasoning":
+            raise BadRequest(f"input[{at}]: items of type {kind} are not built in this gateway", "input")
+    return fields.messages(messages, "input")
+
+
+class _Response(Reply):
+    def __init__(self, body: Mapping[str, Any], given: Given):
+        self._given = given
+        self._text_id, self._id = f"msg_{secrets.token_hex(12)}", f"resp_{secrets.token_hex(12)}"
+        self._calls = [(f"fc_{secrets.token_hex(12)}", call) for call in given.tool_calls]
+        self._frame = {
+            "id": self._id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": str(body.get("model") or "policy"),
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "top_p": None,
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "error": None,
+            "incomplete_details": None,
+        }
+
+    def body(self) -> dict[str, Any]:
+        counted = usage([self._given])
+        is_cut = self._given.is_cut
+        return {
+            **self._frame,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [item for item, _ in self._items()],
+            "usage": {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": counted["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counted["total_tokens"],
+            },
+        }
+
+    def _items(self) -> list[tuple[dict[str, Any], str]]:
+        """Return the items of the output, each with the text that a stream has it in pieces of."""
+        given, items = self._given, []
+        if given.text or not given.tool_calls:
+            part = {"type": "output_text", "text": given.text, "annotations": [], "logprobs": []}
+            status = "incomplete" if given.is_cut else "completed"
+            items.append(
+                (
+                    {"id": self._text_id, "type": "message", "role": "assistant", "status": status, "content": [part]},
+                    given.text,
+                )
+            )
+        for name, call in self._calls:
+            function = call["function"]
+            item = {"id": name, "type": "function_call", "call_id": call["id"], "status": "completed", **function}
+            items.append((item, function["arguments"]))
+        return items
+
+    def events(self) -> Iterator[Event]:
+        for number, event in enumerate(self._unnumbered()):
+            yield Event({**event, "sequence_number": number}, event["type"])
+
+    def _unnumbered(self) -> Iterator[dict[str, Any]]:
+        begun = {**self._frame, "status": "in_progress", "output": [], "usage": None}
+        yield {"type": "response.created", "response": begun}
+        yield {"type": "response.in_progress", "response": begun}
+        for index, (item, text) in enumerate(self._items()):
+            is_text = item["type"] == "message"
+            place = {"item_id": item["id"], "output_index": index}
+            empty: dict[str, Any] = {"content": []} if is_text else {"arguments": ""}
+            yield {"type": "response.output_item.added", "output_index": index,
+                   "item": {**item, **empty, "status": "in_progress"}}  # fmt: skip
+            if is_text:
+                place["content_index"] = 0
+                [part] = item["content"]
+                yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+                for piece in pieces(text):
+                    yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
+                yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
+                yield {"type": "response.content_part.done", **place, "part": part}
+            else:
+                for piece in pieces(text):
+                    yield {"type": "response.function_call_arguments.delta", **place, "delta": piece}
+                yield {"type": "response.function_call_arguments.done", **place, "name": item["name"],
+                       "arguments": text}  # fmt: skip
+            yield {"type": "response.output_item.done", "output_index": index, "item": item}
+        whole = self.body()
+        yield {"type": f"response.{whole['status']}", "response": whole}

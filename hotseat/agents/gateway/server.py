@@ -1,0 +1,246 @@
+"""The HTTP server of the gateway, in the event loop of the agents."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from hotseat.agents.gateway import anthropic_messages, chat, responses
+from hotseat.agents.gateway.asking import BadRequest
+from hotseat.agents.gateway.reply import Reply
+from hotseat.agents.gateway.session import Session
+from hotseat.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 32 << 20
+_MAX_OPEN = 512  # requests of one episode at a time
+_MAX_KEPT = 4096  # replies of one episode, for retries
+_SHUTDOWN_S = 1.0
+
+Handler = Callable[[Mapping[str, Any], Session], Awaitable[Reply]]
+
+_HANDLERS: dict[str, Handler] = {
+    "/v1/chat/completions": chat.chat,
+    "/v1/completions": chat.completions,
+    "/v1/responses": responses.create,
+    "/v1/messages": anthropic_messages.create,
+}
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where one episode reaches the policy. base_url: with `/v1`, as OpenAI's clients take it."""
+
+    base_url: str
+    token: str
+
+    @property
+    def root_url(self) -> str:
+        """Return the address as Anthropic's clients take it."""
+        return self.base_url.removesuffix("/v1")
+
+
+@dataclass(eq=False)
+class _Shared:
+    """The work on a request, which a retry of it may wait for too."""
+
+    task: asyncio.Task[Reply]
+    digest: bytes
+    num_waiting: int = 0
+
+
+@dataclass(eq=False)
+class _Open:
+    """An episode that can be reached, and its replies by what identifies a request."""
+
+    session: Session
+    replies: dict[str, _Shared] = field(default_factory=dict)
+    num_open: int = 0
+
+
+class Gateway:
+    """Serves episodes to programs that speak OpenAI's or Anthropic's protocol. Each has a random token of its own.
+
+    bind: host, or host:port, to listen at. advertise_url: where programs reach it, if that is another address.
+    All methods are called in one event loop.
+    """
+
+    def __init__(self, bind: str = "127.0.0.1", advertise_url: str | None = None):
+        host, _, port = bind.rpartition(":") if bind.count(":") == 1 else (bind, "", "")
+        self._host, self._port = host.strip("[]"), int(port or 0)
+        self._advertise_url = advertise_url
+        self._episodes: dict[str, _Open] = {}
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+        self._starting = asyncio.Lock()
+
+    async def open(self, session: Session) -> Address:
+        """Make an episode reachable."""
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+        token = secrets.token_urlsafe(32)
+        self._episodes[token] = _Open(session)
+        return Address(f"{self._url}/v1", token)
+
+    def end(self, address: Address) -> None:
+        """End an episode: its token is worth nothing from now on, and requests in progress are given up."""
+        episode = self._episodes.pop(address.token, None)
+        for shared in episode.replies.values() if episode is not None else ():
+            shared.task.cancel()
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name}", self._models)
+        for path in _HANDLERS:
+            app.router.add_post(path, self._answer)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await runner.setup()
+        site = web.TCPSite(runner, self._host, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            where = f"{self._host}:{self._port}" if self._port else self._host
+            raise UserError(f"agent.gateway.bind: cannot listen at {where}: {error.strerror or error}") from error
+        self._runner = runner
+        name, port = runner.addresses[0][:2]
+        shown = f"[{name}]" if ":" in name else name
+        self._url = (self._advertise_url or f"http://{shown}:{port}").rstrip("/").removesuffix("/v1")
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _episode(self, request: web.Request) -> _Open:
+        """Return the episode whose token a request has."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        episode = self._episodes.get(token)
+        if episode is None:
+            raise BadRequest("no episode has this token, or it is over", status=401, code="invalid_api_key")
+        return episode
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._episode(request)
+        name = request.match_info.get("name")
+        model = {"id": name or "policy", "object": "model", "created": 0, "owned_by": "hotseat"}
+        return web.json_response(model if name else {"object": "list", "data": [model]})
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)
+        if episode.num_open >= _MAX_OPEN:
+            raise BadRequest(f"the episode has {_MAX_OPEN} open requests", status=429, code="rate_limit_exceeded")
+        episode.num_open += 1
+        try:
+            raw = await request.read()
+            body = _parse(raw)
+            reply = await self._reply(episode, request, raw, body)
+            if not body.get("stream"):
+                return web.json_response(reply.body())
+            return await _stream(request, reply)
+        finally:
+            episode.num_open -= 1
+
+    async def _reply(self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]) -> Reply:
+        """Answer a request, or hand out the first answer to a request that is sent again.
+
+        The work goes on as long as somebody waits for it. What nobody waits for is given up and not remembered.
+        """
+        digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
+        idempotency_key = request.headers.get("Idempotency-Key")
+        name = f"key {idempotency_key}" if idempotency_key else f"body {digest.hex()}"
+        is_again = bool(idempotency_key) or _retry_count(request) > 0
+        shared = episode.replies.get(name) if is_again else None
+        if shared is not None and shared.digest != digest:
+            raise BadRequest(f"the Idempotency-Key {idempotency_key!r:.80} was used for another request", status=422)
+        if shared is None:
+            task = asyncio.ensure_future(_HANDLERS[request.path](body, episode.session))
+            shared = episode.replies[name] = _Shared(task, digest)
+            if len(episode.replies) > _MAX_KEPT:
+                episode.replies.pop(next(iter(episode.replies)))
+        shared.num_waiting += 1
+        try:
+            return await asyncio.shield(shared.task)
+        finally:
+            shared.num_waiting -= 1
+            task = shared.task
+            is_given_up = not task.done() and shared.num_waiting == 0
+            has_failed = task.done() and (task.cancelled() or task.exception() is not None)
+            if is_given_up:
+                task.cancel()
+            if (is_given_up or has_failed) and episode.replies.get(name) is shared:
+                del episode.replies[name]
+
+
+def _retry_count(request: web.Request) -> int:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return int(count) if count.isdecimal() else 0
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body is not a JSON object")
+    return body
+
+
+async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in reply.events():
+        await response.write(event.encode())
+    await response.write_eof()
+    return response
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.StreamResponse:
+    """Put errors into the form that the client of the protocol reads."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return _error(request, error.status, str(error), error.param, error.code)
+    except web.HTTPNotFound:
+        return _error(request, 404, f"{request.path}: not served; this gateway has {', '.join(_HANDLERS)}, /v1/models")
+    except web.HTTPException as error:
+        return _error(request, error.status, error.text or error.reason)
+    except Exception as error:  # if it is the engine's, `Session.failure` passes it on
+        logger.warning("a request to the gateway failed", exc_info=True)
+        return _error(request, 500, f"this request failed: {type(error).__name__}: {error}", is_retried=False)
+
+
+def _error(
+    request: web.Request,
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    *,
+    is_retried: bool = True,
+) -> web.Response:
+    kind = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}.get(
+        status, "api_error" if status >= 500 else "invalid_request_error"
+    )
+    headers = {} if is_retried else {"x-should-retry": "false"}
+    if request.path == "/v1/messages":
+        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    else:
+        body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return web.json_response(body, status=status, headers=headers)

@@ -1,0 +1,294 @@
+"""The requests of one episode: each becomes a context for the engine, and each answer is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from hotseat.agents.agent import AgentError, SampleFunction
+from hotseat.agents.conversation import Context, Conversation, ConversationError
+from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, Given
+from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
+from hotseat.agents.gateway.settings import SessionSettings
+from hotseat.agents.transcript import decode, decode_after
+from hotseat.types import Completion, Sampling
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+_MAX_TEMPERATURE = 100.0
+
+
+class Policy:
+    """The model behind the gateway, as far as all episodes share it: its tokenizer, its settings, what was logged.
+
+    Rendering and tokenising long conversations takes milliseconds, which the event loop does not have: one thread does
+    all of it (`work`), in the order of the calls. What it returns or raises goes to who waits; `close` ends it.
+    """
+
+    def __init__(self, tokenizer: Any, settings: SessionSettings):
+        self.tokenizer = tokenizer
+        self.settings = settings
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = frozenset(token for token, about in added.items() if about.special)
+        self._logged: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, "conversations")
+
+    @cached_property
+    def parser(self) -> Parser | None:
+        return parser_of(self.tokenizer, self.settings.tool_parser)
+
+    async def work(self, function: Callable[..., Result], *args: Any) -> Result:
+        """Call a function in the thread of all conversations."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def log_once(self, about: str, message: str) -> None:
+        if about not in self._logged:
+            self._logged.add(about)
+            logger.warning("%s", message)
+
+    def log_rewritten(self) -> None:
+        kept = "them as they were sampled" if self.settings.history == "append" else "what is rendered"
+        self.log_once(
+            "history",
+            "earlier answers read differently when the chat template renders them again (thinking removed, tool calls"
+            " written in another way, special tokens left out): with agent.history"
+            f" {self.settings.history} the policy reads {kept}",
+        )
+
+
+class Session:
+    """One episode's side of the gateway: what was asked, what was sampled, and what went wrong.
+
+    `failure` is done as soon as the engine fails a request: the episode cannot continue, whatever the program does.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        sample: SampleFunction,
+        sampling: Sampling,
+    ):
+        self.sampling = sampling
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.conversation = Conversation(
+            policy.tokenizer,
+            chat_template=policy.settings.chat_template,
+            history=policy.settings.history,
+            when_rewritten=policy.log_rewritten,
+        )
+        self.is_cut = False  # the last answer ended at a limit of tokens
+        self._policy = policy
+        self._sample = sample
+        self._num_asked = 0
+        self._turns: dict[bytes, set[int]] = {}  # by context: numbers of the requests for it
+
+    async def answer(self, asked: Asked) -> list[Given]:
+        """Return the answers to a request, and record them. Raises `BadRequest` for what cannot be answered."""
+        settings = self._policy.settings
+        sampling, is_learned = self._sampling(asked.own)
+        try:
+            context = await self._policy.work(self._context, asked)
+        except ConversationError as error:
+            raise BadRequest(str(error), "prompt" if asked.messages is None else "messages") from error
+        room = settings.max_length - len(context.token_ids)
+        if room <= 0 or not context.token_ids:
+            raise BadRequest(
+                f"the context has {len(context.token_ids)} tokens; it must have at least one and leave at least one of"
+                f" {settings.max_length} (data.max_length) for the answer",
+                "prompt" if asked.messages is None else "messages",
+                code="context_length_exceeded",
+            )
+        if settings.max_answers is not None and self._num_asked + asked.num_answers > settings.max_answers:
+            raise BadRequest(
+                f"the episode has had {self._num_asked} of its {settings.max_answers} answers (agent.max_steps)",
+                code="max_steps",
+            )
+        limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
+        self._num_asked += asked.num_answers
+        try:
+            completions = await self._complete(context, replace(sampling, max_new_tokens=limit), asked.num_answers)
+        except BaseException:
+            self._num_asked -= asked.num_answers
+            raise
+        return await self._policy.work(self._give, context, completions, asked, is_learned)
+
+    def _give(self, context: Context, completions: list[Completion], asked: Asked, is_learned: bool) -> list[Given]:
+        return [self._given(context, completion, asked, is_learned) for completion in completions]
+
+    def token_text(self, token_id: int) -> str:
+        return decode(self._policy.tokenizer, [token_id])
+
+    # --- settings -----------------------------------------------------------------------------------------------------
+
+    def _sampling(self, own: Mapping[str, Any]) -> tuple[Sampling, bool]:
+        """Return how to sample, and whether the answer is learned from."""
+        if not own:
+            return self.sampling, True
+        names = ", ".join(sorted(own))
+        mode = self._policy.settings.sampling
+        if mode == "refuse":
+            raise BadRequest(
+                f"{names}: the run's own settings hold (agent.sampling is refuse), because the policy is trained under"
+                " them: leave these out",
+                min(own),
+            )
+        if mode == "override":
+            self._policy.log_once(
+                f"own {names}",
+                f"a program asked for its own {names}: the run's settings hold (agent.sampling is override), because"
+                " the policy is trained under them",
+            )
+            return self.sampling, True
+        impossible = sorted(set(own) - set(CAN_BE_SAMPLED))
+        if impossible:
+            raise BadRequest(
+                f"{', '.join(impossible)}: the engine cannot sample that way (agent.sampling is untrained)",
+                impossible[0],
+            )
+        changed: dict[str, Any] = {
+            name: max(0, int(value)) if name == "top_k" else float(value) for name, value in own.items()
+        }
+        # Whatever the engine would refuse must be refused here: its errors are not the program's own.
+        if not 0 <= changed.get("temperature", 0) <= _MAX_TEMPERATURE or not 0 < changed.get("top_p", 1) <= 1:
+            raise BadRequest(
+                f"temperature must be from 0 to {_MAX_TEMPERATURE:g}, and top_p above 0 and at most 1", min(own)
+            )
+        return replace(self.sampling, **changed), False
+
+    def _context(self, asked: Asked) -> Context:
+        if asked.tools and self._policy.parser is None:
+            raise BadRequest(
+                "tools: this model's answers cannot be parsed for tool calls: its tokenizer has no response_template,"
+                " and agent.tool_parser is not set",
+                "tools",
+            )
+        if asked.messages is not None:
+            return self.conversation.of_messages(asked.messages, asked.tools, asked.options)
+        if asked.text is not None:
+            return self.conversation.of_text(asked.text)
+        assert asked.token_ids is not None, "a request for nothing"
+        size = len(self._policy.tokenizer)
+        if max(asked.token_ids) >= size:
+            raise BadRequest(f"prompt: token {max(asked.token_ids)} is not one of the model's {size}", "prompt")
+        return self.conversation.of_tokens(asked.token_ids)
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def _complete(self, context: Context, sampling: Sampling, number: int) -> list[Completion]:
+        """Sample answers to a context, all at the same time."""
+        tasks = [asyncio.ensure_future(self._complete_one(context, sampling)) for _ in range(number)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if not self.failure.done():
+                self.failure.set_result(error)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _complete_one(self, context: Context, sampling: Sampling) -> Completion:
+        """Sample one answer. Its seed depends on the context, not on what else is asked for at the time.
+
+        A request that was given up leaves its number to the next one for the same context, which is often its retry.
+        """
+        digest = hashlib.blake2b(array("q", context.token_ids).tobytes(), digest_size=8)
+        taken = self._turns.setdefault(digest.digest(), set())
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        taken.add(number)
+        digest.update(str(number).encode())
+        try:
+            return await self._sample(list(context.token_ids), sampling, int.from_bytes(digest.digest(), "little") >> 1)
+        except BaseException:
+            taken.discard(number)
+            raise
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    def _given(self, context: Context, completion: Completion, asked: Asked, is_learned: bool) -> Given:
+        stop = _first_stop(self.conversation.text_of(context, completion.token_ids), asked.stop)
+        if stop is not None:
+            completion = self._cut(context, completion, stop)
+        text = self._visible(context, completion.token_ids)
+        if stop is not None and stop in text:
+            text = text[: text.find(stop)]
+        given = Given(
+            context.token_ids,
+            completion.token_ids,
+            completion.log_probs,
+            text,
+            is_cut=stop is None and completion.finish == "length",
+            stop=stop,
+        )
+        if asked.tools and stop is None:
+            given = self._with_tool_calls(given, context, completion, asked)
+        message = None if asked.messages is None else given.message
+        self.conversation.record(context, completion, message, is_learned=is_learned)
+        self.is_cut = given.is_cut
+        return given
+
+    def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
+        """Return a completion up to the token that completes a stop string: an engine would have stopped there."""
+        low, high = 1, len(completion.token_ids)
+        while low < high:
+            middle = (low + high) // 2
+            if stop in self.conversation.text_of(context, completion.token_ids[:middle]):
+                high = middle
+            else:
+                low = middle + 1
+        is_whole = low == len(completion.token_ids)
+        return Completion(
+            completion.request_id,
+            completion.token_ids[:low],
+            completion.log_probs[:low],
+            completion.versions[:low],
+            completion.finish if is_whole else "length",  # it does not end with a stop token
+        )
+
+    def _visible(self, context: Context, token_ids: tuple[int, ...]) -> str:
+        shown = [token for token in token_ids if token not in self._policy.special_ids]
+        return decode_after(self._policy.tokenizer, context.token_ids, shown) if shown else ""
+
+    def _with_tool_calls(self, given: Given, context: Context, completion: Completion, asked: Asked) -> Given:
+        parser = self._policy.parser
+        assert parser is not None, "tools without a parser"
+        raw = self.conversation.text_of(context, completion.token_ids)
+        parsed = parser(Sampled(context.text, context.token_ids, raw, completion.token_ids), asked.tools)
+        if parsed is None:
+            return given
+        calls = tuple(
+            {"id": f"call_{secrets.token_hex(12)}", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in parsed.calls
+        )
+        return replace(given, text=parsed.content, tool_calls=calls, reasoning=parsed.reasoning)
+
+    def check(self) -> None:
+        """Raise what the engine raised, and refuse an episode in which nothing was sampled."""
+        if self.failure.done():
+            raise self.failure.result()
+        if not any(answer.is_learned for answer in self.conversation.answers):
+            why = (
+                "asked the policy for nothing"
+                if not self.conversation.answers
+                else "sampled only by settings of its own"
+            )
+            raise AgentError(f"the program {why}, so there is nothing to learn from")
+
+
+def _first_stop(text: str, stops: tuple[str, ...]) -> str | None:
+    """Return the stop string that is complete first in a text."""
+    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    return min(found)[1] if found else None

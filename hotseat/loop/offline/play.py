@@ -1,0 +1,90 @@
+"""`hotseat play`: one episode of a config's agent, shown as it goes, without training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hotseat.agents.transcript import decode, decode_after
+from hotseat.config import Config
+from hotseat.errors import UserError
+from hotseat.loop.offline.answering import Answerer, prepare
+from hotseat.loop.setup import settings
+from hotseat.observe import LiveView
+from hotseat.types import Completion, Episode, Failed, Request, ScoredEpisode
+
+Show = Callable[[str, Literal["about", "read", "sampled"]], object]
+
+
+@dataclass(frozen=True)
+class Played:
+    """The outcome of an episode. episode: None if it failed, for `reason`; reward: None if nobody scored it."""
+
+    episode: Episode | None
+    scored: ScoredEpisode | None = None
+    reason: str | None = None
+
+
+class Transcribed:
+    """Shows what the policy reads and what it samples, request by request, token by token as the engine has it."""
+
+    def __init__(self, tokenizer: Any, show: Show):
+        self._tokenizer = tokenizer
+        self._show = show
+        self._lock = threading.Lock()  # completions come from the engine's thread
+        self._numbers: dict[str, int] = {}
+        self._known: list[tuple[int, ...]] = []  # contexts with their answers, by number from 1
+
+    def asked(self, request: Request) -> None:
+        with self._lock:
+            self._numbers[request.id] = len(self._numbers) + 1
+            before = max((known for known in self._known if _begins(request.token_ids, known)), key=len, default=())
+            new = request.token_ids[len(before) :]
+            text = decode_after(self._tokenizer, before, new) if before else decode(self._tokenizer, new)
+            after = f"after answer {self._known.index(before) + 1}" if before else "a new context"
+            self._show(f"request {self._numbers[request.id]}, {after}: {len(new)} new tokens", "about")
+            self._show(text, "read")
+
+    def answered(self, request: Request, completion: Completion) -> None:
+        with self._lock:
+            number = self._numbers[request.id]
+            while len(self._known) < number:
+                self._known.append(())
+            self._known[number - 1] = request.token_ids + completion.token_ids
+            length = len(completion.token_ids)
+            self._show(f"answer {number}: {length} tokens, ended by {completion.finish}", "about")
+            self._show(decode_after(self._tokenizer, request.token_ids, completion.token_ids), "sampled")
+
+
+def _begins(tokens: tuple[int, ...], known: tuple[int, ...]) -> bool:
+    return bool(known) and tokens[: len(known)] == known
+
+
+def play(config: Config, number: int, logs: Path, view: LiveView, show: Show) -> Played:
+    """Play the episode of one prompt, as the first sample of a run's first pass over the data would be."""
+    with view:
+        prepared = prepare(config, view)
+        if not 0 <= number < len(prepared.prompts):
+            raise UserError(f"--prompt {number}: there are {len(prepared.prompts):,} prompts, numbered from 0")
+        transcribed = Transcribed(prepared.tokenizer, show)
+        answerer = Answerer(prepared, logs, view, needs_reward=False, watcher=transcribed)
+    with answerer:
+        prompt = prepared.prompts[number]
+        label = "" if prompt.label is None else f", label {prompt.label!r}"
+        show(f"prompt {number}{label}", "about")
+        show(prompt.text, "read")
+        [(group, scores)] = answerer.answer([prompt], 0, 1, settings.sampling(prepared.config))
+    [outcome] = group.outcomes
+    if isinstance(outcome, Failed):
+        return Played(None, reason=outcome.reason)
+    if isinstance(outcome, ScoredEpisode):
+        return Played(outcome.episode, outcome)
+    if not scores:
+        return Played(outcome)
+    [score] = scores
+    if isinstance(score, Failed):
+        return Played(None, reason=score.reason)
+    return Played(outcome, ScoredEpisode(outcome, score.reward, score.score, score.extra))

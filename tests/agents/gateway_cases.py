@@ -1,0 +1,72 @@
+"""An engine that says what it is told to, and what is learned of its answers."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import Future
+
+from chat_templates import STOPS, tokenizer_of
+
+from hotseat.types import Completion, Episode, Failed, Request, SampleKey, Sampling, ScoredEpisode, Segment
+
+WAIT_S = 60.0
+KEY = SampleKey(0, 3, 1)
+SAMPLING = Sampling(max_new_tokens=50, temperature=0.7)
+Outcome = Episode | ScoredEpisode | Failed
+
+
+def learned(segments: tuple[Segment, ...], lengths: tuple[int, ...]) -> Counter:
+    """Count the answers that are learned: the tokens before each, its own, their log-probs and versions."""
+    counted: Counter = Counter()
+    left = list(lengths)
+    for segment in segments:
+        tokens, mask = segment.token_ids.tolist(), segment.mask.tolist()
+        at = 0
+        while True in mask[at:]:
+            at = mask.index(True, at)
+            end = at + left.pop(0)
+            assert all(mask[at:end])
+            facts = (tuple(segment.log_probs[at:end].tolist()), tuple(segment.versions[at:end].tolist()))
+            counted[tuple(tokens[:at]), tuple(tokens[at:end]), *facts] += 1
+            at = end
+        assert mask[-1], "tokens after the last sampled one"
+        assert not any(segment.log_probs[~segment.mask])
+    assert not left
+    return counted
+
+
+class Engine:
+    """Says what it is told to, the answer of each request by its number, and counts what it sampled."""
+
+    def __init__(self, *answers: str, name: str = "smollm2"):
+        self.requests: list[Request] = []
+        self.sampled: Counter = Counter()
+        self.aborted: list[str] = []
+        self.is_holding = False  # answer nothing
+        self.asked = threading.Event()
+        self._answers = answers or ("cab",)
+        self._name = name
+
+    def __call__(self, request: Request) -> Future[Completion]:
+        text = self._answers[min(len(self.requests), len(self._answers) - 1)]
+        self.requests.append(request)
+        self.asked.set()
+        future: Future[Completion] = Future()
+        if self.is_holding:
+            return future
+        if text == "dies":
+            future.set_exception(RuntimeError("the engine died"))
+            return future
+        text, _, cut = text.partition("|")  # "text|cut" was cut at the limit
+        ids = tuple(
+            tokenizer_of(self._name)(text + ("" if cut else STOPS[self._name]), add_special_tokens=False)["input_ids"]
+        )
+        facts = tuple(-0.5 - at / 4 for at in range(len(ids))), (len(self.requests),) * len(ids)
+        self.sampled[request.token_ids, ids, *facts] += 1
+        future.set_result(Completion(request.id, ids, *facts, "length" if cut else "stop"))
+        return future
+
+    @property
+    def contexts(self) -> list[str]:
+        return [tokenizer_of(self._name).decode(request.token_ids) for request in self.requests]

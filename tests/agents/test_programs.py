@@ -1,0 +1,166 @@
+"""Programs as agents: any command that asks an OpenAI endpoint and writes a result."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import tokenizer_of
+from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
+
+from hotseat.agents import AgentHost, ProgramSettings, load_agent
+from hotseat.errors import UserError
+from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
+
+pytestmark = pytest.mark.slow
+
+# What a program does without any library: one chat completion.
+ASK = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+def ask(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "x", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+def write(text):
+    open(os.environ["HOTSEAT_RESULT"], "w").write(text)
+"""
+
+
+def run(tmp_path: Path, code: str, engine: Engine | None = None, timeout_s: float = WAIT_S, **settings: Any) -> Outcome:
+    """One episode that a program plays."""
+    file = tmp_path / "program.py"
+    file.write_text(ASK + textwrap.dedent(code))
+    programs = ProgramSettings(command=(sys.executable, str(file)), **settings)
+    agent = load_agent(None, tokenizer_of("smollm2"), max_length=600, programs=programs)
+    with AgentHost(agent, engine or Engine(), run_seed=5, timeout_s=timeout_s) as host:
+        return host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
+
+
+def reason(outcome: Outcome) -> str:
+    assert isinstance(outcome, Failed), outcome
+    return outcome.reason.partition("sample 0/3/1: ")[2]
+
+
+def test_a_program_gets_its_task_plays_two_turns_and_writes_its_reward(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("FOR_PROGRAMS", "given")
+    code = """
+        assert (task["prompt"], task["label"]) == ("bad?", "7") and type(task["seed"]) is int, task
+        assert "WANDB_API_KEY" not in os.environ and os.environ["FOR_PROGRAMS"] == "given"
+        assert os.listdir() == [] and os.environ["HOME"] == os.getcwd()
+        messages = [{"role": "user", "content": task["prompt"]}]
+        for _ in range(2):
+            messages += [ask(messages), {"role": "user", "content": "more"}]
+        write(json.dumps({"reward": 0.5, "extra": {"turns": 2}}))
+    """
+    engine = Engine("cab", "dad")
+    outcome = run(tmp_path, code, engine, passed_on=("FOR_PROGRAMS",))
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert (outcome.reward, outcome.extra) == (0.5, {"turns": 2.0})
+    [segment] = outcome.episode.segments
+    assert learned((segment,), outcome.episode.turn_lengths) == engine.sampled
+
+
+def test_without_a_reward_in_its_result_the_run_scores(tmp_path):
+    question = '[{"role": "user", "content": "q"}]'
+    assert isinstance(run(tmp_path, f"ask({question}); write('{{}}')"), Episode)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("print('no luck'); sys.exit(3)", "the program ended with exit code 3: no luck"),
+        ("os.kill(os.getpid(), 9)", "the program ended with signal 9"),
+        ("print('done')", "the program did not write its result to the file $HOTSEAT_RESULT; it wrote: done"),
+        ("write('x')", "the result file is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("write('[1]')", "the result file has a list, neither an object nor a number"),
+        ("write('NaN')", "the result file has the number nan"),
+        ("write(' ' * (1 << 21))", "the result file has more than 1 MiB"),
+        (
+            "os.symlink('/dev/zero', os.environ['HOTSEAT_RESULT'])",
+            "the result file cannot be read: Too many levels of symbolic links",
+        ),
+        ("os.mkfifo(os.environ['HOTSEAT_RESULT'])", "the result file is not a file"),
+        ("write('1')", "the program asked the policy for nothing, so there is nothing to learn from"),
+    ],
+)  # fmt: skip
+def test_a_program_that_fails_is_a_failed_sample_with_its_reason(tmp_path, code, expected):
+    assert reason(run(tmp_path, code)) == expected
+
+
+def test_what_a_program_started_ends_with_it(tmp_path):
+    """Also at the deadline, with a program that would never end."""
+    child = "import subprocess; child = subprocess.Popen(['sleep', '1000']); open({!r}, 'w').write(str(child.pid))"
+    ended, late = tmp_path / "ended", tmp_path / "late"
+    assert reason(run(tmp_path, child.format(str(ended)))).startswith("the program did not write")
+    hangs = child.format(str(late)) + "; child.wait()"
+    assert reason(run(tmp_path, hangs, timeout_s=2.0)) == "the agent took longer than 2 s"
+    for file in (ended, late):
+        pid = int(file.read_text())
+        wait_until_gone(pid)
+
+
+def wait_until_gone(pid: int) -> None:
+    """Wait for a process to end. It is a child of whoever adopted it, so it may stay a zombie."""
+    gone = threading.Event()
+    while not gone.wait(0.01):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":
+            return
+
+
+def test_folders_of_episodes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run(tmp_path, "open('left', 'w').write('x'); write('1')")
+    assert sorted(os.listdir(tmp_path)) == ["program.py"]
+
+
+@pytest.mark.parametrize("form", ["play", "command"])
+def test_the_examples_guess_a_number(form):
+    examples = Path(__file__).parents[2] / "examples" / "agents"
+    programs = ProgramSettings(command=(sys.executable, str(examples / "guess_program.py")))
+    path = str(examples / "guess_with_openai.py") if form == "play" else None
+    agent = load_agent(
+        path, tokenizer_of("smollm2"), max_length=600, programs=programs if form == "command" else ProgramSettings()
+    )
+    engine = Engine("50", "no idea", "7")
+    with AgentHost(agent, engine, run_seed=5, timeout_s=WAIT_S) as host:
+        outcome = host.submit(Prompt(3, "Guess:", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert (outcome.reward, outcome.extra) == (1.0, {"num_guesses": 3.0})
+    assert ["It is lower." in engine.contexts[1], "It is higher." in engine.contexts[2]] == [True, True]
+    assert learned(outcome.episode.segments, outcome.episode.turn_lengths) == engine.sampled
+
+
+def test_a_program_that_cannot_be_started_is_a_failed_sample(tmp_path):
+    (tmp_path / "not_one").write_text("#!/nowhere\n")
+    (tmp_path / "not_one").chmod(0o755)
+    programs = ProgramSettings(command=(str(tmp_path / "not_one"),))
+    agent = load_agent(None, tokenizer_of("smollm2"), max_length=600, programs=programs)
+    with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
+        outcome = host.submit(Prompt(3, "bad?", (1,)), SampleKey(0, 3, 1), SAMPLING).result(WAIT_S)
+    assert reason(outcome).startswith("the program cannot be started: ")
+
+
+def test_a_file_with_play_is_an_agent_and_one_with_step_too_is_refused(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text("async def play(prompt): pass\n")
+    with pytest.raises(
+        UserError, match=r"play cannot be called with \(prompt, client\): too many positional arguments"
+    ):
+        load_agent(file, tokenizer_of("smollm2"), max_length=600)
+    file.write_text("async def play(prompt, client): pass\nasync def step(state, action, label): pass\n")
+    with pytest.raises(UserError, match="has both step and play, each of which would be the agent: rename one of them"):
+        load_agent(file, tokenizer_of("smollm2"), max_length=600)
