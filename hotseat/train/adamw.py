@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,15 +29,18 @@ def make_adamw(weights: Iterable[Tensor], settings: AdamW, apart: Collection[int
     )
 
 
-def start_state(optimizer: torch.optim.AdamW, weights: Mapping[Tensor, Mapping[str, Any]]) -> None:
+def start_state(optimizer: torch.optim.AdamW, weights: Sequence[Tensor], groups: Sequence[int] | None = None) -> None:
     """Make the optimizer state now rather than in the first step.
 
     Memory is then known from the start, and there is always something to save, load and move.
 
-    weights: what is stepped, each with its parameter group.
+    groups: the number of each weight's parameter group; None: the weights are in the groups.
     """
-    for weight, group in weights.items():
-        if group.get("is_muon", False):
+    if groups is None:
+        number_of = {id(each): n for n, group in enumerate(optimizer.param_groups) for each in group["params"]}
+        groups = [number_of[id(weight)] for weight in weights]
+    for weight, number in zip(weights, groups, strict=True):
+        if optimizer.param_groups[number].get("is_muon", False):
             optimizer.state[weight] = {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)}
             continue
         optimizer.state[weight] = {
@@ -46,11 +48,6 @@ def start_state(optimizer: torch.optim.AdamW, weights: Mapping[Tensor, Mapping[s
             "exp_avg": torch.zeros_like(weight, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
         }
-
-
-def groups_of(optimizer: torch.optim.AdamW) -> dict[Tensor, dict[str, Any]]:
-    """Return everything that the optimizer steps, each with its parameter group."""
-    return {weight: group for group in optimizer.param_groups for weight in group["params"]}
 
 
 def set_learning_rate(optimizer: torch.optim.AdamW, learning_rate: float, muon_rate: float) -> None:

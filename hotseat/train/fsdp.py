@@ -25,7 +25,7 @@ from hotseat.algorithms.adapters import WeightForm
 from hotseat.algorithms.digest import combine_digests, named_digests
 from hotseat.errors import UserError
 from hotseat.placement.roles import Part
-from hotseat.train.adamw import groups_of, make_adamw, set_learning_rate, start_state
+from hotseat.train.adamw import make_adamw, set_learning_rate, start_state
 from hotseat.train.attention import has_flash
 from hotseat.train.average import MovingAverage
 from hotseat.train.backend import AdamW, Muon, TrainOptions
@@ -98,7 +98,7 @@ class FSDPBackend(Trainer):
         self._optimizer: torch.optim.AdamW | None = None
         if options.optimizer is not None:
             self._optimizer = self._make_optimizer(options.optimizer, options.muon)
-            start_state(self._optimizer, groups_of(self._optimizer))
+            start_state(self._optimizer, [*self._trained.values()])
         self._host_mesh = None  # of the average: a DTensor is where its mesh is
         if options.average_decay is not None:
             self._average = MovingAverage(self._shards(), options.average_decay)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hotseat.train.adamw import groups_of, start_state
+from hotseat.train.adamw import start_state
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Unsharded(Stage):
         self._trained = trained
         self._engine, self._optimizer, self.scaler = engine, optimizer, scaler
         if optimizer is not None:
-            start_state(optimizer, groups_of(optimizer))
+            start_state(optimizer, masters)
 
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
         masters = dict(zip(map(id, self._trained), self.owners, strict=True))
@@ -234,8 +234,7 @@ class Flattened(_Sharded):
     def __init__(self, engine: Any, is_offloaded: bool, num_averaged: int, kept_gradients: Sequence[Tensor]):
         super().__init__(engine, is_offloaded, num_averaged)
         self.owners = self._zero.single_partition_of_fp32_groups
-        groups = self._zero.optimizer.param_groups
-        start_state(self._zero.optimizer, dict(zip(self.owners, groups, strict=True)))
+        start_state(self._zero.optimizer, self.owners, range(len(self.owners)))
         self._kept_gradients = kept_gradients
 
     def pieces(self, weights: Mapping[str, nn.Parameter]) -> dict[str, WeightStretch]:
@@ -301,11 +300,8 @@ class Scattered(_Sharded):
         if self._is_trained:
             super().__init__(engine, is_offloaded, num_ranks)
             self.owners = self._zero.fp32_partitioned_groups_flat
-            groups = self._zero.optimizer.param_groups
-            group_of = self._zero.sub_group_to_group_id
-            start_state(
-                self._zero.optimizer, {owner: groups[group_of[index]] for index, owner in enumerate(self.owners)}
-            )
+            groups = [self._zero.sub_group_to_group_id[index] for index in range(len(self.owners))]
+            start_state(self._zero.optimizer, self.owners, groups)
 
     def pieces(self, weights: Mapping[str, Any]) -> dict[str, WeightStretch]:
         pieces = {}
