@@ -108,8 +108,15 @@ WITHOUT_A_FLAG = {
     "algorithm.dpo.length_normalised",
     "algorithm.dpo.precompute",
     "actor.shape",
+    "agent.command",
+    "agent.gateway.advertise_url",
+    "agent.gateway.bind",
+    "agent.history",
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS
+    "agent.pass_env",
+    "agent.sampling",
     "agent.timeout_s",
+    "agent.tool_parser",
     "algorithm.aggregation",  # set beside --advantage_estimator dr_grpo
     "algorithm.kl.allow_k1_loss",  # set beside --use_kl_loss --kl_estimator k1
     "checkpoint.background",
@@ -181,6 +188,7 @@ WITHOUT_A_FLAG = {
     "rollout.engine_args",
     "rollout.fp32_head",
     "rollout.lora_sync",
+    "rollout.num_hosts",
     "rollout.num_slots",
     "rollout.top_k",
     "train.chosen_tokens_per_device",
