@@ -181,6 +181,7 @@ WITHOUT_A_FLAG = {
     "rollout.engine_args",
     "rollout.fp32_head",
     "rollout.lora_sync",
+    "rollout.num_hosts",
     "rollout.num_slots",
     "rollout.top_k",
     "train.chosen_tokens_per_device",
