@@ -793,8 +793,8 @@ def missing(config: Config) -> list[tuple[str, str]]:
             problems.append(
                 (
                     "reward.function",
-                    "no source of rewards: set reward.function, reward.graders, reward.url, reward.judge.rubric,"
-                    " reward.model, agent.path or agent.command",
+                    "no source of rewards: set reward.function, reward.url, reward.model, agent.path, agent.command,"
+                    " reward.graders or reward.judge.rubric",
                 )
             )
         if has_judge(config) and reward.judge.url is None:

@@ -191,6 +191,13 @@ WITHOUT_A_FLAG = {
     "train.on_spike",
     "train.spike_factor",
     "trust_remote_code",
+    "agent.command",
+    "agent.gateway.advertise_url",
+    "agent.gateway.bind",
+    "agent.history",
+    "agent.pass_env",
+    "agent.sampling",
+    "agent.tool_parser",
 }
 
 

@@ -62,7 +62,7 @@ def test_a_run_without_what_it_needs_is_refused_by_flag(capsys):
     said = capsys.readouterr().err
     for flag in ("--pretrain: not set", "--prompt_data: not set", "--n_samples_per_prompt: 1: a group of one"):
         assert f"\n  {flag}" in said
-    assert "set --remote_rm_url, --reward_pretrain or --agent_func_path\n" in said
+    assert "set --remote_rm_url, --reward_pretrain, --agent_func_path, agent.command," in said
 
 
 def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypatch, capsys):
