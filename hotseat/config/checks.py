@@ -793,8 +793,8 @@ def missing(config: Config) -> list[tuple[str, str]]:
             problems.append(
                 (
                     "reward.function",
-                    "no source of rewards: set reward.function, reward.url, reward.model or agent.path; a config may also"
-                    " have reward.graders, reward.judge.rubric or agent.command",
+                    "no source of rewards: set reward.function, reward.url, reward.model or agent.path; a config may"
+                    " also have reward.graders, reward.judge.rubric or agent.command",
                 )
             )
         if has_judge(config) and reward.judge.url is None:

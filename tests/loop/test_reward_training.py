@@ -293,6 +293,7 @@ def test_a_head_by_another_name_comes_back(task):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_openrlhfs_command_on_two_ranks_agrees_with_one_process(task):
     flags = (

@@ -11,7 +11,7 @@ from hotseat.errors import ClusterError
 
 _DAEMONS = {"gcs_server": "GCS server", "raylet": "raylet"}  # Ray's name and ours, of those without which it cannot be
 _DAEMON_PERIOD_S = 0.25
-_NODE_PERIOD_S = 1.0  # Ray itself takes a quarter of a minute to give a node up
+_NODE_PERIOD_S = 1.0  # Ray itself takes several missed heartbeats to give a node up
 
 
 class DaemonWatch:
