@@ -475,6 +475,9 @@ class _Shared:
             yield
         finally:
             self._open.remove(recording)
+            unclaimed = [call for call in self.calls if call.user is None] if self._open else []
+            self.calls.clear()
+            self.calls.extend(unclaimed)
 
     def is_open(self, recording: _Recording) -> bool:
         return recording in self._open
@@ -493,8 +496,10 @@ class _Shared:
     def _likely(self, token_ids: tuple[int, ...]) -> _Recording:
         """Return the open episode that a call continues; else one of the same prompt, or any, that asked least."""
         for call in reversed(self.calls):
-            before = (*call.context, *call.completion.token_ids)
-            if call.episode in self._open and token_ids[: len(before)] == before:
+            start, end = len(call.context), len(call.context) + len(call.completion.token_ids)
+            if call.episode not in self._open or len(token_ids) < end:
+                continue
+            if token_ids[:start] == call.context and token_ids[start:end] == tuple(call.completion.token_ids):
                 return call.episode
         same = [each for each in self._open if token_ids[: len(each.prompt.token_ids)] == each.prompt.token_ids]
         return min(same or self._open, key=lambda each: each.num_asked)

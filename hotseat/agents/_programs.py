@@ -76,12 +76,13 @@ def _feed(pipe: object, line: bytes) -> None:
 def _read(loop: asyncio.AbstractEventLoop, output: int, written: bytearray) -> None:
     """Take what a program has written, and keep the end of it. Other processes may hold the pipe open."""
     try:
-        while data := os.read(output, 65536):
-            written += data
-            del written[:-_KEPT]
-        loop.remove_reader(output)
+        data = os.read(output, 1 << 20)  # once a call: a program that never stops writing must not keep the loop
     except BlockingIOError:
         return
+    if not data:
+        loop.remove_reader(output)
+    written += data
+    del written[:-_KEPT]
 
 
 async def _ended(pid: int) -> None:

@@ -196,7 +196,7 @@ def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredE
     if unknown:
         raise AgentError(f"the result has {', '.join(unknown)}; it may have {', '.join(_RESULT_KEYS)}")
     if result.get("reward") is None:
-        alone = sorted(str(name) for name in result if result[name])
+        alone = sorted(str(name) for name in result if result[name] is not None and result[name] != {})
         if alone:
             raise AgentError(f"the result has {', '.join(alone)} without a reward; the run's own reward has its own")
         return episode

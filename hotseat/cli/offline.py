@@ -140,7 +140,7 @@ def run_play(arguments: argparse.Namespace) -> int:
         arguments.prompt,
         Path("logs"),
         _view("play"),
-        lambda text, kind: console.print(text, style=styles[kind], markup=False),
+        lambda text, kind: console.print(text, style=styles[kind], markup=False, emoji=False, soft_wrap=True),
     )
     if played.episode is None:
         print(f"failed: {played.reason}")

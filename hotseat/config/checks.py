@@ -22,7 +22,7 @@ from hotseat.config.roles import (
     placed_roles,
 )
 from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig
-from hotseat.config.urls import url_problems
+from hotseat.config.urls import as_list, url_problems
 
 
 @dataclass(frozen=True)
@@ -549,6 +549,22 @@ def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
     url = agent.gateway.advertise_url
     if url is not None and not url.startswith(("http://", "https://")):
         problems.append(("agent.gateway.advertise_url", f"{url!r}: write it as http://gateway.example:8000"))
+    elif url is not None and not (host and port.isdecimal()):
+        problems.append(
+            (
+                "agent.gateway.bind",
+                f"{agent.gateway.bind!r} takes any free port, which agent.gateway.advertise_url cannot name: write it"
+                " as 0.0.0.0:8000",
+            )
+        )
+    if url is not None and config.rollout.num_hosts != 1:
+        problems.append(
+            (
+                "rollout.num_hosts",
+                "agent.gateway.advertise_url is one address, and each rollout host knows only the episodes of its own:"
+                " set rollout.num_hosts to 1",
+            )
+        )
     if agent.command is None:
         return problems
     if not agent.command or not agent.command[0]:
@@ -771,7 +787,18 @@ def _judge_conflicts(config: Config, names: Collection[str]) -> list[tuple[str, 
     own = {"model", "messages", "temperature", "max_tokens", "seed", "n", "stream"} & set(judge.request)
     if own:
         problems.append(("reward.judge.request", f"{', '.join(sorted(own))}: set by the judge's other options"))
-    if judge.name in names or (judge.name == "function" and config.reward.function is not None):
+    if "?" in "".join(as_list(judge.url)):
+        problems.append(("reward.judge.url", "has a query: give the address up to /v1"))
+    if judge.choices and "pattern" not in judge.model_fields_set:
+        problems.append(
+            (
+                "reward.judge.pattern",
+                "not set, so it finds numbers, and reward.judge.choices are words: set a pattern such as"
+                " '(?i)\\b(yes|no)\\b'",
+            )
+        )
+    has_function = config.reward.function is not None or bool(config.reward.url)
+    if judge.name in names or (judge.name == "function" and has_function):
         problems.append(("reward.judge.name", f"{judge.name!r} is taken: give the judge a name of its own"))
     if config.reward.model is not None:
         problems.append(("reward.judge", "cannot be added to reward.model, which scores alone: set one of them"))

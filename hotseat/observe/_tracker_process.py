@@ -105,7 +105,7 @@ class _Mlflow:
             number = experiment.experiment_id if experiment else self._client.create_experiment(project)
             tags = {"group": task["group"]} if task["group"] else {}
             self.run_id = self._client.create_run(number, run_name=task["name"], tags=tags).info.run_id
-            config = [Param(name, text[:500]) for name, text in _flat(task["config"])]
+            config = [Param(_mlflow_name(name), text[:500]) for name, text in _flat(task["config"])]
             for start in range(0, len(config), 100):  # MLflow's limit of a request
                 self._client.log_batch(self.run_id, params=config[start : start + 100])
         self.where = f"{_without_password(uri)}, experiment {project}, run {self.run_id}"
@@ -115,10 +115,7 @@ class _Mlflow:
 
         now_ms = int(time.time() * 1000)
         # "pass@4": it takes letters, digits, spaces and _-.:/ only.
-        metrics = [
-            Metric(re.sub(r"[^\w\-.:/ ]", "_", name.replace("@", "_at_")), float(value), now_ms, step)
-            for name, value in values.items()
-        ]
+        metrics = [Metric(_mlflow_name(name), float(value), now_ms, step) for name, value in values.items()]
         for start in range(0, len(metrics), 500):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + 500])
 
@@ -155,6 +152,11 @@ class _Trackio:
 
 
 TRACKERS: dict[str, Any] = {"wandb": _Wandb, "mlflow": _Mlflow, "trackio": _Trackio}
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name with only those characters that MLflow allows."""
+    return re.sub(r"[^\w\-.:/ ]", "_", name.replace("@", "_at_"))
 
 
 def _flat(config: dict[str, Any], at: str = "") -> list[tuple[str, str]]:

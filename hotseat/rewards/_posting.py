@@ -101,6 +101,7 @@ class Poster:
         self._servers = Servers(urls)
         self._max_open = max_open
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        self._token = token
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._back_off_s = back_off_s
@@ -265,6 +266,8 @@ class Poster:
             raise _Broken(f"the connection broke: {str(error) or type(error).__name__}") from None
         if 200 <= status < 300:
             return job.read(content, url)
+        if self._token:  # which some proxies quote in their refusals
+            content = content.replace(self._token.encode(), b"***")
         problem = f"status {status}: {excerpt(content)}"
         if status in _NOT_THERE:
             raise _Unreachable(problem)

@@ -115,7 +115,9 @@ class Judge:
 
     def _vote(self, text: str, number: int, name: str) -> Future[float | Failed]:
         """Ask for one verdict, unless the same request was made before."""
-        key = hashlib.sha256(_json(self._body(text, number, 0))).hexdigest()
+        settings = self._settings
+        reading = {"pattern": settings.pattern, "scale": settings.scale, "choices": settings.choices}
+        key = hashlib.sha256(_json({"request": self._body(text, number, 0), "reading": reading})).hexdigest()
         with self._lock:
             known = self._verdicts.get(key)
             if known is not None:
@@ -181,6 +183,9 @@ class Judge:
         """Read the verdict from what a judge wrote."""
         matches = [match[1] for match in self._pattern.finditer(written)]
         shown = repr(written if len(written) <= _MAX_SHOWN else f"...{written[-_MAX_SHOWN:]}")
+        if not written:
+            limit = f"reward.judge.max_tokens is {self._settings.max_tokens}"
+            return Failed(f"the judge wrote nothing, or was cut off before its end ({limit})")
         if not matches or matches[-1] is None:
             return Failed(f"the judge wrote no verdict that reward.judge.pattern finds: {shown}")
         word = matches[-1].strip()
@@ -204,7 +209,11 @@ def combined(verdicts: Sequence[float], how: Combine) -> float:
 
 
 class VerdictFile:
-    """Verdicts by the key of their request, in a file of JSON lines that is only appended to."""
+    """Verdicts by the key of their request, in a file of JSON lines that is only appended to, by any number of hosts.
+
+    Each line is one write. A line that is not whole, which a crash or another node may leave, is no verdict: its
+    request is made again.
+    """
 
     def __init__(self, path: Path | None):
         self._known: dict[str, float] = {}
@@ -213,15 +222,14 @@ class VerdictFile:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]  # a crash may have cut the last line short
-        for line in whole.splitlines():
-            record = json.loads(line)
-            self._known[record["key"]] = record["verdict"]
-        if len(whole) < len(content):
-            with path.open("rb+") as file:
-                file.truncate(len(whole))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        content = path.read_bytes()
+        for line in content.splitlines():
+            record = _record(line)
+            if record is not None:
+                self._known[record["key"]] = record["verdict"]
+        if content and not content.endswith(b"\n"):
+            self._file.write(b"\n")
 
     def get(self, key: str) -> float | None:
         return self._known.get(key)
@@ -230,13 +238,21 @@ class VerdictFile:
         with self._lock:
             self._known[key] = verdict
             if self._file is not None and not self._file.closed:
-                self._file.write(json.dumps({"key": key, "verdict": verdict, "written": written}) + "\n")
-                self._file.flush()
+                self._file.write(json.dumps({"key": key, "verdict": verdict, "written": written}).encode() + b"\n")
 
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
                 self._file.close()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return a line of the file of verdicts; None if it is not whole."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"key", "verdict"} <= record.keys() else None
 
 
 def _read(content: bytes, url: str) -> str:
@@ -250,8 +266,8 @@ def _read(content: bytes, url: str) -> str:
         raise BadAnswer(f"its answer has no list 'choices' with one entry: {excerpt(content)}")
     message = choices[0].get("message")
     text = message.get("content") if isinstance(message, dict) else None
-    if text is None and choices[0].get("finish_reason") == "length":
-        return ""  # all tokens went into thoughts
+    if choices[0].get("finish_reason") == "length":
+        return ""  # what looks like a verdict there may be a thought
     if not isinstance(text, str):
         raise BadAnswer(f"its answer has no text at choices[0].message.content: {excerpt(content)}")
     return text

@@ -44,6 +44,7 @@ class Engine:
         self.sampled: Counter = Counter()
         self.aborted: list[str] = []
         self.is_holding = False  # answer nothing
+        self.held: list[Future[Completion]] = []  # what was not answered
         self.asked = threading.Event()
         self._answers = answers or ("cab",)
         self._name = name
@@ -54,6 +55,7 @@ class Engine:
         self.asked.set()
         future: Future[Completion] = Future()
         if self.is_holding:
+            self.held.append(future)
             return future
         if text == "dies":
             future.set_exception(RuntimeError("the engine died"))

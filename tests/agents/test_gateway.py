@@ -379,6 +379,8 @@ def test_a_client_that_hangs_up_ends_its_request_and_may_ask_again_for_the_same(
         while not engine.requests:
             await asyncio.sleep(0.01)
         asking.cancel()
+        while not engine.held[0].cancelled():
+            await asyncio.sleep(0.01)
         engine.is_holding = False
         again = {"x-stainless-retry-count": "1"}
         while (await post(client, "/chat/completions", {"messages": QUESTION, "model": "x"}, **again))[0] != 200:

@@ -230,6 +230,14 @@ def test_every_rule_speaks_of_keys_that_exist():
         ),
         ("agent: {path: a.py, gateway: {bind: 'here:http'}}", "write it as 127.0.0.1 or as 127.0.0.1:8000"),
         ("agent: {path: a.py, gateway: {advertise_url: here}}", "write it as http://gateway.example:8000"),
+        (
+            "agent: {path: a.py, gateway: {bind: 0.0.0.0, advertise_url: 'http://here'}}\nrollout: {num_hosts: 1}",
+            "'0.0.0.0' takes any free port, which agent.gateway.advertise_url cannot name",
+        ),
+        (
+            "agent: {path: a.py, gateway: {bind: '0.0.0.0:8000', advertise_url: 'http://here'}}",
+            "each rollout host knows only the episodes of its own: set rollout.num_hosts to 1",
+        ),
         ("agent: {command: []}", "empty: give a program and its arguments"),
         ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),
         (

@@ -44,7 +44,7 @@ def test_a_driver_and_then_an_engine_and_a_host_die_and_no_bit_changes(task):
         assert "resuming from" in out
         assert "engine 0 died and is replaced" in out
         assert "rollout host 1 died and is replaced" in out
-        assert seconds_to_name("rollout host 1 died", run) < 5.0
+        assert seconds_to_name("rollout host 1 died", run) < 60.0  # the engine may be under replacement first
         assert differences(undisturbed, run.run_dir) == []
         assert run.is_gone(within_s=60)
 

@@ -105,7 +105,7 @@ def test_the_last_verdict_counts(text, score, server, judge):
     ("text", "reason"),
     [
         ("I like it.", "the judge wrote no verdict that reward.judge.pattern finds: 'I like it.'"),
-        ("", "the judge wrote no verdict"),
+        ("", "the judge wrote nothing"),
         ("Score: 11", "the judge's verdict 11 is outside its scale, 0 to 10: 'Score: 11'"),
         ("Score: -1", "the judge's verdict -1 is outside its scale"),
     ],
@@ -166,7 +166,9 @@ def test_equal_requests_are_made_once_and_verdicts_survive_the_judge(server, jud
     assert scored(second, ("5", "4", "6")) == [Score(0.5, 0.5)] * 3
     assert len(there.messages) == 3
     second.close()
-    assert len([json.loads(line) for line in Path(cache).read_text().splitlines()]) == 3
+    *two, cut, third = Path(cache).read_text().splitlines()
+    assert cut == '{"key": "cut sho'
+    assert len([json.loads(line) for line in (*two, third)]) == 3
     assert scored(judge(there, cache=cache, rubric=RUBRIC + " Be strict."), ("4",)) == [Score(0.5, 0.5)]
     assert len(there.messages) == 4  # another rubric is another request
 
@@ -210,9 +212,32 @@ def test_an_endpoint_that_fails_fails_the_sample_with_its_address(answer, reason
     assert "sample 0/0/0" in failed.reason
 
 
-def test_thoughts_without_an_end_are_no_verdict(server, judge):
-    [failed] = scored(judge(server(lambda *_: written(None, "length"))), ("4",))
-    assert "the judge wrote no verdict" in failed.reason
+@pytest.mark.parametrize("text", [None, "", "Score: 3 for style, but"])
+def test_thoughts_without_an_end_are_no_verdict(text, server, judge):
+    [failed] = scored(judge(server(lambda *_: written(text, "length"))), ("4",))
+    assert "the judge wrote nothing, or was cut off before its end (reward.judge.max_tokens is" in failed.reason
+
+
+def test_verdicts_of_several_hosts_share_a_file_and_a_line_that_is_not_whole_is_none(tmp_path):
+    path = tmp_path / "judge.jsonl"
+    one, other = VerdictFile(path), VerdictFile(path)
+    one.add("a", 1.0, "Score: 1")
+    other.add("b", 2.0, "Score: 2")
+    with path.open("a") as file:
+        file.write('{"key": "c", "verd')
+    third = VerdictFile(path)
+    one.add("d", 4.0, "Score: 4")
+    third.add("e", 5.0, "Score: 5")
+    again = VerdictFile(path)
+    assert [again.get(key) for key in "abcde"] == [1.0, 2.0, None, 4.0, 5.0]
+    for each in (one, other, third, again):
+        each.close()
+
+
+def test_a_token_that_a_refusal_quotes_is_in_no_reason(server, judge):
+    there = server(lambda *_: (401, "Bearer s3cret-s3cret is unknown"))
+    [failed] = scored(judge(there, token="s3cret-s3cret"), ("4",))
+    assert "Bearer *** is unknown" in failed.reason
 
 
 def test_a_missing_label_is_a_failed_sample_if_the_rubric_asks_for_it(server, judge):
@@ -258,7 +283,7 @@ def config_of(tmp_path: Path, more: str = "", text: str = "{answer}"):
 
 def test_settings_come_from_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("HOTSEAT_JUDGE_TOKEN", "s3cret")
-    config = config_of(tmp_path, "votes: 3, choices: {'Yes': 10, 'No': 0}")
+    config = config_of(tmp_path, r"votes: 3, pattern: '(?i)\b(yes|no)\b', choices: {'Yes': 10, 'No': 0}")
     found = judge_of(config, tmp_path)
     assert (found.urls, found.model, found.rubric) == (("http://127.0.0.1:8000/v1",), "big", "{answer}")
     assert (found.votes, found.temperature, found.token) == (3, 1.0, "s3cret")
@@ -283,6 +308,12 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path):
     assert "no text in UTF-8" in dict(judge_obstacles(gone))["reward.judge.rubric"]
 
 
+def test_an_address_with_a_query_is_refused(tmp_path):
+    text = BASE.format(rubric=tmp_path / "rubric.txt", more="").replace("/v1", "/v1?version=1")
+    with pytest.raises(ConfigError, match=r"reward.judge.url: has a query: give the address up to /v1"):
+        loads(text)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -290,6 +321,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(tmp_path):
         ("choices: {good: 11}", "good is 11, outside of reward.judge.scale [0, 10]"),
         ("choices: {yes: 10}", "YAML reads yes, on or true as True: put the word in quotes"),
         ("choices: {}", "reward.judge.choices: no word in it"),
+        ("choices: {'good': 10}", "reward.judge.pattern: not set, so it finds numbers"),
         ("votes: 3, temperature: 0", "reward.judge.temperature: 0: all 3 votes would be the same"),
         ("request: {stream: true}", "reward.judge.request: stream: set by the judge's other options"),
     ],

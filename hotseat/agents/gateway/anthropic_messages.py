@@ -30,6 +30,8 @@ async def create(body: Mapping[str, Any], session: Session) -> Reply:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind not in ("auto", "none"):
         own["tool_choice"] = choice
+    if not isinstance(body.get("thinking") or {}, dict):
+        raise BadRequest("thinking: not an object", "thinking")
     if (body.get("thinking") or {}).get("type") == "enabled":
         own["thinking"] = body["thinking"]
     asked = Asked(

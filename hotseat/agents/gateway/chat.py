@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from hotseat.agents.gateway import fields
@@ -205,7 +206,7 @@ class _Text(_OpenAI):
         if not self._has_log_probs:
             return None
         texts = [self._session.token_text(token) for token in given.token_ids]
-        offsets = [sum(map(len, texts[:at])) for at in range(len(texts))]
+        offsets = list(accumulate(map(len, texts), initial=0))[:-1]
         return {"tokens": texts, "token_logprobs": list(given.log_probs), "top_logprobs": None, "text_offset": offsets}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from hotseat.agents.gateway.asking import BadRequest
@@ -50,7 +51,7 @@ def numbers(body: Mapping[str, Any], names: Sequence[str]) -> None:
     """Check that fields are numbers where they are set."""
     for name in names:
         value = body.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or abs(value) == inf):
             raise BadRequest(f"{name}: {value!r:.80} is not a number", name)
 
 

@@ -23,7 +23,7 @@ _KNOWN = (
 async def create(body: Mapping[str, Any], session: Session) -> Reply:
     """Answer a request for a response."""
     fields.check_known(body, _KNOWN)
-    fields.numbers(body, ("temperature", "top_p"))
+    fields.numbers(body, ("temperature", "top_p", "top_k"))
     fields.flag(body, "stream")
     for name, neutral in (("truncation", "disabled"), ("background", False), ("include", [])):
         if body.get(name) not in (None, neutral):

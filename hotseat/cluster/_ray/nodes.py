@@ -50,9 +50,10 @@ class NodeProcesses:
         for node, workers in marks.items():
             if node == self._connection.home:
                 _guard.end_marked(_guard.WORKER, workers, timeout_s=5.0)
-            elif node in self._connection.live_nodes():  # on a lost one they ended with it
+            else:
                 with contextlib.suppress(RunError):
-                    self._ask(node, NodeAgent.end_workers, list(workers))
+                    if node in self._connection.live_nodes():  # on a lost one they ended with it
+                        self._ask(node, NodeAgent.end_workers, list(workers))
 
     def broker(self, node: int) -> tuple[Address, bytes]:
         """Return address and key of the channel broker on this node; it is started when first asked for."""

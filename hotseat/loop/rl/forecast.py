@@ -12,6 +12,7 @@ from statistics import fmean
 
 from hotseat.config import Config
 from hotseat.config.maths import overlap_queue
+from hotseat.config.roles import has_agent
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import engine_slots, episodes_per_engine
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
@@ -91,7 +92,7 @@ def _waited_s(row: dict[str, float]) -> float:
 def resources_of(config: Config, num_engines: int, *, is_shared: bool) -> Resources:
     """Return what a run samples its groups with. An agent's tools need a place, but no slot of an engine."""
     per_engine = episodes_per_engine(config)
-    if config.agent.path is None:
+    if not has_agent(config):
         per_engine = min(per_engine, engine_slots(config))
     return Resources(per_engine * num_engines, is_shared)
 
@@ -118,7 +119,7 @@ def without_queueing(config: Config, costs: Costs, resources: Resources) -> Cost
     factor with which the simulation of that run takes the time that it took.
     """
     num_open = config.rollout.batch_size * (1 + overlap_queue(config)) * config.rollout.samples_per_prompt
-    if config.agent.path is not None or num_open <= resources.num_places:
+    if has_agent(config) or num_open <= resources.num_places:
         return costs
     low, high = 0.0, 1.0
     for _ in range(NUM_HALVINGS):

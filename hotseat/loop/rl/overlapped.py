@@ -218,8 +218,9 @@ class OverlappedStream:
         return is_batch or self._num_unscored >= len(pacer.in_flight)
 
     def _score(self) -> None:
-        self._num_unscored = 0
-        self._tickets.arrive(self._callbacks.score())
+        groups = self._callbacks.score()
+        self._num_unscored = 0  # not before: if a host dies meanwhile, groups of the others still wait to be scored
+        self._tickets.arrive(groups)
 
     def _job(self, key: GroupKey) -> Job:
         epoch, prompt = key

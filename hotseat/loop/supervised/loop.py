@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from hotseat.cluster import WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, token_budget, tokens_per_micro_batch
-from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.opening import OnCluster
 from hotseat.loop.planning.budgets import Use, least_tokens, lowered_note, lowered_until, with_budget
 from hotseat.loop.planning.plan import is_offloaded
@@ -112,7 +111,7 @@ def resumed(checkpoint: Checkpoint) -> tuple[int, dict[str, float]]:
 
 
 def step_metrics(data: SupervisedData, results: Sequence[StepResult], seconds: float) -> dict[str, float]:
-    """Return the metrics of an optimizer step that took `seconds`: a report is all ranks', memory the fullest one's."""
+    """Return the metrics of an optimizer step that took `seconds`: a report is all ranks', memory the fullest known."""
     report = results[0].report
     metrics = {
         "loss": report.loss,
@@ -123,8 +122,8 @@ def step_metrics(data: SupervisedData, results: Sequence[StepResult], seconds: f
         "tokens_per_s": report.num_tokens / seconds,
         "step_s": seconds,
     }
-    if has_gpu():
-        fullest = max((result.held for result in results), key=lambda held: held.peak)
+    fullest = max((result.held for result in results), key=lambda held: held.peak)
+    if fullest.peak > 0:  # on a GPU
         metrics |= {"memory/update/actor": fullest.peak / 2**30, "memory/update/unused": fullest.unused / 2**30}
     if "aux_loss" in report.metrics:
         metrics["aux_loss"] = report.metrics["aux_loss"]

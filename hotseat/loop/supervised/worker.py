@@ -208,6 +208,7 @@ class SupervisedWorker(BackendWorker):
 
     def measured_step(self) -> StepResult:
         """Make a `step`; return its report, the budgets that were lowered, and the memory it took. Collective."""
+        self.held()  # forgets the peak of what came before, such as an evaluation
         return StepResult(self.step(), self.lowered(), self.held())
 
     def use_budget(self, max_tokens: int) -> None:

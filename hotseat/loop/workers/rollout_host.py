@@ -200,6 +200,8 @@ class RolloutHost:
         with collection.lock:
             if groups.keys() >= {job.key for job in jobs}:
                 return False
+            if collection.error is not None:  # which an earlier call got
+                raise collection.error
             group, scores = self._next_of(collection)
             groups[group.job.key] = group
             if scores is not None:
@@ -217,7 +219,8 @@ class RolloutHost:
                 if error is self._lost:
                     raise
                 if not any(error is death for death in self._deaths):  # of an engine that is replaced by now
-                    self._collection = None  # an episode raised it: its group will never be complete
+                    collection.error = error
+                    self._collection = None
                     raise
 
     # --- rollout beside training --------------------------------------------------------------------------------------
@@ -454,6 +457,7 @@ class _Collection:
     groups: dict[GroupKey, OpenGroup] = field(default_factory=dict)
     facts: dict[GroupKey, GroupFacts] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by who waits for the next group
+    error: Exception | None = None  # of an episode, whose group will never be complete
 
 
 def facts_of(finished: Finished) -> GroupFacts:

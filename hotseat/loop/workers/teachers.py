@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hotseat.cluster.activity import activity
+from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings, Cutter
 from hotseat.loop.workers.engines import device_of_process
 from hotseat.loop.workers.experience import Share, flatten, groups_of
@@ -62,6 +63,12 @@ class TeachersWorker(ModelWorker):
         for name in self._backends:
             self._turn_to(name)
             super().warm_up(max_length)
+
+    def lowered(self) -> dict[Use, int]:
+        """Return the smallest budget that any teacher lowered, by use."""
+        each = [cutter.lowered(self._sequence_parallel_size) for cutter in self._cutters.values()]
+        uses = {use for budgets in each for use in budgets}
+        return {use: min(budgets[use] for budgets in each if use in budgets) for use in uses}
 
     def close(self) -> None:
         for backend in self._backends.values():
