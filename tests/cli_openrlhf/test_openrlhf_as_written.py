@@ -77,13 +77,13 @@ def check_model(path):
     assert (path / "model.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "output", "num_ranks"),
     [
-        pytest.param("sft", "checkpoint/llama3-8b-sft", 1),
-        pytest.param("reward_model", "output/llama3-8b-rm", 2, marks=pytest.mark.long),
-        pytest.param("dpo", "output/llama3-8b-dpo", 2, marks=pytest.mark.long),
+        ("sft", "checkpoint/llama3-8b-sft", 1),
+        ("reward_model", "output/llama3-8b-rm", 2),
+        ("dpo", "output/llama3-8b-dpo", 2),
     ],
     ids=["sft", "reward_model", "dpo"],
 )

@@ -144,7 +144,8 @@ IN_BACKGROUND = (PASSES, "checkpoint.every=2", "checkpoint.background=true")
 @pytest.mark.parametrize(
     ("fault", "newest"),
     [
-        (Fault("update.before", "kill", skip=4), 2),  # of step 5, while step 4 is being written
+        # Of step 5, while step 4 is being written.
+        pytest.param(Fault("update.before", "kill", skip=4), 2, marks=pytest.mark.long),
         (Fault("save.commit", "kill", skip=1), 2),
         pytest.param(Fault("save.after", "kill", skip=1), 4, marks=pytest.mark.long),
     ],

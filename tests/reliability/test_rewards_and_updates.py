@@ -87,11 +87,11 @@ AFTER_2_S = ("reward.timeout_s=2", "reward.retries=4")  # a loaded machine may t
     ("fault", "limits"),
     [
         ("ctypes.string_at(0)", AT_ONCE),
-        ("os._exit(3)", AT_ONCE),
-        ("os.abort()", AT_ONCE),
-        ("time.sleep(1000)", AFTER_2_S),
+        pytest.param("os._exit(3)", AT_ONCE, marks=pytest.mark.long),
+        pytest.param("os.abort()", AT_ONCE, marks=pytest.mark.long),
+        pytest.param("time.sleep(1000)", AFTER_2_S, marks=pytest.mark.long),
         ("while True: pass", AFTER_2_S),
-        ("os.kill(os.getpid(), 9)", AT_ONCE),
+        pytest.param("os.kill(os.getpid(), 9)", AT_ONCE, marks=pytest.mark.long),
     ],
 )
 def test_a_reward_function_that_crashes_or_hangs_is_started_again(task, fault, limits):

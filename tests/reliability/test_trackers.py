@@ -107,7 +107,7 @@ def test_offline_a_run_is_kept_for_later(plain):
     ("name", "init"),
     [
         pytest.param("raises", "raise RuntimeError('no')", marks=pytest.mark.long),
-        ("hangs", "time.sleep(10000)"),
+        pytest.param("hangs", "time.sleep(10000)", marks=pytest.mark.long),
         ("dies", "os.kill(os.getpid(), 9)"),
     ],
 )

@@ -221,8 +221,8 @@ def test_a_function_that_asks_for_too_much_memory(make):
 def test_a_pipe_that_somebody_else_writes_to(make):
     noise = (
         "import os",
-        "for pipe in range(3, 256):",
-        "    try: os.write(pipe, b'x' * 64)",
+        "for pipe in map(int, os.listdir('/proc/self/fd')):",
+        "    try: pipe > 2 and os.write(pipe, b'x' * 64)",
         "    except OSError: pass",
     )
     assert "its answer cannot be read" in score(make(body(*noise, "return [1.0, 1.0]")))[0].reason

@@ -351,6 +351,7 @@ def test_two_ranks_conform(cut: Shared, check: Any) -> None:
     check(Subject(engine=cut.engine, model=lambda n: random_model(cut.config, n), is_bit_exact=False, tolerance=3e-4))
 
 
+@pytest.mark.long
 def test_what_is_packed_is_unpacked_by_the_ranks(cut: Shared, tmp_path: Path) -> None:
     model = random_model(cut.config, 2)
     with cut.engine() as engine:

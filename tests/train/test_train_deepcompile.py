@@ -41,7 +41,7 @@ def _nothing_compiled() -> Iterator[None]:
     ("layout", "head", "with_entropy"),
     [
         ("packed", "policy", True),
-        ("padded", "value", False),
+        pytest.param("padded", "value", False, marks=pytest.mark.long),
         pytest.param("padded", "policy", True, marks=pytest.mark.long),
         pytest.param("packed", "policy", False, marks=pytest.mark.long),
         pytest.param("packed", "value", False, marks=pytest.mark.long),
