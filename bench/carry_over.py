@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B")
     parser.add_argument("--only", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/carry_over"))
+    parser.add_argument("--directory", type=Path, default=Path("bench-carry-over"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     directory, model = arguments.directory.absolute(), arguments.model

@@ -13,7 +13,6 @@ allocator had in use at the most, and 1 GiB for the device's context; cache that
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import shutil
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.shapes import VOCAB_SIZES, make_weights, shape
+from lib.trl_side import timed_steps
 from lib.words import save_tokenizer
 
 PAIRS_PER_STEP, PROMPT_LENGTH, ANSWER_LENGTHS = 32, 64, (64, 447)
@@ -93,19 +93,8 @@ def run_hotseat(directory: Path, model: str) -> dict[str, Any]:
 def run_trl(directory: Path, model: str, pairs: int) -> dict[str, Any]:
     import torch
     from datasets import load_dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
-
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
 
     path = directory / model
     trainer = DPOTrainer(
@@ -130,10 +119,8 @@ def run_trl(directory: Path, model: str, pairs: int) -> dict[str, Any]:
         ),
         train_dataset=load_dataset("json", data_files=str(path / "pairs.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(path),
-        callbacks=[Clock()],
     )
-    trainer.train()
-    seconds = [end - begin for begin, end in itertools.pairwise(ends)]
+    seconds = timed_steps(trainer)
     return {"seconds": seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else None}
 
 
@@ -179,7 +166,7 @@ def main() -> None:
     parser.add_argument("--model", choices=VOCAB_SIZES, default="1.5B")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/dpo_vs_trl"))
+    parser.add_argument("--directory", type=Path, default=Path("bench-dpo"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     directory, model = arguments.directory.absolute(), arguments.model

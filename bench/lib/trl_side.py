@@ -12,21 +12,8 @@ from typing import Any
 def time_grpo(
     model: Path, prompts: Path, output: Path, reward: Callable[..., list[float]], **config: Any
 ) -> list[float]:
-    import torch
     from datasets import load_dataset
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-
-    ends: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            ends.append(time.perf_counter())
 
     trainer = GRPOTrainer(
         model=str(model),
@@ -41,7 +28,26 @@ def time_grpo(
             **{"learning_rate": 1e-6, "beta": 0.0} | config,
         ),
         train_dataset=load_dataset("json", data_files=str(prompts), split="train").rename_column("input", "prompt"),
-        callbacks=[Clock()],
     )
+    return timed_steps(trainer)
+
+
+def timed_steps(trainer: Any) -> list[float]:
+    """Train with one of transformers' trainers; return the seconds of each of its steps."""
+    import torch
+    from transformers import TrainerCallback
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    trainer.add_callback(Clock())
     trainer.train()
     return [end - begin for begin, end in itertools.pairwise(ends)]

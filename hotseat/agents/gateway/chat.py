@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
@@ -100,7 +101,7 @@ def _prompts(value: Any) -> list[dict[str, Any]]:
 
 
 class _OpenAI(Reply):
-    """What replies of both kinds have in common."""
+    """Common part of the replies to chats and to completions."""
 
     name = ""
     chunk_name = ""
@@ -135,12 +136,13 @@ class _OpenAI(Reply):
     def _tokens(self, given: Given) -> dict[str, Any]:
         return {"token_ids": list(given.token_ids)} if self._shows_tokens else {}
 
+    @abstractmethod
     def _choice(self, index: int, given: Given) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return one answer as an entry of `choices`."""
 
+    @abstractmethod
     def _parts(self, given: Given) -> Iterator[dict[str, Any]]:
         """Yield what differs between the chunks of one answer."""
-        raise NotImplementedError
 
 
 class _Chat(_OpenAI):

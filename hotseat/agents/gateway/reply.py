@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +24,16 @@ class Event:
         return f"{head}data: {data}\n\n".encode()
 
 
-class Reply:
+class Reply(ABC):
     """The answer to one request."""
 
+    @abstractmethod
     def body(self) -> dict[str, Any]:
         """Return the reply as a whole."""
-        raise NotImplementedError
 
+    @abstractmethod
     def events(self) -> Iterator[Event]:
         """Yield the reply in pieces. The answer is complete before the first: engines hand over whole completions."""
-        raise NotImplementedError
 
 
 def pieces(text: str) -> list[str]:

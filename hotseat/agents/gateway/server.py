@@ -38,7 +38,7 @@ _HANDLERS: dict[str, Handler] = {
 
 @dataclass(frozen=True)
 class Address:
-    """Where one episode reaches the policy. base_url: with `/v1`, as OpenAI's clients take it."""
+    """Address at which one episode reaches the policy. base_url: with `/v1`, as OpenAI's clients take it."""
 
     base_url: str
     token: str

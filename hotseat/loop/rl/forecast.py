@@ -38,7 +38,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the groups of a run are sampled with. is_shared: engines take turns with training on their devices."""
+    """Means by which the groups of a run are sampled. is_shared: engines take turns with training on their devices."""
 
     num_places: int  # episodes in progress at once
     is_shared: bool
