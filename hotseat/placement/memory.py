@@ -57,8 +57,8 @@ class Term:
 class TrainMemory:
     """Memory settings of a model that is trained: dtypes and sharding of parameters, gradients and optimizer state.
 
-    FSDP with fp32 weights cast to bf16 is `weight_bytes=4, master_bytes=0`; bf16 weights with an fp32 copy in the
-    optimizer is `weight_bytes=2, master_bytes=4`; pure bf16 is `weight_bytes=2, master_bytes=0, moment_bytes=2`.
+    FSDP with fp32 weights that are computed in bf16 is `weight_bytes=4, master_bytes=0`; bf16 weights with an fp32 copy
+    in the optimizer is `weight_bytes=2, master_bytes=4`; pure bf16 is `weight_bytes=2, master_bytes=0, moment_bytes=2`.
     `zero_stage` holds for FSDP too: 3 gathers layer by layer, 1 and 2 the whole model for each step, 0 copies it.
     With `adapter_rank` only adapters beside every linear layer are trained, and these sizes are theirs: the frozen base
     is in the type of the computation.
@@ -293,6 +293,8 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.adapter_rank:
         base = share("weights", memory.compute_bytes, weight_cut, Part.WEIGHTS, held)
         weights = [base, replace(weights[0], name="adapters")]
+    if _has_copies(memory, shards):
+        weights.append(share("16-bit copy of the weights", memory.compute_bytes, 1, Part.WEIGHTS))
     gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
     moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
     state = [moments]
@@ -368,8 +370,15 @@ def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
     return -(-micro_batch * memory.max_tokens // memory.sequence_parallel)
 
 
+def _has_copies(memory: TrainMemory, shards: int) -> bool:
+    """Tell whether fp32 weights have copies to compute with: FSDP on a single rank keeps them, see `train.masters`."""
+    return memory.backend == "fsdp" and shards == 1 and memory.weight_bytes != memory.compute_bytes
+
+
 def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
     """Return the memory of whole weights that exist beside the shard while the role works."""
+    if _has_copies(memory, shards) and not memory.weight_offload:
+        return []
     is_cast = memory.weight_bytes != memory.compute_bytes
     if not (memory.is_sharded and shards > 1) and not is_cast and not memory.weight_offload:
         return []

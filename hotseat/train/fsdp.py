@@ -1,8 +1,7 @@
 """The FSDP2 backend: torch's `fully_shard` over the ranks, a plain module where there is only one.
 
-One rank in fp32 or bf16 has nothing to shard, gather or convert, so the model runs unwrapped: the same maths without
-the hooks (which cost 8% on a small model), and the same bits in every run. With 16-bit compute from 32-bit weights even
-one rank is wrapped, for the conversion.
+One rank has nothing to shard or gather, so the model runs unwrapped: the same maths without the hooks (which cost 8% on
+a small model), and the same bits in every run. With 16-bit compute from 32-bit weights, `Masters` keeps both.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +30,13 @@ from hotseat.train.backend import AdamW, Muon, TrainOptions
 from hotseat.train.fragments import local
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
+from hotseat.train.masters import Masters
 from hotseat.train.models import compiles, layers, load_model, prepare_model
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import Merge, as_they_are, convert
 from hotseat.train.ranks import Ranks
 from hotseat.train.trainer import Trainer
+from hotseat.types import Moved
 
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,16 +84,20 @@ class FSDPBackend(Trainer):
             if weight.requires_grad and options.precision == "bf16_master":
                 weight.data = weight.data.float()
         self._saved_names = set(loaded.state_dict())
-        ranks = Ranks(device, options.timeout_s, always_group=options.precision == "bf16_master")
-        if ranks.size > 1 or options.precision == "bf16_master":
+        ranks = Ranks(device, options.timeout_s)
+        self._masters: Masters | None = None
+        if ranks.size > 1:
             _shard(self._wrapped, loaded, options, device, ranks.size, unit_bytes)
         else:
             self._wrapped.to(device)
+            self._masters = Masters(loaded) if options.precision == "bf16_master" else None
         compute = torch.float32 if options.precision == "fp32" else torch.bfloat16
         is_flash = has_flash(device, compute) and self._wrapped.has_plain_scores
         super().__init__(options, ranks, device, loaded, layout, is_flash)
         # Listed once: while a layer is gathered the model shows other tensors under the same names.
         self._weights = dict(loaded.named_parameters())
+        if self._masters is not None:
+            self._weights |= self._masters.weights
         self._trained = {name: weight for name, weight in self._weights.items() if weight.requires_grad}
         self._optimizer: torch.optim.AdamW | None = None
         if options.optimizer is not None:
@@ -145,6 +149,8 @@ class FSDPBackend(Trainer):
 
     def _backward(self, total: Tensor, is_last: bool) -> None:
         total.backward()
+        if self._masters is not None:
+            self._masters.add_up()
 
     def _gradients(self) -> list[Tensor]:
         return [local(weight.grad) for weight in self._trained.values() if weight.grad is not None]
@@ -162,10 +168,17 @@ class FSDPBackend(Trainer):
             torch._foreach_mul_(self._gradients(), factor)
         set_learning_rate(self._optimizer, learning_rate, self._muon_rate())
         self._optimizer.step()
+        self._update_copies()
+
+    def _update_copies(self) -> None:
+        if self._masters is not None:
+            self._masters.update_copies()
 
     def _forget_gradients(self) -> None:
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
+        if self._masters is not None:
+            self._masters.forget_gradients()
 
     def _lower_loss_scale(self) -> bool:
         return False
@@ -174,10 +187,21 @@ class FSDPBackend(Trainer):
         return self._ranks.size == 1
 
     def _abandon(self) -> None:
-        if isinstance(self._wrapped, FSDPModule):
-            reset_sharding(self._wrapped)
+        pass  # a single rank is not wrapped
 
     # --- residency ----------------------------------------------------------------------------------------------------
+
+    def offload(self, parts: Collection[Part]) -> Moved:
+        moved = super().offload(parts)
+        if self._masters is not None and Part.WEIGHTS in parts:
+            self._masters.drop_copies()
+        return moved
+
+    def onload(self, parts: Collection[Part]) -> Moved:
+        moved = super().onload(parts)
+        if self._masters is not None and Part.WEIGHTS in parts:
+            self._masters.make_copies()
+        return moved
 
     def _tensors(self, part: Part) -> list[Tensor]:
         if part == Part.WEIGHTS:
@@ -243,6 +267,7 @@ class FSDPBackend(Trainer):
             rows = local(state[name])
             first = self._first_row(state[name]) if isinstance(state[name], DTensor) else 0
             rows.copy_(tensor[first : first + len(rows)] if rows.ndim else tensor)
+        self._update_copies()
 
     def _first_row(self, weight: Tensor) -> int:
         """Return the index of the first row of a weight that this rank holds."""
@@ -302,7 +327,7 @@ class FSDPBackend(Trainer):
         return stored
 
     def _after_loading(self) -> None:
-        pass
+        self._update_copies()
 
     def _like(self, weight: Tensor, shard: Tensor) -> Tensor:
         """Wrap a shard in host memory as this rank's part of a tensor that is sharded like `weight`."""
@@ -313,7 +338,7 @@ class FSDPBackend(Trainer):
         )
 
     def _drop(self) -> None:
-        del self._wrapped, self._optimizer, self._weights, self._trained
+        del self._wrapped, self._optimizer, self._weights, self._trained, self._masters
 
 
 def _shard(
@@ -338,54 +363,3 @@ def _shard(
             # Summed, not averaged; and by a plain sum, because gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def reset_sharding(root: FSDPModule, *, by_hand: bool = False) -> None:
-    """Reset FSDP on a single rank after a failed forward or backward, so that a forward can begin.
-
-    by_hand: do not use torch's own way, which exists from 2.13.
-    """
-    groups = [group for module in root.modules() if isinstance(module, FSDPModule) for group in _groups(module)]
-    if hasattr(root, "reset_iter_state") and not by_hand:
-        root.reset_iter_state()
-    else:
-        _reset_states(root)
-        for group in groups:
-            group._all_gather_result = None
-            group._post_reduce_event = None
-            group._all_reduce_state = None
-            group._reshard_after_forward_event = None
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._to_sharded()
-    for group in groups:  # what earlier micro-batches of the update have summed
-        for weight in group.fsdp_params:
-            weight.unsharded_accumulated_grad = None
-            if hasattr(weight, "_unsharded_param"):
-                weight._unsharded_param.grad = None
-
-
-def _groups(module: Any) -> list[Any]:
-    """List groups of weights that are gathered together. torch 2.11 and 2.12 have at most one for each module."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
-
-
-def _reset_states(root: Any) -> None:
-    idle = type(root._get_fsdp_state()._training_state).IDLE
-    for module in root.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        state._training_state = idle
-        state._state_ctx.iter_forward_root = None
-        state._state_ctx.post_backward_final_callback_queued = False
-        state._comm_ctx.all_gather_state = None
-        state._comm_ctx.post_forward_order.clear()
-        if hasattr(state._comm_ctx, "reduce_scatter_states"):
-            state._comm_ctx.reduce_scatter_states.clear()
-        else:
-            state._comm_ctx.reduce_scatter_state = None
-        for group in _groups(module):
-            group._training_state = idle

@@ -117,6 +117,9 @@ def test_dtypes():
     cast = train(num_procs=1, weight_bytes=4, master_bytes=0)
     assert parts(cast, Part.WEIGHTS) == {"weights": 1360}
     assert working(cast, "train")["gathered weights"] == 680
+    copied = train(backend="fsdp", num_procs=1, weight_bytes=4, master_bytes=0)
+    assert parts(copied, Part.WEIGHTS) == {"weights": 1360, "16-bit copy of the weights": 680}
+    assert "gathered weights" not in working(copied, "train")
     assert "gathered weights" not in working(train(num_procs=1), "train")
     assert "gradient reduction" not in working(train(num_procs=1), "train")
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 from weight_changes import assert_changed_alike
 
-from hotseat.errors import DeviceMemoryError, RunError, UserError
+from hotseat.errors import RunError, UserError
+from hotseat.placement.roles import Part
 from hotseat.train import FSDPBackend, LoraOptions, TrainOptions, split_by_count
-from hotseat.train.fsdp import _groups, reset_sharding
+from hotseat.train.ranks import Ranks
 
 from . import adapters, conformance, fsdp_factory
 from .conformance import OPTIONS, ClippedLoss, assert_identical, copy_weights, some_segments, tiny_model
@@ -41,37 +41,15 @@ def test_one_rank_with_adapters(check: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_older_versions_of_torch_are_reset_by_hand() -> None:
-    """From 2.13 on torch does it itself: an update that failed in the middle leaves the same nothing behind."""
-    options, work = replace(OPTIONS, precision="bf16_master"), split_by_count(some_segments(), 4)
-    models = [tiny_model() for _ in range(2)]
-    backends = [FSDPBackend(model, options, unit_bytes=0) for model in models]
-    for number, in_backward in ((2, False), (3, True)):
-        conformance.Shortage(models[0], number, in_backward=in_backward)
-        backends[0]._abandon = lambda: reset_sharding(backends[0]._wrapped, by_hand=True)  # type: ignore[method-assign]
-        with pytest.raises(DeviceMemoryError):
-            backends[0].update(work, ClippedLoss(), 1.0)
-        reports = [backend.update(work, ClippedLoss(), 1.0) for backend in backends]
-        assert reports[0] == reports[1]
-    assert_identical(copy_weights(backends[0]), copy_weights(backends[1]))
-    for backend in backends:
-        backend.close()
-
-
-@pytest.mark.slow
-def test_gradients_are_whole_and_in_32_bits_until_the_last_micro_batch() -> None:
-    """As the planner prices them (`TrainMemory.accumulates`): FSDP sums and shards them with the last one alone."""
+def test_one_rank_sums_gradients_in_32_bits() -> None:
+    """As the planner prices them, though they are computed in 16 bits."""
     model = tiny_model()
     backend = fsdp_factory.make(model, replace(OPTIONS, precision="bf16_master"))
     held: list[tuple[int, int]] = []
 
     def loss(outputs: Any, batch: Any) -> Any:
-        groups = [
-            group for each in backend._wrapped.modules() if isinstance(each, FSDPModule) for group in _groups(each)
-        ]
-        whole = [weight.unsharded_accumulated_grad for group in groups for weight in group.fsdp_params]
-        found = [gradient for gradient in whole if gradient is not None]
-        held.append((sum(gradient.numel() for gradient in found), sum(gradient.nbytes for gradient in found)))
+        gradients = backend._gradients()
+        held.append((sum(gradient.numel() for gradient in gradients), sum(gradient.nbytes for gradient in gradients)))
         return ClippedLoss()(outputs, batch)
 
     backend.update(split_by_count(some_segments(), 2), loss, 1.0)
@@ -191,20 +169,33 @@ def test_a_model_that_is_only_scored_has_no_more_bits_than_it_is_computed_with()
 # --- its own ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_needs_no_process_group() -> None:
-    backend = fsdp_factory.make(tiny_model(), OPTIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_one_rank_needs_no_process_group(precision: Any) -> None:
+    backend = fsdp_factory.make(tiny_model(), replace(OPTIONS, precision=precision))
     assert not dist.is_initialized()
     backend.close()
 
 
 def test_a_group_lives_as_long_as_its_last_backend() -> None:
-    options = replace(OPTIONS, precision="bf16_master")
-    first, second = (fsdp_factory.make(tiny_model(), options) for _ in range(2))
+    first, second = (Ranks(torch.device("cpu"), 600.0, always_group=True) for _ in range(2))
     first.close()
     assert dist.is_initialized()
-    second.log_probs([some_segments(1)], 1.0)
+    assert second.gather("here", "a test") == ["here"]
     second.close()
     assert not dist.is_initialized()
+
+
+def test_copies_to_compute_with_are_dropped_with_the_weights_and_made_again() -> None:
+    model = tiny_model()
+    backend = fsdp_factory.make(model, replace(OPTIONS, precision="bf16_master"))
+    before = backend.log_probs([some_segments(1)], 1.0)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for _, weight in backend.weights()} == {torch.float32}
+    backend.offload([Part.WEIGHTS])
+    assert sum(weight.untyped_storage().nbytes() for weight in model.parameters()) == 0
+    backend.onload([Part.WEIGHTS])
+    torch.testing.assert_close(backend.log_probs([some_segments(1)], 1.0), before, rtol=0, atol=0)
+    backend.close()
 
 
 def test_a_group_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

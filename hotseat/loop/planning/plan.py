@@ -404,7 +404,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
     train = config.train
     compute = _BYTES[dtype_of(config)]
     is_deepspeed = train.backend == "deepspeed"
-    # FSDP keeps fp32 weights and casts them per layer; DeepSpeed keeps 16-bit weights beside fp32 masters.
+    # FSDP keeps fp32 weights, and 16-bit copies on one rank; DeepSpeed 16-bit weights beside fp32 masters.
     has_master = train.fp32_master and compute < 4
     max_tokens, micro_batch = _train_batch(config)
     score_tokens, score_batch = _score_batch(config)
