@@ -14,7 +14,7 @@ from hotseat.failed import Failed
 from hotseat.loop.setup.judge import judge_obstacles, judge_of
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.rewards import Grader, Graders, Score
-from hotseat.rewards.judge import Judge, VerdictFile, combined
+from hotseat.rewards.judge import Endpoints, Judge, VerdictFile, combined
 from hotseat.rewards.rubrics import JudgeSettings
 
 RUBRIC = "Question: {prompt}\nExpected: {label}\nAnswer: {answer}\nWrite `Score:` and 0 to 10."
@@ -46,7 +46,7 @@ def judge(opened):
     def make(server, **options) -> Judge:
         options = {"rubric": RUBRIC, "pattern": PATTERN, "timeout_s": WAIT_S, "retries": 0, **options}
         settings = JudgeSettings((server.judge_url,), "big", **options)
-        opened.append(Judge(settings, back_off_s=0.001, report=lambda line: None))
+        opened.append(Judge(settings, Endpoints(settings, back_off_s=0.001, report=lambda line: None)))
         return opened[-1]
 
     return make
@@ -346,11 +346,28 @@ def test_names_and_sources_are_told_apart(tmp_path):
     assert "pw" not in str(error.value)
 
 
-def test_a_judge_without_an_endpoint_is_refused_by_name():
+def test_a_judge_needs_a_model_with_or_without_an_endpoint():
     found = dict(missing(loads("reward: {judge: {rubric: r.txt}}")))
-    assert "judges on an engine of the run's own are not part of this version" in found["reward.judge.url"]
-    assert "not set" in found["reward.judge.model"]
+    assert found["reward.judge.model"] == "not set: give a checkpoint directory or a hub name"
     assert "reward.function" not in found  # it is a source of rewards
+    elsewhere = dict(missing(loads("reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1'}}")))
+    assert elsewhere["reward.judge.model"] == "not set: give its name at the endpoint"
+    assert "reward.judge.url" not in found
+
+
+def test_options_of_endpoints_and_of_engines_exclude_each_other():
+    for options, says in (
+        (
+            "url: 'http://127.0.0.1:8000/v1', engine: {kind: vllm}",
+            "reward.judge.url is set, so the judge runs elsewhere",
+        ),
+        ("retries: 2", "reward.judge.url is not set, so the judge runs on an engine"),
+        ("engine: {enforce_eager: true}", "reward.judge.engine.kind is transformers; this is for vllm"),
+        ("engine: {kind: vllm, num_slots: 8}", "reward.judge.engine.kind is vllm, which sizes its own batch"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            loads(f"reward: {{judge: {{rubric: r.txt, model: big, {options}}}}}")
+        assert says in str(error.value)
 
 
 def test_an_endpoint_that_is_not_there_is_found_before_anything_heavy_starts(tmp_path, opened):
