@@ -8,9 +8,10 @@ from judge_cases import expected_verdict, judge_section, make_judge
 from loop_cases import rl_yaml, same, weights
 
 from hotseat.config import loads
-from hotseat.errors import UserError
+from hotseat.errors import RunError, UserError
 from hotseat.loop.run import start
 from hotseat.observe import read_lines
+from hotseat.rewards.builtin import answer_of
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +38,8 @@ def answers(task, name: str) -> list[tuple[str, dict]]:
         if line["reward"] is None:
             continue
         segment = line["segments"][-1]
-        text = "".join(text for text, mask in zip(segment["text"], segment["mask"], strict=True) if mask)
-        found.append((text.removesuffix("<eos>"), line))
+        text = "".join(text for text, own in zip(segment["text"], segment["sampled"], strict=True) if own)
+        found.append((answer_of(text, ""), line))
     return found
 
 
@@ -56,7 +57,7 @@ def test_placement_changes_no_verdict_and_no_weight(judged_task):
             assert sample["extra"] == {"judge": sample["reward"]}
     assert same(weights(judged_task, "turns"), weights(judged_task, "asleep"))
     assert same(weights(judged_task, "turns"), weights(judged_task, "apart"))
-    moves = (judged_task / "runs" / "asleep" / "timeline.jsonl").read_text()
+    moves = (judged_task / "runs" / "asleep" / "timeline.json").read_text()
     assert "onload judge kv_cache, weights" in moves or "onload judge weights, kv_cache" in moves
 
 
@@ -105,7 +106,5 @@ def test_requests_that_do_not_fit_are_failed_samples_and_a_model_that_cannot_jud
         run(judged_task, "default", judge=judge_section(judged_task, ""))
     with pytest.raises(UserError, match=r"reward.judge.model: there is no folder"):
         run(judged_task, "absent", judge=judge_section(judged_task, model=f"{judged_task}/jugde"))
-    from hotseat.errors import RunError
-
     with pytest.raises(RunError, match=r"has \d tokens, and reward.judge.engine.max_length is 3"):
         run(judged_task, "short", judge=judge_section(judged_task, "{max_length: 3}"))
