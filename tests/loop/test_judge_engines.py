@@ -6,7 +6,10 @@ from collections import Counter
 import pytest
 from judge_cases import expected_verdict, judge_section, make_judge
 from loop_cases import rl_yaml, same, weights
+from test_dying_engines import Engines
+from test_rl import run_command
 
+from hotseat.cluster import _local
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
 from hotseat.loop.run import start
@@ -108,3 +111,31 @@ def test_requests_that_do_not_fit_are_failed_samples_and_a_model_that_cannot_jud
         run(judged_task, "absent", judge=judge_section(judged_task, model=f"{judged_task}/jugde"))
     with pytest.raises(RunError, match=r"has \d tokens, and reward.judge.engine.max_length is 3"):
         run(judged_task, "short", judge=judge_section(judged_task, "{max_length: 3}"))
+
+
+def test_a_judge_that_dies_is_replaced_and_judges_what_is_left(judged_task, monkeypatch):
+    run(judged_task, "calm")
+    plain, made = _local.LocalGroup, []
+
+    def group(launch, rank_env):
+        made.append(Engines(launch, rank_env, fatal=1) if launch.name == "judge" else plain(launch, rank_env))
+        return made[-1]
+
+    monkeypatch.setattr("hotseat.cluster._local.LocalGroup", group)
+    run(judged_task, "run")
+    [judge] = [each for each in made if each.name == "judge"]
+    assert "died" in judge.log
+    assert "finish_load 0" not in judge.log  # it never gets weights
+    said = (judged_task / "runs" / "run" / "events.jsonl").read_text()
+    assert "judge 0 died and is replaced" in said
+    assert same(weights(judged_task, "calm"), weights(judged_task, "run"))
+
+
+@pytest.mark.long
+@pytest.mark.ray
+def test_on_ray_a_judge_takes_turns_and_changes_no_bit(judged_task):
+    run(judged_task, "local")
+    reward = f"{{judge: {judge_section(judged_task)}, max_failed_fraction: 0.9}}"
+    cluster = "{runtime: ray, component_placement: {actor: 0, rollout: 0-1, judge: '@rollout'}}"
+    run_command(judged_task, "ray", "reward.judge.engine.enable_offload=true", cluster=cluster, reward=reward)
+    assert same(weights(judged_task, "local"), weights(judged_task, "ray"))

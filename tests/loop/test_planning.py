@@ -90,6 +90,37 @@ def test_an_engine_has_its_share_its_size_and_its_parts():
     assert specs("")["rollout"].share is None
 
 
+JUDGED = "reward: {judge: {rubric: r.txt, model: Qwen/Qwen2.5-7B-Instruct, max_tokens: 256"
+
+
+def test_a_judge_without_an_endpoint_is_an_engine_with_a_model_and_a_length_of_its_own():
+    text = f"{JUDGED}, engine: {{kind: vllm, tensor_parallel_size: 2, memory_share: 0.5}}}}}}"
+    judge = specs(f"{text}\ndata: {{max_length: 1000}}\ntrain: {{dtype: bf16}}")["judge"]
+    assert judge.is_engine
+    assert (judge.on, judge.tensor_parallel, judge.share) == ("@actor", 2, 0.5)
+    assert judge.can_offload == {Part.WEIGHTS, Part.KV_CACHE}
+    assert judge.model_assumed == "Qwen2.5-7B"
+    assert judge.memory.max_tokens == 1000 + 256 + 1024  # the answer, the verdict, the rubric
+    assert "judge" not in specs(f"{JUDGED}, url: 'http://127.0.0.1:8000/v1'}}}}")
+
+
+def test_a_judge_works_between_rollout_and_the_actor_and_keeps_its_weights():
+    actor = "actor: {model: Qwen/Qwen2.5-7B-Instruct}"
+    made = make_plan(loads(f"{JUDGED}}}}}\n{actor}", ["cluster.component_placement={actor: 0-7}"]), "1x8xH100-80G")
+    order = [(step.phase, step.roles) for step in made.steps]
+    assert order.index(("prepare", ("judge",))) == order.index(("rollout", ("rollout",))) + 1
+    assert order.index(("prepare", ("judge",))) < order.index(("prepare", ("actor",)))
+    [sync] = [step for step in made.steps if step.pushes]
+    assert "judge" not in sync.roles
+    judged = [hold for step in made.groups[0].steps for hold in step.holdings if hold.role == "judge"]
+    states = {hold.state for hold in judged if hold.part == Part.WEIGHTS}
+    assert "offloaded" in states
+    assert "dropped" not in states  # nobody sends it its weights again
+    text = f"{JUDGED}, engine: {{enable_offload: false}}}}}}\n{actor}"
+    with pytest.raises(PlacementError, match=r"reward\.judge\.engine\.enable_offload is false: unset it"):
+        make_plan(loads(text, ["cluster.component_placement={actor: 0-7}", "train.micro_batch_size=1"]), "1x8xH100-80G")
+
+
 def test_a_reference_is_sharded_under_fsdp_and_zero_3_only():
     base = "algorithm: {kl: {coef: 0.1}}\n"
     assert isinstance(specs(base)["reference"].memory, ForwardMemory)
