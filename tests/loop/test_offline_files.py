@@ -142,6 +142,10 @@ def test_settings_without_effect_are_refused(folder):
         ("generate model rows.jsonl --output model", "model is a folder"),
         ("generate model rows.jsonl data.max_length=4096", "above the 128 positions"),
         ("generate model rows.jsonl reward.model=model", "only training runs score with reward models"),
+        (
+            "generate model rows.jsonl reward.judge.rubric=r.txt reward.judge.model=big",
+            "only training runs have engines for a judge",
+        ),
         ("eval model rows.jsonl", "no source of rewards"),
         ("eval model rows.jsonl --reward reward.py --output rows.jsonl", "rows.jsonl is a file: give a folder"),
         ("chat ./nowhere/model", "there is no folder"),
