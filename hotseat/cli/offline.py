@@ -184,10 +184,11 @@ def _view(title: str) -> LiveView:
 
 def _try_user_code(config: Config, view: LiveView) -> None:
     """Try reward files, the sandbox and reward servers before a model loads. Raises `UserError` if they cannot work."""
-    for note in try_rewards(config, view.stage):
-        view.say(note)
-    try_sandbox(config, view.stage)
-    for note in check_reward_servers(config, view.stage):
+    for note in (
+        *try_rewards(config, view.stage),
+        *try_sandbox(config, view.stage),
+        *check_reward_servers(config, view.stage),
+    ):
         view.say(note)
 
 
