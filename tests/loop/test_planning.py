@@ -17,7 +17,7 @@ from hotseat.loop.planning.plan import (
     plan_on,
     role_specs,
 )
-from hotseat.placement import EngineMemory, ForwardMemory, Part, TrainMemory
+from hotseat.placement import EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, known_shape
 
 LLAMA = {
     "hidden_size": 64,
@@ -71,6 +71,36 @@ def test_the_planner_counts_adapters_and_the_moving_average():
     assert (found["critic"].memory.adapter_rank, found["critic"].memory.has_average) == (8, False)
     [said] = [warning for warning in make_plan(loads(text)).warnings if "lora" in warning]
     assert said == "train.lora.target_modules: the figures are for adapters beside every linear layer"
+
+
+def test_muon_keeps_one_moment_of_matrices_and_adamw_two_of_the_rest():
+    """By hand: a layer of 64 wide attention with one of two heads for keys, an MLP of 128, and 100 words."""
+    shape = "{num_hidden_layers: 3, hidden_size: 64, intermediate_size: 128, num_attention_heads: 2,"
+    shape += " num_key_value_heads: 1, vocab_size: 100, tie_word_embeddings: true}"
+    text = f"actor: {{shape: {shape}, optimizer: {{kind: muon}}}}\ntrain: {{dtype: fp32}}"
+    actor = specs(text)["actor"]
+    matrices = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    others = 100 * 64 + 64 + 3 * 2 * 64  # embedding, last norm, norms of layers
+    assert actor.model.num_parameters == matrices + others
+    priced = estimate("actor", actor.memory, actor.model, Layout(1))
+    assert priced.part_gib(Part.OPTIMIZER) * 2**30 == pytest.approx(4 * (matrices + 2 * others))
+    plain = specs(text.replace("kind: muon", "kind: adamw"))["actor"]
+    assert estimate("actor", plain.memory, plain.model, Layout(1)).part_gib(Part.OPTIMIZER) * 2**30 == pytest.approx(
+        8 * (matrices + others)
+    )
+
+
+def test_every_teacher_is_counted_the_largest_on_the_device_and_the_others_on_the_host():
+    text = "reference: {teachers: {code: Qwen/Qwen2.5-7B, maths: Qwen/Qwen2.5-1.5B, chat: Qwen/Qwen2.5-0.5B}}"
+    text += "\nalgorithm: {distill_coef: 1.0}\ntrain: {dtype: bf16}"
+    reference = specs(text)["reference"]
+    assert reference.model_assumed == "Qwen2.5-7B"
+    sizes = [known_shape(f"Qwen2.5-{size}B").shape.num_parameters for size in ("7", "1.5")]
+    assert reference.memory.num_waiting == sum(sizes)  # while the smallest has its turn
+    priced = estimate("reference", reference.memory, reference.model, Layout(2))
+    [waiting] = [term for term in priced.host if "waiting" in term.name]
+    assert waiting.gib * 2**30 == pytest.approx(2 * sum(sizes) / 2)  # two bytes each, over two ranks
+    assert specs(text.replace("Qwen/Qwen2.5-0.5B", "unheard-of"))["reference"].model is None
 
 
 def test_only_the_actor_sends_weights():

@@ -223,6 +223,7 @@ def not_described(config: Config) -> list[str]:
     named = {key: (section.model, getattr(section, "shape", None)) for key, section in models.items()}
     if has_judge_engine(config):
         named["reward.judge.model"] = (config.reward.judge.model, config.reward.judge.engine.shape)
+    named |= {f"reference.teachers.{name}": (model, None) for name, model in config.reference.teachers.items()}
     for key, (model, shape) in named.items():
         local = None if model is None else _local_config(model)
         if local is None or shape is not None:
@@ -239,12 +240,6 @@ def _not_priced(config: Config) -> list[str]:
     notes = []
     if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
         notes.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
-    if config.reference.teachers:
-        notes.append(
-            "reference.teachers: the figures are for the first; the others wait in host memory, which is not counted"
-        )
-    if config.actor.optimizer.kind == "muon":
-        notes.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
     return notes
 
 
@@ -415,6 +410,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             packing=config.train.packing,
             sequence_parallel=config.train.sequence_parallel_size,
             is_guest=config.task == "dpo",
+            num_waiting=_num_waiting(config) if role == "reference" else 0,
         ),
     )
 
@@ -441,6 +437,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         gradient_bytes=_gradient_bytes(config, compute, has_master),
         master_bytes=_master_bytes(config, compute, has_master),
         moment_bytes=4 if train.fp32_master or compute == 4 else compute,
+        has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
         is_whole=is_deepspeed and train.deepspeed.deepcompile,
@@ -524,14 +521,15 @@ def is_anything_offloaded(made: Plan) -> bool:
 
 def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
     """Return a role's model shape, and the public model that it is assumed to be where only its name is known."""
+    if role == "reference" and config.reference.teachers:
+        return _largest_teacher(config)
     actor = (config.actor.model, config.actor.shape)
     reward = (config.reward.model, config.reward.shape)
     critic = (config.critic.model, config.critic.shape)
-    teachers = [(name, None) for name in config.reference.teachers.values()]
     sources = {
         "critic": (critic, reward, actor),
         "reward": (reward, actor),
-        "reference": ((config.reference.model, None), *teachers, actor),
+        "reference": ((config.reference.model, None), actor),
         "judge": ((config.reward.judge.model, config.reward.judge.engine.shape),),
         "env": (),
     }.get(role, (actor,))
@@ -540,16 +538,43 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
             return _with_head(config, role, from_hf_config(written)), None
         if name is None:
             continue
-        local = _local_config(name)
-        if local is not None:
-            try:
-                return _with_head(config, role, from_hf_config(local)), None
-            except PlacementError:  # `not_described` lists it
-                return None, None
-        assumed = known_shape(name)
-        if assumed is not None:
-            return _with_head(config, role, assumed.shape), assumed.model
+        is_local = _local_config(name) is not None
+        shape, assumed = _shape_of(name)
+        if shape is not None:
+            return _with_head(config, role, shape), assumed
+        if is_local:  # `not_described` lists it
+            return None, None
     return None, None
+
+
+def _shape_of(name: str) -> tuple[ModelShape | None, str | None]:
+    """Return the shape of a model, and the public model that it is assumed to be where only its name is known."""
+    local = _local_config(name)
+    if local is not None:
+        try:
+            return from_hf_config(local), None
+        except PlacementError:
+            return None, None
+    assumed = known_shape(name)
+    return (None, None) if assumed is None else (assumed.shape, assumed.model)
+
+
+def _teachers(config: Config) -> list[tuple[ModelShape, str | None]]:
+    """Return shape and assumed model of every teacher; none if one is unknown."""
+    found = [_shape_of(name) for name in config.reference.teachers.values()]
+    known = [(shape, assumed) for shape, assumed in found if shape is not None]
+    return known if len(known) == len(found) else []
+
+
+def _largest_teacher(config: Config) -> tuple[ModelShape | None, str | None]:
+    """Return the teacher that takes most of a device, on which there is one at a time."""
+    return max(_teachers(config), key=lambda teacher: teacher[0].num_parameters, default=(None, None))
+
+
+def _num_waiting(config: Config) -> int:
+    """Count the parameters of teachers that are in host memory while the smallest is on the device."""
+    sizes = [shape.num_parameters for shape, _ in _teachers(config)]
+    return sum(sizes) - min(sizes, default=0)
 
 
 def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:
