@@ -174,8 +174,8 @@ def test_adapters_that_cannot_be_merged_are_refused(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--eval_task None: give one of generate, generate_vllm"),
-        ("--eval_task rm", "--eval_task rm is not part of this version"),
+        ("", "--eval_task None: give one of generate, generate_vllm, rm"),
+        ("--eval_task rm", "set --pretrain, --dataset, --output_path"),
         ("--eval_task generate", "set --pretrain, --dataset, --output_path"),
         ("--eval_task generate GIVEN --repetition_penalty 1.1", "--repetition_penalty is not part"),
         ("--eval_task generate GIVEN --post_processor rs", "give --remote_rm_url FILE"),
