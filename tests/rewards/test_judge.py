@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from reward_servers import WAIT_S, FakeServer, HeldPort, written
+from reward_servers import WAIT_S, HeldPort, written
 
 from hotseat.config import loads
 from hotseat.config.checks import missing
@@ -19,24 +19,6 @@ from hotseat.rewards.rubrics import JudgeSettings
 
 RUBRIC = "Question: {prompt}\nExpected: {label}\nAnswer: {answer}\nWrite `Score:` and 0 to 10."
 PATTERN = loads("").reward.judge.pattern
-
-
-@pytest.fixture
-def opened():
-    """Closes everything that is put there."""
-    things = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
-
-
-@pytest.fixture
-def server(opened):
-    def start(respond) -> FakeServer:
-        opened.append(FakeServer(respond))
-        return opened[-1]
-
-    return start
 
 
 @pytest.fixture
