@@ -309,12 +309,14 @@ def episodes_per_engine(config: Config) -> int:
 
 def is_offloaded(made: Plan, role: str) -> bool:
     """Tell whether a role's weights are off its devices in some step of the plan."""
+    return Part.WEIGHTS in offloaded_parts(made, role)
+
+
+def offloaded_parts(made: Plan, role: str) -> list[Part]:
+    """Return the parts of a role that are off its devices in some step of the plan."""
     steps = [step for group in made.groups for step in group.steps]
-    return any(
-        holding.role == role and holding.part == Part.WEIGHTS and not holding.is_resident
-        for step in steps
-        for holding in step.holdings
-    )
+    away = {hold.part for step in steps for hold in step.holdings if hold.role == role and not hold.is_resident}
+    return sorted(away)
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -18,7 +19,7 @@ from hotseat.config.roles import has_critic, has_inference, has_judge_engine, ha
 from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
-from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded, is_offloaded
+from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded, offloaded_parts
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
@@ -36,7 +37,6 @@ from hotseat.observe import Journal
 from hotseat.placement import Part, Plan
 
 M = TypeVar("M", bound=Movable)
-_ENGINE_PARTS = (Part.WEIGHTS.value, Part.KV_CACHE.value)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Groups:
     have_gpus: bool  # the actor trains on GPUs
     measures_its_device: bool  # a starting engine takes a share of the free memory that it measures on its device
     judge: WorkerGroup[EngineWorker] | None = None
-    offloaded: tuple[str, ...] = ()  # roles whose parts are all off their devices now
+    offloaded: Mapping[str, Sequence[Part]] = field(default_factory=dict)  # by role: parts off its devices now
     adapters_alone: bool = False  # engines get adapters apart from the weights below them
 
     @property
@@ -171,22 +171,23 @@ def _launch(
     needs_room = bool(vllms) and is_anything_offloaded(plan)
     measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
     judges: WorkerGroup[EngineWorker] | None = None
+    judge_away = [] if judge is None else offloaded_parts(plan, "judge")
     early_hosts = launch_hosts() if measures_its_device else None
     if measures_its_device:
         for role, cls in _trainers(config).items():
             cluster.prepare(role, cls, **options_of(role))
         start_up(engines, say_fault)
         if judge is not None:
-            # The two engines take turns: each measures the device without the other.
-            is_away = is_offloaded(plan, "rollout")
-            if is_away:
-                engines.call(EngineWorker.offload, _ENGINE_PARTS)
+            # The two engines take turns: the judge's measures the device while the other is off it.
+            away = offloaded_parts(plan, "rollout")
+            if away:
+                engines.call(EngineWorker.offload, away)
             judges = launch("judge", EngineWorker, judge)
             start_up(judges, say_fault)
-            if is_offloaded(plan, "judge"):
-                judges.call(EngineWorker.offload, _ENGINE_PARTS)
-            if is_away:
-                engines.call(EngineWorker.onload, _ENGINE_PARTS)
+            if judge_away:
+                judges.call(EngineWorker.offload, judge_away)
+            if away:
+                engines.call(EngineWorker.onload, away)
         for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
             memory = cluster.device_memory(device)
             if memory is not None:
@@ -223,8 +224,8 @@ def _launch(
     start_up(hosts, say_fault)
     if judges is not None and not measures_its_device:
         start_up(judges, say_fault)
-        if is_offloaded(plan, "judge"):
-            judges.call(EngineWorker.offload, _ENGINE_PARTS)
+        if judge_away:
+            judges.call(EngineWorker.offload, judge_away)
     for group in by_role.values():
         group.ready()
     for warm_up in warming:
@@ -249,7 +250,7 @@ def _launch(
         have_gpus,
         measures_its_device,
         judges,
-        ("judge",) if judges is not None and is_offloaded(plan, "judge") else (),
+        {} if judges is None else {"judge": judge_away},
     )
 
 
