@@ -114,6 +114,7 @@ def test_requests_that_do_not_fit_are_failed_samples_and_a_model_that_cannot_jud
 
 
 def test_a_judge_that_dies_is_replaced_and_judges_what_is_left(judged_task, monkeypatch):
+    """Scenario 55."""
     run(judged_task, "calm")
     plain, made = _local.LocalGroup, []
 
