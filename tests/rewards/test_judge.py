@@ -337,21 +337,6 @@ def test_a_judge_needs_a_model_with_or_without_an_endpoint():
     assert "reward.judge.url" not in found
 
 
-def test_options_of_endpoints_and_of_engines_exclude_each_other():
-    for options, says in (
-        (
-            "url: 'http://127.0.0.1:8000/v1', engine: {kind: vllm}",
-            "reward.judge.url is set, so the judge runs elsewhere",
-        ),
-        ("retries: 2", "reward.judge.url is not set, so the judge runs on an engine"),
-        ("engine: {enforce_eager: true}", "reward.judge.engine.kind is transformers; this is for vllm"),
-        ("engine: {kind: vllm, num_slots: 8}", "reward.judge.engine.kind is vllm, which sizes its own batch"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            loads(f"reward: {{judge: {{rubric: r.txt, model: big, {options}}}}}")
-        assert says in str(error.value)
-
-
 def test_an_endpoint_that_is_not_there_is_found_before_anything_heavy_starts(tmp_path, opened):
     opened.append(HeldPort())
     url = opened[-1].url.replace("get_reward", "v1")
