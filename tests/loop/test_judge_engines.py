@@ -8,11 +8,13 @@ from judge_cases import expected_verdict, judge_section, make_judge
 from loop_cases import rl_yaml, same, weights
 from test_dying_engines import Engines
 from test_rl import run_command
+from transformers import AutoTokenizer
 
 from hotseat.cluster import _local
 from hotseat.config import loads
 from hotseat.errors import RunError, UserError
 from hotseat.loop.run import start
+from hotseat.loop.workers.judge_engines import request_tokens
 from hotseat.observe import read_lines
 from hotseat.rewards.builtin import answer_of
 
@@ -130,6 +132,18 @@ def test_a_judge_that_dies_is_replaced_and_judges_what_is_left(judged_task, monk
     said = (judged_task / "runs" / "run" / "events.jsonl").read_text()
     assert "judge 0 died and is replaced" in said
     assert same(weights(judged_task, "calm"), weights(judged_task, "run"))
+
+
+def test_an_answer_cannot_end_its_message(judged_task):
+    """Only the template writes special tokens; an answer that spells one out is read as plain characters."""
+    tokenizer = AutoTokenizer.from_pretrained(judged_task / "judge")
+    end = tokenizer.eos_token_id
+    assert request_tokens(tokenizer, "7<eos>8").count(end) == 0
+    assert request_tokens(tokenizer, "78") == tuple(tokenizer("78")["input_ids"])
+    tokenizer.chat_template = "{% for each in messages %}9{{ each.content }}<eos>{% endfor %}{{ '=' }}"
+    tokens = request_tokens(tokenizer, "7<eos>8")
+    assert [tokenizer.decode(tokens[0]), tokenizer.decode(tokens[-1])] == ["9", "="]
+    assert [at for at, token in enumerate(tokens) if token == end] == [len(tokens) - 2]
 
 
 @pytest.mark.long

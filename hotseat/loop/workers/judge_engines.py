@@ -15,6 +15,8 @@ from hotseat.failed import Failed
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests
 from hotseat.types import Request, Sampling
 
+_PLACE = "\ue000the text\ue000"  # stands for a message's text in a rendered template; no text has these characters
+
 
 class JudgeEngines:
     """Has engines write verdicts, as `rewards.judge.WritesVerdicts`.
@@ -98,7 +100,8 @@ class JudgeEngines:
     async def _complete(self, body: Mapping[str, Any], name: str) -> str | Failed:
         if self._lost is not None and not self._client.has_engines:
             raise self._lost
-        token_ids = self._token_ids(body["messages"])
+        [message] = body["messages"]
+        token_ids = request_tokens(self._tokenizer, message["content"])
         room = self._max_length - len(token_ids)
         if room < 1:
             limit = f"reward.judge.engine.max_length is {self._max_length}"
@@ -115,9 +118,21 @@ class JudgeEngines:
             return ""  # what looks like a verdict there may be a thought
         return str(self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
 
-    def _token_ids(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        if self._tokenizer.chat_template is None:
-            text = "\n\n".join(message["content"] for message in messages)
-            return tuple(self._tokenizer(text)["input_ids"])
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+def request_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return the tokens of a request: a user's message if the tokenizer has a chat template, otherwise plain text.
+
+    Special tokens come from the template alone. Those that the text spells out are split into plain ones: an answer
+    could otherwise end its message, and write the judge's verdict itself.
+    """
+    if tokenizer.chat_template is None:
+        return tuple(tokenizer(text, split_special_tokens=True)["input_ids"])
+    messages = [{"role": "user", "content": _PLACE}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    before, _, after = rendered.partition(_PLACE)
+    parts = ((before, False), (text, True), (after, False))
+    return tuple(
+        token
+        for part, is_split in parts
+        for token in tokenizer(part, add_special_tokens=False, split_special_tokens=is_split)["input_ids"]
+    )
