@@ -16,6 +16,7 @@ from hotseat.config.roles import (
     has_agent,
     has_critic,
     has_judge,
+    has_judge_engine,
     has_reference,
     has_reward_model,
     is_base_reference,
@@ -199,6 +200,30 @@ RULES: tuple[Rule, ...] = (
         ("reward.judge",),
         _rl_but(has_judge),
         _says("reward.judge.rubric is not set, so no model judges"),
+    ),
+    Rule(
+        ("reward.judge.engine",),
+        _rl_but(lambda c: not has_judge(c) or has_judge_engine(c)),
+        _says("reward.judge.url is set, so the judge runs elsewhere"),
+    ),
+    Rule(
+        ("reward.judge.request", "reward.judge.retries", "reward.judge.max_open_requests"),
+        _rl_but(lambda c: not has_judge_engine(c)),
+        _says("reward.judge.url is not set, so the judge runs on an engine of the run's own"),
+    ),
+    Rule(
+        (
+            "reward.judge.engine.memory_share",
+            "reward.judge.engine.enforce_eager",
+            "reward.judge.engine.tensor_parallel_size",
+        ),
+        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "vllm"),
+        _says("reward.judge.engine.kind is transformers; this is for vllm"),
+    ),
+    Rule(
+        ("reward.judge.engine.num_slots",),
+        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "transformers"),
+        _says("reward.judge.engine.kind is vllm, which sizes its own batch"),
     ),
     Rule(
         ("reward.judge.combine",),
@@ -824,16 +849,9 @@ def missing(config: Config) -> list[tuple[str, str]]:
                     " also have reward.graders, reward.judge.rubric or agent.command",
                 )
             )
-        if has_judge(config) and reward.judge.url is None:
-            problems.append(
-                (
-                    "reward.judge.url",
-                    "not set: judges on an engine of the run's own are not part of this version; serve the model, for"
-                    " example with `vllm serve MODEL`, and give its address, such as http://127.0.0.1:8000/v1",
-                )
-            )
         if has_judge(config) and reward.judge.model is None:
-            problems.append(("reward.judge.model", "not set: give the name of the model at reward.judge.url"))
+            what = "a checkpoint directory or a hub name" if reward.judge.url is None else "its name at the endpoint"
+            problems.append(("reward.judge.model", f"not set: give {what}"))
         if config.algorithm.distill_coef > 0 and config.reference.model is None and not config.reference.teachers:
             problems.append(
                 ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")

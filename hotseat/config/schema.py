@@ -236,11 +236,34 @@ class SandboxConfig(Section):
     """Tests that run at the same time on a node; unset is its number of cores."""
 
 
+class JudgeEngineConfig(Section):
+    kind: Literal["transformers", "vllm"] = "transformers"
+    """Which engine runs the judge."""
+    num_engines: Positive | None = None
+    """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
+    tensor_parallel_size: Positive = 1
+    """Devices per engine."""
+    max_length: Positive | None = None
+    """Tokens of rubric, prompt, answer and verdict; unset is `data.max_length` + `max_tokens` + 1024 for the rubric."""
+    num_slots: Positive = 64
+    """Verdicts that one transformers engine writes at a time."""
+    memory_share: Share | None = None
+    """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs."""
+    shape: dict[str, Any] | None = None
+    """As `actor.shape`, for the judge."""
+    enable_offload: bool | None = None
+    """Offload the judge's weights and cache between its turns: true always, false never, unset as needed."""
+
+
 class JudgeConfig(Section):
     url: str | list[str] | None = None
-    """Address of an OpenAI-compatible endpoint, up to and with `/v1`, or of several that share the work."""
+    """OpenAI-compatible endpoint, up to and with `/v1`, or several that share the work; unset: an engine of the run."""
     model: str | None = None
-    """Name of the judge's model at the endpoint."""
+    """Name of the judge's model at the endpoint; without `url`, a checkpoint directory or a hub name."""
+    engine: JudgeEngineConfig = JudgeEngineConfig()
+    """Engine of the judge where `url` is not set; its devices are those of the role `judge`."""
     rubric: str | None = None
     """File with the message to the judge, in which `{prompt}`, `{answer}` and `{label}` are filled in."""
     name: str = "judge"

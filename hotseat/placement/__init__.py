@@ -53,7 +53,7 @@ from hotseat.placement.plan import (
     shares_devices,
 )
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role
+from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role, section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -132,6 +132,7 @@ __all__ = [
     "parse_placement",
     "parse_selection",
     "plan",
+    "section_of",
     "shares_devices",
     "token_activation_bytes",
     "useful_cache_gib",

@@ -86,6 +86,22 @@ WITHOUT_EFFECT = {
         "reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1', model: big, combine: median}}",
         "reward.judge.votes is 1",
     ),
+    "reward.judge.engine.kind": (
+        "reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1', model: big, engine: {kind: vllm}}}",
+        "the judge runs elsewhere",
+    ),
+    "reward.judge.retries": (
+        "reward: {judge: {rubric: r.txt, model: big, retries: 2}}",
+        "on an engine of the run's own",
+    ),
+    "reward.judge.engine.enforce_eager": (
+        "reward: {judge: {rubric: r.txt, model: big, engine: {enforce_eager: true}}}",
+        "this is for vllm",
+    ),
+    "reward.judge.engine.num_slots": (
+        "reward: {judge: {rubric: r.txt, model: big, engine: {kind: vllm, num_slots: 4}}}",
+        "vllm, which sizes its own batch",
+    ),
     "log.mlflow.uri": ("log: {mlflow: {uri: 'http://there'}}", "enabled is false"),
     "log.trackio.space": ("log: {trackio: {space: me/mine}}", "enabled is false"),
     "reward.trial_timeout_s": (

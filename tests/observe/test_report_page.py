@@ -49,7 +49,18 @@ def reports(tmp_path_factory):
     examples.mkdir()
     (examples / "config.yaml").write_text("task: sft\n")
     write_lines(examples / "metrics.jsonl", [{"step": step, "loss": 3 / step} for step in range(1, 30)])
-    runs = {"one": [one], "several": [one, two, examples], "attack": [attack], "examples": [examples]}
+    evaluation = path / "eval"
+    evaluation.mkdir()
+    (evaluation / "config.yaml").write_text("task: rl\n")
+    write_lines(evaluation / "metrics.jsonl", [{"step": 0, "eval/accuracy": 0.5}])
+    write_lines(evaluation / "answers.jsonl", [{"input": "1+1=", "output": "2"}])
+    runs = {
+        "evaluation": [evaluation],
+        "one": [one],
+        "several": [one, two, examples],
+        "attack": [attack],
+        "examples": [examples],
+    }
     runs |= {"changed": [changed], "unchanged": [make_run(path / "unchanged", num_steps=20)]}
     return {name: write_report(run_dirs, path / f"{name}.html") for name, run_dirs in runs.items()}
 
@@ -299,6 +310,14 @@ def test_a_run_of_examples_says_what_is_absent(open_report):
     assert page.locator("#curves canvas").count() == 1
     for section in ("timeline", "phases", "memory", "distributions", "gap", "samples"):
         assert page.locator(f"#{section} .absent").count() == 1, section
+
+
+def test_an_evaluation_has_no_sections_of_training(open_report):
+    page = open_report("evaluation")
+    shown = ("overview", "curves", "distributions", "samples", "setup")
+    assert page.eval_on_selector_all("main section", "sections => sections.map((each) => each.id)") == list(shown)
+    assert page.locator("#nav a").count() == len(shown)
+    assert page.locator("#setup h3").all_inner_texts() == ["Config"]
 
 
 def test_text_of_a_model_is_shown_and_not_run(open_report):

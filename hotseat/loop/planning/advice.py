@@ -15,6 +15,8 @@ from typing import Any
 
 from hotseat.config import Config, loads, to_yaml
 from hotseat.config.batches import batch_algebra
+from hotseat.config.roles import has_judge_engine
+from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import BatchError, UserError
 from hotseat.loop.planning.budgets import with_least_budgets, with_whole_steps
@@ -240,6 +242,8 @@ def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
     for role in ("actor", "critic", "reference", "reward", "rollout"):
         if getattr(config, role).enable_offload is False:
             yield [{f"{role}.enable_offload": None}]
+    if config.reward.judge.engine.enable_offload is False:
+        yield [{"reward.judge.engine.enable_offload": None}]
     for name in ("train", "rollout") if is_rl else ("train",):
         section = getattr(config, name)
         if section.max_tokens_per_device is not None:
@@ -247,7 +251,9 @@ def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
         elif section.micro_batch_size != "auto":
             yield [{f"{name}.micro_batch_size": "auto"}]
     if is_rl:
-        yield from _engine_knobs(config)
+        yield from _engine_knobs("rollout", config.rollout.engine, config.rollout)
+    if has_judge_engine(config):
+        yield from _engine_knobs("reward.judge.engine", config.reward.judge.engine.kind, config.reward.judge.engine)
     if not train.packing:
         yield [{"train.packing": True}]
     if not train.gradient_checkpointing:
@@ -275,19 +281,19 @@ def _last_resorts(config: Config) -> Iterator[Sequence[Settings]]:
         yield [{"train.sequence_parallel_size": size} for size in sizes]
 
 
-def _engine_knobs(config: Config) -> Iterator[Sequence[Settings]]:
-    rollout = config.rollout
-    if rollout.engine == "vllm":
-        share = rollout.memory_share or DEFAULT_ENGINE_SHARE
+def _engine_knobs(name: str, kind: str, section: RolloutConfig | JudgeEngineConfig) -> Iterator[Sequence[Settings]]:
+    """Yield settings of engines. name: of their section."""
+    if kind == "vllm":
+        share = section.memory_share or DEFAULT_ENGINE_SHARE
         grid = [step / 20 for step in range(1, 20)]
         values = [value for value in reversed(grid) if value < share] + [value for value in grid if value > share]
-        yield [{"rollout.memory_share": value} for value in values]
-        if not rollout.enforce_eager:
-            yield [{"rollout.enforce_eager": True}]
+        yield [{f"{name}.memory_share": value} for value in values]
+        if not section.enforce_eager:
+            yield [{f"{name}.enforce_eager": True}]
     else:
-        sizes = [size for size in (32, 16, 8, 4, 2) if size < rollout.num_slots]
+        sizes = [size for size in (32, 16, 8, 4, 2) if size < section.num_slots]
         if sizes:
-            yield [{"rollout.num_slots": size} for size in sizes]
+            yield [{f"{name}.num_slots": size} for size in sizes]
 
 
 def _engines_of(config: Config, size: int) -> Settings:

@@ -8,7 +8,14 @@ from pathlib import Path
 from hotseat.agents import ProgramSettings
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max_new_tokens, max_sampled_tokens
+from hotseat.config.maths import (
+    aggregation,
+    correction_kind,
+    judge_length,
+    kl_estimator,
+    max_new_tokens,
+    max_sampled_tokens,
+)
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import compares_with_reference, has_inference, has_reward_model, is_base_reference
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
@@ -224,6 +231,34 @@ def engine_settings(
         keeps_cache=config.overlap.in_flight == "keep",
         is_deterministic=config.train.full_determinism,
         vllm=vllm if rollout.engine == "vllm" else None,
+    )
+
+
+def judge_engine_settings(
+    config: Config, eos_token_ids: tuple[int, ...], logs: Path, *, limit: CacheLimit | None = None
+) -> EngineSettings:
+    """Return the settings of the judge's engines. `logs`: the folder for their logs. `limit`: of their caches."""
+    judge, engine = config.reward.judge, config.reward.judge.engine
+    assert judge.model is not None
+    vllm = VllmSettings(
+        tensor_parallel_size=engine.tensor_parallel_size,
+        memory_share=engine.memory_share if limit is None else limit.share,
+        cache_gib=None if limit is None else limit.gib,
+        prefix_caching=True,  # the votes on an answer are the same request, and all requests begin with the rubric
+        enforce_eager=engine.enforce_eager,
+        logs=str(logs),
+        role="judge",
+    )
+    return EngineSettings(
+        model=judge.model,
+        max_length=judge_length(config),
+        num_slots=engine_slots(config, "judge"),
+        eos_token_ids=eos_token_ids,
+        dtype=engine_dtype(config),
+        num_threads=config.cluster.threads_per_process,
+        trust_remote_code=config.trust_remote_code,
+        is_deterministic=config.train.full_determinism,
+        vllm=vllm if engine.kind == "vllm" else None,
     )
 
 

@@ -84,6 +84,11 @@ class EngineClient:
         self._to_abort: dict[int, list[str]] = {}
         self.num_sent_again = 0
 
+    @property
+    def has_engines(self) -> bool:
+        """Tell whether an engine is left. Called in the event loop."""
+        return bool(self._in_flight)
+
     async def generate(self, request: Request) -> Completion:
         """Return the completion of one request. If the caller is cancelled, the request is aborted."""
         self._loop = asyncio.get_running_loop()

@@ -28,6 +28,7 @@ from hotseat.observe.report.times import read_total
 MAX_BYTES = 4_800_000  # of the whole file
 SUMMARY_BYTES = 4_000  # of a run, for readers without scripts
 MAX_RUNS = 24
+EVALUATED = "answers.jsonl"  # in the folder of an evaluation: its answers
 DEFAULT_TASK = "rl"  # of a config without a task: it contains only what differs from the defaults
 POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
@@ -155,6 +156,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
         "distributions": largest_that_fits(
             lambda columns: make_heat_maps(distributions, columns), COLUMN_LIMITS, budget // 8
         ),
+        "is_evaluation": (run_dir / EVALUATED).is_file(),
         "has_model": (run_dir / "model").is_dir(),
         "num_steps": len(table.steps),
     }
