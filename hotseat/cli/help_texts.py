@@ -164,6 +164,12 @@ Then `python -m openrlhf.cli.train_ppo_ray` and OpenRLHF's other commands run on
 them need no change. For `ray job submit` the variable goes into the runtime environment, as
 --runtime-env-json='{"env_vars": {"PYTHONPATH": "DIRECTORY"}}'. Where OpenRLHF itself can be imported, the commands are
 refused.""",
+    "rlinf-config": """\
+examples:
+  hotseat rlinf-config grpo-1.5b.yaml > mine.yaml         then `hotseat run mine.yaml`
+  hotseat rlinf-config grpo-1.5b.yaml reward.function=reward.py
+
+RLinf's keys that have no effect here are listed on standard error, each with the reason; docs/rlinf.md has a table.""",
     "completion": """\
 example:
   eval "$(hotseat completion bash)"             in ~/.bashrc; likewise for zsh""",

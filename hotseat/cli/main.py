@@ -178,6 +178,10 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         "print the directory that runs `python -m openrlhf.cli...` on Hotseat",
     )
 
+    rlinf = _command(commands, "rlinf-config", _rlinf_config, "print a config of RLinf in our keys, and what is left")
+    rlinf.add_argument("config", metavar="RLINF.yaml", help="a config of RLinf")
+    rlinf.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="further settings, in our keys")
+
     completion.add_arguments(
         _command(
             commands, "completion", completion.run_completion, "print a script with which a shell completes commands"
@@ -408,6 +412,12 @@ def _options(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size((120, 24)).columns
     print(render_json(arguments.section) if arguments.json else render(arguments.section, width))
     return OK
+
+
+def _rlinf_config(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.rlinf_config import run_rlinf_config
+
+    return run_rlinf_config(arguments.config, arguments.overrides)
 
 
 def _openrlhf_path(arguments: argparse.Namespace) -> int:
