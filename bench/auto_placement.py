@@ -6,7 +6,7 @@ A stand-in for a run takes a config and its plan, sleeps as long as engines and 
 records what a run records. Engines decode step by step with as many sequences as are open, whose lengths differ;
 updates exchange gradients, longer with more ranks; a push takes longer with more engines: what the prediction does not
 model is there. The stand-in is profiled on one placement (all roles on all devices). Then every placement is predicted,
-some are measured, evenly spread over the predictions, and both are compared. --virtual: with a clock that does not wait.
+some are measured, evenly spread over the predictions, and both are compared. --virtual: by a clock that does not wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from hotseat.placement import Plan, shares_devices
 
 T = TypeVar("T")
 
-INVENTORY = "1x8xA100-80G"
 CONFIG = """
 cluster: {inventory: 1x8xA100-80G, component_placement: {actor: all, rollout: all}}
 actor: {model: Qwen/Qwen2.5-1.5B}
@@ -243,35 +242,44 @@ class Result:
         return self.rows[0].measured_s / min(row.measured_s for row in self.rows) - 1
 
 
-def profiled(config: Config, truth: Truth, directory: Path, num_steps: int, is_virtual: bool) -> Profile:
+def profiled(
+    config: Config, truth: Truth, directory: Path, num_steps: int, is_virtual: bool, sizes: Sequence[int]
+) -> Profile:
     """Profile the stand-in on the config's own placement, at a few sizes."""
     measurements = []
-    for size in SIZES:
+    for size in sizes:
         for factor in FACTORS:
-            changed = loads(
-                to_yaml(config),
-                [
-                    f"rollout.batch_size={factor * config.rollout.batch_size}",
-                    f"train.batch_size={factor * config.train.batch_size}",
-                    f"rollout.tensor_parallel_size={size}",
-                ],
-            )
+            changes = [
+                f"rollout.batch_size={factor * config.rollout.batch_size}",
+                f"train.batch_size={factor * config.train.batch_size}",
+            ]
+            if size != config.rollout.tensor_parallel_size:
+                changes.append(f"rollout.tensor_parallel_size={size}")
+            changed = loads(to_yaml(config), changes)
             plan, run_dir = make_plan(changed), directory / f"profile-{size}-{factor}"
             run_in(is_virtual, StandIn(changed, plan, truth).run(num_steps, run_dir))
             measurements.append(measurement_of(changed, plan, run_dir))
     return Profile(tuple(measurements), {"device": "sleeping"})
 
 
-def compare(num_steps: int, num_measured: int | None, is_virtual: bool, truth: Truth | None = None) -> Result:
-    """Profile, predict and measure. num_measured: placements to measure; None: all of them."""
-    truth, config = truth or Truth(), loads(CONFIG)
+def compare(
+    num_steps: int,
+    num_measured: int,
+    is_virtual: bool,
+    *,
+    text: str = CONFIG,
+    sizes: Sequence[int] = SIZES,
+    staleness: Sequence[int] = STALENESS,
+) -> Result:
+    """Profile a config, predict all its placements, and measure some of them."""
+    truth, config = Truth(), loads(text)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        profile = profiled(config, truth, directory, num_steps, is_virtual)
-        made = list(candidates(config, INVENTORY, SIZES, STALENESS))
+        profile = profiled(config, truth, directory, num_steps, is_virtual, sizes)
+        made = list(candidates(config, None, sizes, staleness))
         possible = [each for each in made if isinstance(each, Candidate)]
         predicted = ranked(possible, profile)
-        chosen = _spread_out(predicted, num_measured or len(predicted))
+        chosen = _spread_out(predicted, num_measured)
         rows = []
         for index, (candidate, prediction) in enumerate(chosen):
             run = StandIn(candidate.config, candidate.plan, truth, seed=1 + index)
@@ -295,9 +303,8 @@ def main() -> None:
     result = compare(arguments.steps, arguments.measured, arguments.virtual)
     print(f"{result.num_enumerated} placements, of which {result.num_refused} are refused; {len(result.rows)} measured")
     for row in result.rows:
-        print(
-            f"predicted {row.predicted.step_s:6.2f} s  measured {row.measured_s:6.2f} s  {row.error:+6.1%}  {row.candidate}"
-        )
+        numbers = f"predicted {row.predicted.step_s:6.2f} s  measured {row.measured_s:6.2f} s  {row.error:+6.1%}"
+        print(f"{numbers}  {row.candidate}")
     errors = [abs(row.error) for row in result.rows]
     print(f"spread {result.spread:.2f}; error mean {fmean(errors):.1%}, largest {max(errors):.1%};", end=" ")
     print(f"the choice is {result.loss_of_choice:.1%} slower than the best that was measured")

@@ -164,6 +164,13 @@ Then `python -m openrlhf.cli.train_ppo_ray` and OpenRLHF's other commands run on
 them need no change. For `ray job submit` the variable goes into the runtime environment, as
 --runtime-env-json='{"env_vars": {"PYTHONPATH": "DIRECTORY"}}'. Where OpenRLHF itself can be imported, the commands are
 refused.""",
+    "profile": """\
+examples:
+  hotseat profile run.yaml                                writes profile.json
+  hotseat profile run.yaml --sizes 0.5,1,2 --tensor-parallel 1,2
+  hotseat plan run.yaml --auto profile.json               the fastest placements, as YAML to paste
+
+Each size is a run of four synchronous steps in a temporary directory; the first step does not count.""",
     "rlinf-config": """\
 examples:
   hotseat rlinf-config grpo-1.5b.yaml > mine.yaml         then `hotseat run mine.yaml`

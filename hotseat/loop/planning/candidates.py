@@ -76,14 +76,24 @@ def candidates(
                 placement: dict[str, Any] = {"actor": _ranks(actor), "rollout": _ranks(rollout)}
                 placement |= dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
                 settings: dict[str, Any] = {
-                    "cluster.component_placement": {**placement, **placed_elsewhere},
                     "rollout.tensor_parallel_size": size,
                     "rollout.num_engines": None,
                     "overlap.staleness": age,
                 }
                 if age == 0:
                     settings |= _without_overlap(config)
-                yield _tried(config, inventory, settings)
+                placed = {"cluster.component_placement": {**placement, **placed_elsewhere}}
+                yield _tried(config, inventory, {**placed, **_changed(config, settings)})
+
+
+def _changed(config: Config, settings: Settings) -> Settings:
+    """Return the settings that the config does not have already."""
+
+    def of_config(key: str) -> Any:
+        section, name = key.split(".")
+        return getattr(getattr(config, section), name)
+
+    return {key: value for key, value in settings.items() if value != of_config(key)}
 
 
 def _tried(config: Config, inventory: str | Inventory | None, settings: Settings) -> Candidate | Refused:
@@ -95,8 +105,7 @@ def _tried(config: Config, inventory: str | Inventory | None, settings: Settings
         return Refused(settings, str(error))
     if plan.verdict == "does_not_fit":
         return Refused(settings, "it does not fit into the devices' memory")
-    shown = {key: value for key, value in settings.items() if value is not None}
-    return Candidate(shown, changed, plan)
+    return Candidate(settings, changed, plan)
 
 
 def _splits(num_devices: int) -> Iterator[tuple[range, range, bool]]:

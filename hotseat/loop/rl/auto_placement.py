@@ -2,8 +2,8 @@
 
 The seconds of a rollout are read at the samples per engine, those of prepare and update at the samples per
 data-parallel rank, and the rest of a step is as long as it was. Where actor and rollout share devices, offload and
-onload are added. With staleness, the real pacer is driven with recorded groups, whose episodes take longer or shorter by
-the factor between the rollouts (`pace_simulator.py`). Not modelled: that more ranks exchange gradients longer, and
+onload are added. With staleness, the real pacer is driven with recorded groups, whose episodes take longer or shorter
+by the factor between the rollouts (`pace_simulator.py`). Not modelled: that more ranks exchange gradients longer, and
 that a push to other devices takes another time.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -25,11 +25,11 @@ from hotseat.loop.planning.plan import engine_slots, num_data_parallel
 from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
 from hotseat.loop.state.run_dir import ARRIVALS
-from hotseat.observe import METRICS, read_lines
+from hotseat.observe import METRICS, PREDICTION, read_lines
 from hotseat.placement import Plan, shares_devices
 from hotseat.placement.cost import Curve, Reading
 
-__all__ = ["Measurement", "Prediction", "Profile", "measurement_of", "predict", "ranked"]
+__all__ = ["Measurement", "Prediction", "Profile", "measurement_of", "predict", "ranked", "record_prediction"]
 
 _VERSION = 1
 _PHASES = ("rollout", "prepare", "update", "sync")
@@ -232,6 +232,15 @@ def _scaled(cost: GroupCost, factor: float) -> GroupCost:
 
 def _mean_step(ends: Sequence[float]) -> float:
     return (ends[NUM_WARM_UP + NUM_COUNTED - 1] - ends[NUM_WARM_UP - 1]) / NUM_COUNTED
+
+
+def record_prediction(config: Config, plan: Plan, run_dir: Path, say: Callable[[str], object]) -> None:
+    """Write what the config's profile predicts for this run, which the report compares with what is measured."""
+    if config.cluster.profile is None:
+        return
+    predicted = predict(config, plan, Profile.read(Path(config.cluster.profile)))
+    (run_dir / PREDICTION).write_text(json.dumps({"step_s": predicted.step_s, "phases": dict(predicted.phases)}) + "\n")
+    say(f"predicted: {predicted.step_s:.3g} s per step, by {config.cluster.profile}")
 
 
 def ranked(candidates: Iterable[Candidate], profile: Profile) -> list[tuple[Candidate, Prediction]]:
