@@ -128,6 +128,7 @@ examples:
   hotseat plan rl.yaml --inventory 1x8xH100-80G
   hotseat plan rl.yaml --inventory 2x8xH100-80G rollout.engine=vllm --explain
   hotseat plan rl.yaml --from runs/rl-1        what overlap.staleness would gain, by the costs which that run measured
+  hotseat plan rl.yaml --auto profile.json     the fastest placements, by what `hotseat profile` measured
 
 No GPU is needed. The output begins with whether the run fits into memory. If it does not, it shows settings with which
 it does, as YAML to paste.
@@ -168,9 +169,9 @@ refused.""",
 examples:
   hotseat profile run.yaml                                writes profile.json
   hotseat profile run.yaml --sizes 0.5,1,2 --tensor-parallel 1,2
-  hotseat plan run.yaml --auto profile.json               the fastest placements, as YAML to paste
 
-Each size is a run of four synchronous steps in a temporary directory; the first step does not count.""",
+Each size is a run of four synchronous steps in a temporary directory; the first step does not count. With the file,
+`hotseat plan run.yaml --auto profile.json` prints the fastest placements, as YAML to paste.""",
     "rlinf-config": """\
 examples:
   hotseat rlinf-config grpo-1.5b.yaml > mine.yaml         then `hotseat run mine.yaml`
