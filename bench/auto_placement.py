@@ -1,12 +1,13 @@
 """How well `hotseat plan --auto` predicts steps and chooses a placement, on eight devices that sleep.
 
-    python bench/auto_placement.py [--steps 12] [--measured 6] [--virtual]
+    python bench/auto_placement.py [--steps 12] [--measured 6] [--scale 1] [--virtual]
 
 A stand-in for a run takes a config and its plan, sleeps as long as engines and trainers of its devices would work, and
 records what a run records. Engines decode step by step with as many sequences as are open, whose lengths differ;
 updates exchange gradients, longer with more ranks; a push takes longer with more engines: what the prediction does not
 model is there. The stand-in is profiled on one placement (all roles on all devices). Then every placement is predicted,
 some are measured, evenly spread over the predictions, and both are compared. --virtual: by a clock that does not wait.
+--scale: all sleeps are so many times as long, so that a busy machine matters less.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class Truth:
     sync_engine_s: float = 0.004
     moves_s: float = 0.25
     mean_tokens: float = 160.0
+
+    def scaled(self, factor: float) -> Truth:
+        """Return the same with all seconds times a factor."""
+        return Truth(**{name: value * (1 if name == "mean_tokens" else factor) for name, value in vars(self).items()})
 
     def decode(self, num_sequences: int, size: int) -> float:
         """Return the seconds of a decoding step of an engine; tensor parallelism saves less than its size."""
@@ -270,9 +275,10 @@ def compare(
     text: str = CONFIG,
     sizes: Sequence[int] = SIZES,
     staleness: Sequence[int] = STALENESS,
+    scale: float = 1.0,
 ) -> Result:
     """Profile a config, predict all its placements, and measure some of them."""
-    truth, config = Truth(), loads(text)
+    truth, config = Truth().scaled(scale), loads(text)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         profile = profiled(config, truth, directory, num_steps, is_virtual, sizes)
@@ -298,9 +304,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--measured", type=int, default=6)
+    parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--virtual", action="store_true")
     arguments = parser.parse_args()
-    result = compare(arguments.steps, arguments.measured, arguments.virtual)
+    result = compare(arguments.steps, arguments.measured, arguments.virtual, scale=arguments.scale)
     print(f"{result.num_enumerated} placements, of which {result.num_refused} are refused; {len(result.rows)} measured")
     for row in result.rows:
         numbers = f"predicted {row.predicted.step_s:6.2f} s  measured {row.measured_s:6.2f} s  {row.error:+6.1%}"
