@@ -7,17 +7,21 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from hotseat.cli.main import main
-from hotseat.cli.profile import default_factors
+from hotseat.cli.profile import default_factors, measure
 from hotseat.config import loads
 from hotseat.errors import UserError
 from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import make_plan
-from hotseat.loop.rl.auto_placement import Measurement, Profile, predict, record_prediction
+from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
 from hotseat.loop.rl.pace_simulator import GroupCost
-from hotseat.observe import PREDICTION
+from hotseat.loop.state.run_dir import ARRIVALS
+from hotseat.observe import METRICS, PREDICTION
+from hotseat.observe.report.curves import Table
+from hotseat.observe.report.facts import make_facts
 from hotseat.observe.report.times import read_prediction
 from hotseat.placement.cost import Curve, Reading
 
@@ -196,6 +200,33 @@ def test_profile_and_auto_are_for_reinforcement_learning(tmp_path, capsys):
     assert "the task of this config is sft" in capsys.readouterr().err
     assert main(["profile", str(config), "--sizes", "a"]) == 2
     assert "is no list of numbers" in capsys.readouterr().err
+    assert main(["profile", str(config), "--sizes", "1,0"]) == 2
+    assert "all numbers have to be above 0" in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_or_placed_is_refused(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"a batch 0\.01 times as large is no whole number: rollout.batch_size is 16"):
+        measure(loads(SMALL), lambda config: None, [0.01], [1], print)
+    config, plan = on("{actor: 0-7, rollout: 0-7}")
+    (tmp_path / METRICS).write_text("")
+    (tmp_path / ARRIVALS).write_text("")
+    with pytest.raises(UserError, match="made no step after its first, so there is nothing to measure"):
+        measurement_of(config, plan, tmp_path)
+    path, file = tmp_path / "profile.json", tmp_path / "run.yaml"
+    path.write_text(profile().to_json())
+    file.write_text(FOUR.replace("1x4", "1x1"))
+    assert main(["plan", str(file), "--auto", str(path), "train.micro_batch_size=3"]) == 2
+    assert "no placement is possible:" in capsys.readouterr().err
+
+
+def test_the_report_compares_the_prediction_with_the_steps_after_the_first():
+    steps = np.array([9.0, 4.0, 6.0])
+    table = Table(np.arange(1, 4), {"step_s": steps}, {"step_s": np.ones(3, bool)})
+    shown = {fact["label"]: (fact["value"], fact["note"]) for fact in make_facts(table, None, predicted_s=4.5)}
+    assert shown["Predicted step"] == ("4.5 s", "by a profile; measured 5 s (mean after the first), -10%")
+    empty = Table(np.arange(0), {}, {})
+    facts = make_facts(empty, None, predicted_s=4.5)
+    assert ("4.5 s", "by a profile; not measured yet") in [(fact["value"], fact["note"]) for fact in facts]
 
 
 # --- how good it is ---------------------------------------------------------------------------------------------------

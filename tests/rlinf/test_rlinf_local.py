@@ -205,3 +205,19 @@ def test_a_worker_outside_of_a_group_has_no_place(cluster):
         assert Member().device_lock is None
     with pytest.raises(PlacementError, match="isolate_gpu=False would show every device"):
         Member.create_group().launch(cluster, isolate_gpu=False)
+
+
+def test_a_channel_that_nobody_creates_is_named_at_the_deadline(machinery, monkeypatch):
+    monkeypatch.setenv("RLINF_TIMEOUT", "0.0005")
+    with Cluster(on=machinery) as cluster:
+        with pytest.raises(PlacementError, match=r"there is no channel 'nowhere': create it first, by Channel.create"):
+            Channel.connect("nowhere")
+        with pytest.raises(PlacementError, match="node_rank is 3; the nodes are 0 to 0"):
+            Channel.create("far", node_rank=3)
+        assert cluster.default_timeout_s() == pytest.approx(0.03)
+
+
+def test_an_unknown_reduction_is_named(cluster):
+    group = Caller.create_group().launch(cluster, name="callers", placement_strategy=NodePlacementStrategy([0]))
+    with pytest.raises(ValueError, match="reduction_type is 'sum'; it can be max, min, mean"):
+        group.greet().consume_duration("sum")
