@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from hotseat.config.rlinf import TABLE
 from hotseat.config.schema import ClusterConfig
 from hotseat.errors import ConfigError, Problem
 
 __all__ = ["checked_cluster", "plain", "section"]
+
+_LOG = logging.getLogger("hotseat.rlinf")
 
 
 def plain(cfg: Any) -> Any:
@@ -32,9 +36,15 @@ def section(cfg: Any, name: str) -> Mapping[str, Any]:
 
 
 def checked_cluster(cfg: Any) -> ClusterConfig:
-    """Check RLinf's section `cluster`. A key without a meaning here is refused by name."""
+    """Check RLinf's section `cluster`. Keys of RLinf without effect are logged, unknown ones refused by name."""
+    values = plain(cfg)
+    without_effect = {key.theirs: key.because for key in TABLE if not key.ours}
+    for name in values:
+        if f"cluster.{name}" in without_effect:
+            _LOG.warning("no effect here: cluster.%s because %s", name, without_effect[f"cluster.{name}"])
+    taken = {name: value for name, value in values.items() if f"cluster.{name}" not in without_effect}
     try:
-        return ClusterConfig.model_validate(plain(cfg))
+        return ClusterConfig.model_validate(taken)
     except ValidationError as error:
         problems = [Problem(f"cluster.{'.'.join(map(str, each['loc']))}", each["msg"]) for each in error.errors()]
         raise ConfigError(problems) from error

@@ -164,6 +164,7 @@ def test_every_split_of_the_devices_is_tried_and_what_is_not_possible_has_a_reas
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused():
     large = SMALL.replace("Qwen2.5-1.5B", "Qwen2.5-7B").replace("1x8", "1x2x24G")
     made = list(candidates(loads(large), None, (1,), (0,)))
@@ -179,6 +180,7 @@ def test_sizes_to_measure_reach_from_all_engines_to_few():
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plan_auto_prints_the_five_fastest_as_yaml(tmp_path, capsys):
     path, config = tmp_path / "profile.json", tmp_path / "run.yaml"
     path.write_text(profile().to_json())
@@ -204,6 +206,7 @@ def test_profile_and_auto_are_for_reinforcement_learning(tmp_path, capsys):
     assert "all numbers have to be above 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_or_placed_is_refused(tmp_path, capsys):
     with pytest.raises(UserError, match=r"a batch 0\.01 times as large is no whole number: rollout.batch_size is 16"):
         measure(loads(SMALL), lambda config: None, [0.01], [1], print)

@@ -108,7 +108,9 @@ def test_ranks_of_a_node_group_count_within_it():
     assert [process.node for process in placement.get_strategy("env").get_placement(machines)] == [1, 1, 1]
 
 
-def test_an_unknown_key_of_the_cluster_is_named():
+def test_a_key_of_the_cluster_without_effect_is_logged_and_an_unknown_one_refused(caplog):
+    assert checked_cluster({"num_nodes": 1, "num_gpus_per_node": 8}).num_nodes == 1
+    assert "no effect here: cluster.num_gpus_per_node because devices are counted" in caplog.text
     with pytest.raises(ConfigError, match=r"cluster\.gpus"):
         checked_cluster({"gpus": 8})
 
