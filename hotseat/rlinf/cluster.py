@@ -51,6 +51,7 @@ class Cluster:
         self._lockable: set[int] = set()
         self._groups: dict[str, Any] = {}
         self.failures = Failures()
+        self._is_owner = False
         place = current_place()
         if place is not None and on is None:
             self._cluster: machinery.Cluster | None = None

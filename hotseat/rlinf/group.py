@@ -117,9 +117,9 @@ class WorkerGroup(Generic[T]):
         """Call only these workers, as in `group.execute_on(0, 3).hello()`."""
         return WorkerGroup(self._cls, self._group, self._cluster, self._group.checked_ranks(ranks))
 
-    def close(self) -> None:
-        """End the group's processes."""
-        self._group.close()
+    def close(self, grace_s: float = 1.0) -> None:
+        """End the group's processes. Each worker's `close` is called first and has `grace_s` for it."""
+        self._group.close(grace_s=grace_s)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> WorkerGroupFuncResult:
         """Call a method by its name."""

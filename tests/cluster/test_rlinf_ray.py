@@ -11,9 +11,9 @@ import pytest
 
 from hotseat.cluster import Cluster as HotseatCluster
 from hotseat.cluster import started_template
-from hotseat.errors import WorkerError
+from hotseat.errors import RunError, WorkerError
 from hotseat.openmp import thread_env
-from hotseat.rlinf import Cluster, NodePlacementStrategy, PackedPlacementStrategy, Worker
+from hotseat.rlinf import Channel, Cluster, NodePlacementStrategy, PackedPlacementStrategy, Worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
@@ -78,6 +78,15 @@ class Careless(Worker):
     def fail(self):
         raise ValueError("no such thing")
 
+    def look_around(self):
+        """Use the cluster from within a worker."""
+        here = Cluster()
+        Channel.create("made in a worker").put("hello")
+        with pytest.raises(RunError, match="a worker cannot launch more: do it in the program that made the cluster"):
+            Careless.create_group().launch(here, name="more")
+        here.close()
+        return here.num_nodes, here.num_accelerators, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
+
     def wait_for(self, group):
         return self.recv(group, 0)
 
@@ -94,6 +103,8 @@ def test_a_failure_that_nobody_waits_for_ends_the_wait_for_another_worker(cluste
     one = NodePlacementStrategy([0])
     careless = Careless.create_group().launch(cluster, name="careless", placement_strategy=one)
     patient = Careless.create_group().launch(cluster, name="patient", placement_strategy=one)
+    assert patient.look_around().wait() == [(1, 8, "0", "1")]
+    assert Channel.connect("made in a worker").get() == "hello"
     waiting = patient.wait_for("careless")
     careless.fail()
     with pytest.raises(WorkerError, match="careless rank 0: 'fail' raised ValueError: no such thing"):

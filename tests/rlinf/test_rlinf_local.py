@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from hotseat import rlinf
 from hotseat.cluster import Cluster as HotseatCluster
 from hotseat.errors import PlacementError, RunError, WorkerError
 from hotseat.rlinf import Channel, Cluster, NodePlacementStrategy, PackedPlacementStrategy, Worker, WorkerGroup
@@ -221,3 +222,9 @@ def test_an_unknown_reduction_is_named(cluster):
     group = Caller.create_group().launch(cluster, name="callers", placement_strategy=NodePlacementStrategy([0]))
     with pytest.raises(ValueError, match="reduction_type is 'sum'; it can be max, min, mean"):
         group.greet().consume_duration("sum")
+
+
+def test_the_module_has_the_names_that_it_lists():
+    assert set(rlinf.__all__) - {"FSDPActor"} <= set(vars(rlinf))  # which is loaded when it is asked for, with torch
+    with pytest.raises(AttributeError, match="has no attribute 'Megatron'"):
+        rlinf.Megatron  # noqa: B018
