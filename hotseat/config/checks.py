@@ -437,6 +437,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.log.trackio.enabled,
         _says("log.trackio.enabled is false"),
     ),
+    Rule(("cluster.profile",), lambda c: c.task == "rl", _says("the steps of task rl alone are predicted")),
     Rule(
         ("env",),
         _rl_but(lambda c: _is_placed(c, "env")),

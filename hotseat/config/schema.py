@@ -74,6 +74,8 @@ class ClusterConfig(Section):
     """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
     node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
+    profile: str | None = None
+    """File of `hotseat profile`, by which the seconds of a step are predicted, for the report; task rl only."""
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0

@@ -57,6 +57,7 @@ def _start_rl(
         inputs = rl_inputs(config)
         inputs.notes.extend(notes)
         from hotseat.loop.rl.assemble import assemble, columns
+        from hotseat.loop.rl.auto_placement import record_prediction
         from hotseat.loop.rl.launch import launch_groups
         from hotseat.loop.rl.loop import train_rl
         from hotseat.loop.setup.inputs import eos_token_ids
@@ -68,6 +69,7 @@ def _start_rl(
         journal, saver = run.journal, run.saver
         with on_cluster(run, inputs.plan, ENGINES if recording is None else (), template) as place:
             record_plan(journal, place, maths_notes(place.config))
+            record_prediction(place.config, place.plan, run.run_dir, journal.say)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
             groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal, recording)

@@ -49,6 +49,7 @@ from hotseat.placement.plan import (
     PlannedRole,
     RoleSpec,
     Route,
+    label_of,
     plan,
     shares_devices,
 )
@@ -125,6 +126,7 @@ __all__ = [
     "format_ranks",
     "from_hf_config",
     "known_shape",
+    "label_of",
     "locate",
     "make_steps",
     "parse_flow",

@@ -233,7 +233,7 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
         groups=groups,
         hosts=hosts,
         routes=_routes(flow, located),
-        label=_label(located),
+        label=label_of(located),
         verdict=_overall(groups, hosts),
         warnings=tuple(_warnings(inventory, specs, selections, located, groups)),
     )
@@ -606,7 +606,7 @@ def _routes(flow: Flow, located: Mapping[str, Located]) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def _label(located: Mapping[str, Located]) -> Label:
+def label_of(located: Mapping[str, Located]) -> Label:
     """Name the placement by whether roles share all, none or some devices. Roles without devices do not count."""
     sets = [frozenset(place.devices) for place in located.values() if place.devices]
     if len(set(sets)) <= 1:

@@ -123,6 +123,7 @@ WITHOUT_A_FLAG = {
     "cluster.call_timeout_s",
     "cluster.node_groups",
     "cluster.num_nodes",
+    "cluster.profile",
     "cluster.runtime",
     "cluster.silence_timeout_s",
     "cluster.threads_per_process",

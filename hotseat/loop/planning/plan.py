@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from hotseat.config.batches import token_budget, tokens_per_micro_batch
 from hotseat.config.maths import judge_length, overlap_queue
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.roles import has_judge_engine
-from hotseat.config.schema import JudgeEngineConfig, RolloutConfig, TrainConfig
+from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
@@ -598,15 +598,19 @@ def _local_config(name: str) -> Mapping[str, object] | None:
 
 
 def _with_pools(inventory: Inventory, config: Config) -> Inventory:
-    if config.cluster.num_nodes is not None and config.cluster.num_nodes > inventory.num_nodes:
+    return with_node_groups(inventory, config.cluster.num_nodes, config.cluster.node_groups)
+
+
+def with_node_groups(inventory: Inventory, num_nodes: int | None, groups: Sequence[NodePoolConfig]) -> Inventory:
+    """Return the first `num_nodes` nodes of an inventory, by default all, assigned to their groups."""
+    if num_nodes is not None and num_nodes > inventory.num_nodes:
         raise PlacementError(
-            f"cluster.num_nodes is {config.cluster.num_nodes}, the inventory has"
-            f" {quantity(inventory.num_nodes, 'node')}"
+            f"cluster.num_nodes is {num_nodes}, the inventory has {quantity(inventory.num_nodes, 'node')}"
         )
-    if config.cluster.num_nodes is not None and config.cluster.num_nodes < inventory.num_nodes:
-        inventory = Inventory(inventory.nodes[: config.cluster.num_nodes])
+    if num_nodes is not None and num_nodes < inventory.num_nodes:
+        inventory = Inventory(inventory.nodes[:num_nodes])
     pools = []
-    for group in config.cluster.node_groups:
+    for group in groups:
         nodes = parse_node_ranks(group.node_ranks, inventory.num_nodes)
         env: dict[int, dict[str, str]] = {}
         for settings in group.env_configs:

@@ -23,7 +23,7 @@ from hotseat.observe.report.facts import headline_metric, make_facts
 from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline import read_timeline
-from hotseat.observe.report.times import read_total
+from hotseat.observe.report.times import read_prediction, read_total
 
 MAX_BYTES = 4_800_000  # of the whole file
 SUMMARY_BYTES = 4_000  # of a run, for readers without scripts
@@ -145,7 +145,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
     run: dict[str, Any] = {
         "label": label,
         "task": None if config is None else config["keys"].get("task", DEFAULT_TASK),
-        "facts": make_facts(table, counts, read_total(run_dir), headlines),
+        "facts": make_facts(table, counts, read_total(run_dir), headlines, read_prediction(run_dir)),
         "changes": read_changes(run_dir, table),
         "headline": headline_metric(table),
         "counts": counts,
