@@ -188,7 +188,7 @@ class Conversation:
         self, context: Context, completion: Completion, message: Message | None = None, *, is_learned: bool = True
     ) -> None:
         """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
-        answer = Answer(context.token_ids, completion, is_learned)
+        answer = Answer(context.token_ids, completion, is_learned, _shown_calls(message))
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
         stop = decode(self._tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
@@ -198,6 +198,12 @@ class Conversation:
         self._recorded.append(recorded)
         if message is not None and context.messages is not None:
             self._by_messages[_digest_after(context.messages, message)] = recorded
+
+
+def _shown_calls(message: Message | None) -> tuple[str, ...]:
+    """Return the tool calls of an answer as people read them."""
+    functions = [call["function"] for call in (message or {}).get("tool_calls") or ()]
+    return tuple(f"{function.get('name')}({function.get('arguments')})" for function in functions)
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def _load(
     source = _Source(file)
     module = source.load()
     name, form = _choose(module, file, class_name)
+    seed = programs.run_seed
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
 
@@ -69,11 +70,11 @@ def _load(
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
     if name == "step":
-        return MultiTurn.of_turns(lambda: FunctionTurns(source.load), tokenizer, **limits)
+        return MultiTurn.of_turns(lambda: FunctionTurns(source.load), tokenizer, run_seed=seed, **limits)
     if name == "AgentInstance":
-        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, **limits)
+        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, run_seed=seed, **limits)
     if Environment in form.__mro__:
-        return MultiTurn(form, tokenizer, **limits)
+        return MultiTurn(form, tokenizer, run_seed=seed, **limits)
     try:
         if name == "AgentExecutor":
             return ExecutorAgent(form, tokenizer, **limits)

@@ -423,6 +423,12 @@ class AgentConfig(Section):
     """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
     timeout_s: Seconds = 1200.0
     """Longest that an episode may take; after that it counts as failed."""
+    turn_timeout_s: Seconds | None = None
+    """Longest that the policy may take for one answer; unset is bounded by `timeout_s` alone."""
+    tool_timeout_s: Seconds | None = None
+    """Longest that environment, tools or program may take between two answers; unset is bounded by `timeout_s`."""
+    on_timeout: Literal["fail", "score"] = "fail"
+    """A policy that runs out of time fails the sample, or is cut there and scored; tools that do fail it always."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -548,6 +554,8 @@ class AlgorithmConfig(Section):
         "group_norm"
     )
     """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
+    turn_credit: Literal["to_go", "own", "sum"] = "to_go"
+    """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Fraction = 1.0
     """Discount per sampled token (gae and reinforce)."""
     gae_lambda: Fraction = 1.0

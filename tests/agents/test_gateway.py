@@ -16,11 +16,11 @@ import pytest
 from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
-from hotseat.agents import AgentHost, ProgramSettings
+from hotseat.agents import AgentHost, Deadlines, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.conversation import Conversation, ConversationError
 from hotseat.errors import UserError
-from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
+from hotseat.types import Completion, Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
 QUESTION = [{"role": "user", "content": "bad?"}]
@@ -413,7 +413,10 @@ def test_a_program_that_asks_for_nothing_is_a_failed_sample():
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
-        ({"rewards": 1}, "the result has rewards; it may have reward, score, extra"),
+        ({"rewards": 1}, "the result has rewards; it may have reward, score, extra, turn_rewards"),
+        ({"turn_rewards": [1, 2]}, "turn_rewards of the result is 2 numbers, not one for each of the 1 answers"),
+        ({"turn_rewards": 1}, "turn_rewards of the result is a int, not one for each of the 1 answers"),
+        ({"turn_rewards": [1], "reward": 2}, "sum up to 1, but its reward is 2: leave one out"),
         ({"extra": {"a": 1}}, "the result has extra without a reward; the run's own reward has its own"),
         ("good", "the reward of the result is a str, not one number"),
         ({"reward": float("nan")}, "the reward of the result is nan"),
@@ -428,6 +431,53 @@ def test_a_result_that_is_no_reward_fails_the_sample(result, reason):
     outcome = play(program, Engine())
     assert isinstance(outcome, Failed)
     assert outcome.reason.endswith(reason)
+
+
+def test_a_program_may_reward_each_of_its_turns_and_they_follow_their_tokens():
+    async def program(prompt, client):
+        _, first = await post(client, "/chat/completions", {"messages": QUESTION})
+        answer = first["choices"][0]["message"]
+        await post(client, "/chat/completions", {"messages": [{"role": "user", "content": "else, at some length?"}]})
+        await post(client, "/chat/completions", {"messages": [*QUESTION, answer, *QUESTION]})
+        return {"turn_rewards": [1, 2, 4]}
+
+    scored = play(program, Engine("a", "bb", "ccc"))
+    assert isinstance(scored, ScoredEpisode)
+    assert scored.reward == scored.score == 7.0
+    # The first segment is that of the second answer, because the conversation of the first ends last.
+    assert scored.turn_rewards == (2.0, 1.0, 4.0)
+    turns = scored.episode.facts.turns
+    assert len(turns) == 3
+    assert turns[1].answered_s <= turns[0].asked_s <= turns[0].answered_s <= turns[2].asked_s
+
+
+def test_a_program_whose_policy_runs_out_of_time_is_told_so_and_what_was_sampled_is_scored():
+    refused = []
+
+    async def program(prompt, client):
+        for text in ("one", "two", "three"):
+            refused.append(await post(client, "/chat/completions", {"messages": [{"role": "user", "content": text}]}))
+        raise RuntimeError("it cannot go on without the policy")
+
+    engine = Engine("a")
+    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+
+    def abort(names):  # the second request had sampled two tokens
+        request = engine.requests[1]
+        engine.held[0].set_result(Completion(request.id, (5, 6), (-1.0, -1.0), (0, 0), "abort"))
+
+    def ask(request):
+        engine.is_holding = bool(engine.requests)
+        return engine(request)
+
+    limits = Deadlines(scores_policy=True)
+    with AgentHost(agent, ask, run_seed=5, timeout_s=1.0, abort=abort, deadlines=limits) as host:
+        episode = host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
+    assert isinstance(episode, Episode), episode
+    assert episode.is_truncated
+    assert sorted(episode.turn_lengths) == [2, 2]
+    assert refused[1][1]["choices"][0]["finish_reason"] == "length"
+    assert refused[2][1]["error"]["code"] == "timeout"
 
 
 def test_a_program_that_samples_only_by_its_own_settings_is_a_failed_sample():

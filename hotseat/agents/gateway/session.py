@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hotseat.agents.agent import AgentError, SampleFunction
+from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, Given
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
@@ -88,6 +88,7 @@ class Session:
             when_rewritten=policy.log_rewritten,
         )
         self.is_cut = False  # the last answer ended at a limit of tokens
+        self.is_out_of_time = False  # the episode's time is over, and a request was refused for it
         self._policy = policy
         self._sample = sample
         self._num_asked = 0
@@ -192,6 +193,9 @@ class Session:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
             raise
+        except OutOfTimeError as error:
+            self.is_out_of_time = True
+            raise BadRequest(f"{error} (agent.timeout_s): nothing more is sampled", code="timeout") from None
         except BaseException as error:
             if not self.failure.done():
                 self.failure.set_result(error)
