@@ -14,13 +14,12 @@ import math
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat.agents._programs import environment, run_program
+from hotseat.agents._programs import ProgramHost, environment
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
 from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
@@ -136,14 +135,15 @@ class Program(BlackBox):
         super().__init__(tokenizer, settings, **limits)
         assert settings.command is not None, "a program without a command"
         self._command = absolute_command(settings.command)
+        self._programs: asyncio.Future[ProgramHost] | None = None  # made by the first episode
         self.name = " ".join(settings.command)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
-        folder = Path(tempfile.mkdtemp(prefix="hotseat-agent-"))
-        try:
-            result = folder / "hotseat_result.json"
+        programs = await self._opened()
+        async with programs.folder() as folder:
+            result = folder.path / "hotseat_result.json"
             env = environment(
-                folder,
+                folder.path,
                 self._settings.passed_on,
                 {
                     "OPENAI_BASE_URL": client.base_url,
@@ -155,15 +155,25 @@ class Program(BlackBox):
             )
             task = {"prompt": prompt.text, "label": prompt.label, "seed": client.seed}
             try:
-                code, written = await run_program(self._command, folder, env, json.dumps(task).encode() + b"\n")
+                code, written = await programs.run(self._command, folder, env, json.dumps(task).encode() + b"\n")
             except OSError as error:
                 raise AgentError(f"the program cannot be started: {error}") from None
             if code != 0:
                 how = f"exit code {code}" if code > 0 else f"signal {-code}"
                 raise AgentError(f"the program ended with {how}" + (f": {written[-_MAX_SHOWN:]}" if written else ""))
             return _read_result(result, written)
-        finally:
-            await asyncio.get_running_loop().run_in_executor(None, _remove, folder)
+
+    async def _opened(self) -> ProgramHost:
+        if self._programs is None:
+            made = asyncio.get_running_loop().run_in_executor(None, ProgramHost, self._settings.containers)
+            self._programs = asyncio.ensure_future(made)
+        return await asyncio.shield(self._programs)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._programs is not None:
+            programs, self._programs = await self._programs, None
+            await asyncio.get_running_loop().run_in_executor(None, programs.close)
 
 
 def absolute_command(command: Sequence[str]) -> list[str]:
@@ -273,7 +283,3 @@ def _read_result(file: Path, written: str) -> Any:
     if isinstance(result, float) and not math.isfinite(result):
         raise AgentError(f"the result file has the number {result}")
     return result
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

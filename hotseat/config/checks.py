@@ -376,7 +376,11 @@ RULES: tuple[Rule, ...] = (
         _rl_but(has_agent),
         _says("neither agent.path nor agent.command is set, so no program talks to the policy"),
     ),
-    Rule(("agent.pass_env",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
+    Rule(
+        ("agent.pass_env", "agent.containers"),
+        _rl_but(lambda c: c.agent.command is not None),
+        _says("agent.command is not set"),
+    ),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
         _rl_but(lambda c: c.overlap.staleness > 0),

@@ -409,6 +409,8 @@ class AgentConfig(Section):
     """Program that plays an episode through an OpenAI endpoint, as a list of words; instead of `path`."""
     pass_env: list[str] = []
     """Names of environment variables that the command gets beside PATH, locale and Python's own."""
+    containers: Literal["podman", "docker"] | None = None
+    """Remove containers that the command started with `--label-file $HOTSEAT_LABEL_FILE`, by this engine."""
     sampling: Literal["override", "refuse", "untrained"] = "override"
     """A program's own temperature and the like: the run's hold, refused, or sampled that way and not learned from."""
     history: Literal["append", "render"] = "append"

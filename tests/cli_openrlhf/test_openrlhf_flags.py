@@ -110,6 +110,7 @@ WITHOUT_A_FLAG = {
     "algorithm.dpo.precompute",
     "actor.shape",
     "agent.command",
+    "agent.containers",
     "agent.gateway.advertise_url",
     "agent.gateway.bind",
     "agent.history",

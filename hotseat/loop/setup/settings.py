@@ -313,6 +313,7 @@ def program_settings(config: Config) -> ProgramSettings:
         bind=agent.gateway.bind,
         advertise_url=agent.gateway.advertise_url,
         passed_on=tuple(agent.pass_env),
+        containers=agent.containers,
         run_seed=config.seed,
     )
 
