@@ -62,6 +62,7 @@ class Conversation:
     """The contexts and answers of one episode.
 
     chat_template: instead of the tokenizer's. when_rewritten: called when a template changes what was sampled.
+    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Conversation:
         chat_template: str | None = None,
         history: History = "append",
         when_rewritten: Callable[[], object] = lambda: None,
+        max_characters: int | None = None,
     ):
+        self._max_characters = max_characters
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._history = history
@@ -171,6 +174,8 @@ class Conversation:
             raise ConversationError(f"the chat template refuses these messages: {error}") from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise ConversationError(f"the text has {len(text)} characters, which no model of this length can read")
         if not text.isascii():
             try:
                 text.encode()

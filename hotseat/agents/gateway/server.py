@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 32 << 20
 _MAX_OPEN = 512  # requests of one episode at a time
+_MAX_OPEN_BYTES = 64 << 20  # of their bodies together
 _MAX_KEPT = 4096  # replies of one episode, for retries
 _SHUTDOWN_S = 1.0
+_BACKLOG = 4096  # connections that wait to be accepted; where there is no room, a client tries again after a second
 
 Handler = Callable[[Mapping[str, Any], Session], Awaitable[Reply]]
 
@@ -65,6 +67,7 @@ class _Open:
     session: Session
     replies: dict[str, _Shared] = field(default_factory=dict)
     num_open: int = 0
+    num_open_bytes: int = 0
 
 
 class Gateway:
@@ -111,7 +114,7 @@ class Gateway:
             app.router.add_post(path, self._answer)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
-        site = web.TCPSite(runner, self._host, self._port)
+        site = web.TCPSite(runner, self._host, self._port, backlog=_BACKLOG)
         try:
             await site.start()
         except OSError as error:
@@ -142,9 +145,16 @@ class Gateway:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
-        if episode.num_open >= _MAX_OPEN:
-            raise BadRequest(f"the episode has {_MAX_OPEN} open requests", status=429, code="rate_limit_exceeded")
+        # A body whose length is not known may be as long as any.
+        num_bytes = min(request.content_length or _MAX_BODY_BYTES, _MAX_BODY_BYTES)
+        for is_full, what in (
+            (episode.num_open >= _MAX_OPEN, f"{_MAX_OPEN} open requests"),
+            (episode.num_open_bytes + num_bytes > _MAX_OPEN_BYTES, f"{_MAX_OPEN_BYTES >> 20} MiB of open requests"),
+        ):
+            if is_full:
+                raise BadRequest(f"the episode has {what}", status=429, code="rate_limit_exceeded")
         episode.num_open += 1
+        episode.num_open_bytes += num_bytes
         try:
             raw = await request.read()
             body = _parse(raw)
@@ -154,6 +164,7 @@ class Gateway:
             return await _stream(request, reply)
         finally:
             episode.num_open -= 1
+            episode.num_open_bytes -= num_bytes
 
     async def _reply(self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]) -> Reply:
         """Answer a request, or hand out the first answer to a request that is sent again.
@@ -243,4 +254,7 @@ def _error(
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
         body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return web.json_response(body, status=status, headers=headers)
+    response = web.json_response(body, status=status, headers=headers)
+    if status in (401, 413, 429):
+        response.force_close()  # nothing of such a client is kept open
+    return response

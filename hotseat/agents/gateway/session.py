@@ -42,6 +42,12 @@ class Policy:
         self._thread = ThreadPoolExecutor(1, "conversations")
 
     @cached_property
+    def max_characters(self) -> int:
+        """Return more characters than any text has that fits into a context: a bound on what is worth tokenising."""
+        longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+        return 4 * longest * self.settings.max_length + (1 << 16)
+
+    @cached_property
     def parser(self) -> Parser | None:
         return parser_of(self.tokenizer, self.settings.tool_parser)
 
@@ -86,6 +92,7 @@ class Session:
             chat_template=policy.settings.chat_template,
             history=policy.settings.history,
             when_rewritten=policy.log_rewritten,
+            max_characters=policy.max_characters,
         )
         self.is_cut = False  # the last answer ended at a limit of tokens
         self.is_out_of_time = False  # the episode's time is over, and a request was refused for it
