@@ -394,6 +394,34 @@ def test_a_client_that_hangs_up_ends_its_request_and_may_ask_again_for_the_same(
     assert len(learned(outcome.episode.segments, outcome.episode.turn_lengths)) == 1
 
 
+def test_of_equal_requests_at_once_a_retry_gets_the_answer_of_the_one_that_was_given_up():
+    async def program(prompt, client):
+        engine.is_holding = True
+        body = {"messages": QUESTION}
+        gives_up, stays = (asyncio.ensure_future(post(client, "/chat/completions", body)) for _ in range(2))
+        while len(engine.requests) < 2:
+            await asyncio.sleep(0.01)
+        gives_up.cancel()
+        while not any(held.cancelled() for held in engine.held):
+            await asyncio.sleep(0.01)
+        engine.is_holding = False
+        retried = await post(client, "/chat/completions", body, **{"x-stainless-retry-count": "1"})
+        [waiting] = [held for held in engine.held if not held.cancelled()]
+        ids = tuple(tokenizer_of("smollm2")("other<|im_end|>", add_special_tokens=False)["input_ids"])
+        waiting.set_result(Completion("x", ids, (-1.0,) * len(ids), (0,) * len(ids), "stop"))
+        answers = [reply["choices"][0]["message"]["content"] for _, reply in (retried, await stays)]
+        again = await post(client, "/chat/completions", body, **{"x-stainless-retry-count": "2"})
+        assert again[1]["choices"][0]["message"]["content"] in answers
+        return {"reward": 0.0, "extra": {"differ": answers == ["cab", "other"]}}
+
+    engine = Engine()
+    outcome = play(program, engine)
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert outcome.extra == {"differ": 1.0}
+    given_up = next(request for request, held in zip(engine.requests, engine.held, strict=False) if held.cancelled())
+    assert engine.requests[2].seed == given_up.seed
+
+
 def test_an_engine_that_fails_ends_the_episode_whatever_the_program_does():
     async def program(prompt, client):
         with pytest.raises(openai.InternalServerError, match="the engine died"):

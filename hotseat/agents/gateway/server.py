@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from aiohttp import web
 from hotseat.agents.gateway import anthropic_messages, chat, responses
 from hotseat.agents.gateway.asking import BadRequest
 from hotseat.agents.gateway.reply import Reply
+from hotseat.agents.gateway.retries import Replies
 from hotseat.agents.gateway.session import Session
 from hotseat.errors import UserError
 
@@ -24,11 +25,10 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_BYTES = 32 << 20
 _MAX_OPEN = 512  # requests of one episode at a time
 _MAX_OPEN_BYTES = 64 << 20  # of their bodies together
-_MAX_KEPT = 4096  # replies of one episode, for retries
 _SHUTDOWN_S = 1.0
 _BACKLOG = 4096  # connections that wait to be accepted; where there is no room, a client tries again after a second
 
-Handler = Callable[[Mapping[str, Any], Session], Awaitable[Reply]]
+Handler = Callable[[Mapping[str, Any], Session], Coroutine[Any, Any, Reply]]
 
 _HANDLERS: dict[str, Handler] = {
     "/v1/chat/completions": chat.chat,
@@ -52,20 +52,11 @@ class Address:
 
 
 @dataclass(eq=False)
-class _Shared:
-    """The work on a request, which a retry of it may wait for too."""
-
-    task: asyncio.Task[Reply]
-    digest: bytes
-    num_waiting: int = 0
-
-
-@dataclass(eq=False)
 class _Open:
-    """An episode that can be reached, and its replies by what identifies a request."""
+    """An episode that can be reached, and its replies."""
 
     session: Session
-    replies: dict[str, _Shared] = field(default_factory=dict)
+    replies: Replies = field(default_factory=Replies)
     num_open: int = 0
     num_open_bytes: int = 0
 
@@ -98,8 +89,8 @@ class Gateway:
     def end(self, address: Address) -> None:
         """End an episode: its token is worth nothing from now on, and requests in progress are given up."""
         episode = self._episodes.pop(address.token, None)
-        for shared in episode.replies.values() if episode is not None else ():
-            shared.task.cancel()
+        if episode is not None:
+            episode.replies.cancel()
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -157,44 +148,26 @@ class Gateway:
         episode.num_open_bytes += num_bytes
         try:
             raw = await request.read()
-            body = _parse(raw)
-            reply = await self._reply(episode, request, raw, body)
-            if not body.get("stream"):
-                return web.json_response(reply.body())
-            return await _stream(request, reply)
+            return await self._reply(episode, request, raw, _parse(raw))
         finally:
             episode.num_open -= 1
             episode.num_open_bytes -= num_bytes
 
-    async def _reply(self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]) -> Reply:
-        """Answer a request, or hand out the first answer to a request that is sent again.
-
-        The work goes on as long as somebody waits for it. What nobody waits for is given up and not remembered.
-        """
+    async def _reply(
+        self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Answer a request, or hand out the first answer to a request that is sent again."""
         digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
         idempotency_key = request.headers.get("Idempotency-Key")
         name = f"key {idempotency_key}" if idempotency_key else f"body {digest.hex()}"
         is_again = bool(idempotency_key) or _retry_count(request) > 0
-        shared = episode.replies.get(name) if is_again else None
-        if shared is not None and shared.digest != digest:
+        work = episode.replies.find(name) if is_again else None
+        if work is not None and work.digest != digest:
             raise BadRequest(f"the Idempotency-Key {idempotency_key!r:.80} was used for another request", status=422)
-        if shared is None:
-            task = asyncio.ensure_future(_HANDLERS[request.path](body, episode.session))
-            shared = episode.replies[name] = _Shared(task, digest)
-            if len(episode.replies) > _MAX_KEPT:
-                episode.replies.pop(next(iter(episode.replies)))
-        shared.num_waiting += 1
-        try:
-            return await asyncio.shield(shared.task)
-        finally:
-            shared.num_waiting -= 1
-            task = shared.task
-            is_given_up = not task.done() and shared.num_waiting == 0
-            has_failed = task.done() and (task.cancelled() or task.exception() is not None)
-            if is_given_up:
-                task.cancel()
-            if (is_given_up or has_failed) and episode.replies.get(name) is shared:
-                del episode.replies[name]
+        if work is None:
+            work = episode.replies.begin(name, digest, _HANDLERS[request.path](body, episode.session))
+        send = _stream if body.get("stream") else _whole
+        return await episode.replies.wait(name, work, lambda reply: send(request, reply))
 
 
 def _retry_count(request: web.Request) -> int:
@@ -210,6 +183,13 @@ def _parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest("the body is not a JSON object")
     return body
+
+
+async def _whole(request: web.Request, reply: Reply) -> web.StreamResponse:
+    response = web.json_response(reply.body())
+    await response.prepare(request)
+    await response.write_eof()
+    return response
 
 
 async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
