@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from hotseat.agents.branches import Answer
@@ -46,6 +48,11 @@ class Context:
     text: str
     messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
     num_messages: int = 0
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Return a digest of the tokens."""
+        return hashlib.blake2b(array("q", self.token_ids).tobytes(), digest_size=8).digest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from hotseat.agents._fair_loop import new_event_loop
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SingleTurn
 from hotseat.agents.deadlines import SCORING_S, Deadlines, ToolClock
 from hotseat.agents.multi_turn import MultiTurn
@@ -119,7 +120,7 @@ class AgentHost:
         self._closed: str | None = None
         self._is_ending = threading.Event()
         self._beat = time.monotonic()
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._stop = asyncio.Event()
         self._slots = asyncio.Semaphore(max_concurrent)
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ _MAX_OPEN = 512  # requests of one episode at a time
 _MAX_OPEN_BYTES = 64 << 20  # of their bodies together
 _SHUTDOWN_S = 1.0
 _BACKLOG = 4096  # connections that wait to be accepted; where there is no room, a client tries again after a second
+_ACCEPTED = 16  # of them at a time: each takes as long as a small request
+_STREAM_BYTES = 1 << 16  # of a stream that are written at a time
 
 Handler = Callable[[Mapping[str, Any], Session], Coroutine[Any, Any, Reply]]
 
@@ -105,9 +108,8 @@ class Gateway:
             app.router.add_post(path, self._answer)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
-        site = web.TCPSite(runner, self._host, self._port, backlog=_BACKLOG)
         try:
-            await site.start()
+            await _listen(runner, self._host, self._port)
         except OSError as error:
             await runner.cleanup()
             where = f"{self._host}:{self._port}" if self._port else self._host
@@ -170,6 +172,18 @@ class Gateway:
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
 
 
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family)
+    try:
+        # The loop accepts as many connections in one go as it lets wait, so that is set apart.
+        await web.SockSite(runner, listening, backlog=_ACCEPTED).start()
+        listening.listen(_BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+
+
 def _retry_count(request: web.Request) -> int:
     count = request.headers.get("x-stainless-retry-count", "0")
     return int(count) if count.isdecimal() else 0
@@ -195,8 +209,13 @@ async def _whole(request: web.Request, reply: Reply) -> web.StreamResponse:
 async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
+    events = bytearray()  # the answer is complete, so each write of its own would only take longer
     for event in reply.events():
-        await response.write(event.encode())
+        events += event.encode()
+        if len(events) > _STREAM_BYTES:
+            await response.write(bytes(events))
+            events.clear()
+    await response.write(bytes(events))
     await response.write_eof()
     return response
 

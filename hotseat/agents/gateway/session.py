@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -175,6 +174,11 @@ class Session:
         return replace(self.sampling, **changed), False
 
     def _context(self, asked: Asked) -> Context:
+        context = self._made_context(asked)
+        _ = context.digest  # computed here, in the thread that may take its time
+        return context
+
+    def _made_context(self, asked: Asked) -> Context:
         if asked.tools and self._policy.parser is None:
             raise BadRequest(
                 "tools: this model's answers cannot be parsed for tool calls: its tokenizer has no response_template,"
@@ -216,13 +220,12 @@ class Session:
 
         A request that was given up leaves its number to the next one for the same context, which is often its retry.
         """
-        digest = hashlib.blake2b(array("q", context.token_ids).tobytes(), digest_size=8)
-        taken = self._turns.setdefault(digest.digest(), set())
+        taken = self._turns.setdefault(context.digest, set())
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         taken.add(number)
-        digest.update(str(number).encode())
+        turn = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
         try:
-            return await self._sample(list(context.token_ids), sampling, int.from_bytes(digest.digest(), "little") >> 1)
+            return await self._sample(list(context.token_ids), sampling, int.from_bytes(turn, "little") >> 1)
         except BaseException:
             taken.discard(number)
             raise
