@@ -304,7 +304,7 @@ def logs_of(logs: Any) -> dict[str, float]:
 
 
 class FunctionTurns(Turns):
-    """Plays a module-level `step` function, in a fresh module for each episode, so episodes do not share globals."""
+    """Plays a module-level `step` function. load: returns the module, a fresh one if it has globals that change."""
 
     def __init__(self, load: Callable[[], types.ModuleType]):
         self._load = load

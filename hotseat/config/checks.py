@@ -367,7 +367,7 @@ RULES: tuple[Rule, ...] = (
         _says("rollout.engine is vllm, which sizes its own batch"),
     ),
     Rule(
-        ("agent.max_steps",),
+        ("agent.max_steps", "agent.turn_length"),
         _rl_but(has_agent),
         _says("neither agent.path nor agent.command is set, so an episode has one turn"),
     ),

@@ -421,6 +421,8 @@ class AgentConfig(Section):
     """The server through which programs reach the policy."""
     max_steps: Positive | None = None
     """Turns of an episode at most; unset leaves it to the agent."""
+    turn_length: Literal["max_new_tokens", "rest"] = "max_new_tokens"
+    """Tokens that a turn may sample: `rollout.max_new_tokens`, or all that is left of `data.max_length`."""
     max_concurrent: Positive | None = None
     """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
     timeout_s: Seconds = 1200.0

@@ -121,6 +121,7 @@ WITHOUT_A_FLAG = {
     "agent.on_timeout",
     "agent.tool_parser",
     "agent.tool_timeout_s",
+    "agent.turn_length",  # set beside --agent_func_path
     "agent.turn_timeout_s",
     "algorithm.aggregation",  # set beside --advantage_estimator dr_grpo
     "algorithm.kl.allow_k1_loss",  # set beside --use_kl_loss --kl_estimator k1

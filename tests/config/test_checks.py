@@ -66,6 +66,7 @@ WITHOUT_EFFECT = {
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
     "algorithm.turn_credit": ("algorithm: {turn_credit: own}", "one turn"),
+    "agent.turn_length": ("agent: {turn_length: rest}", "one turn"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "agent.sampling": ("agent: {sampling: refuse}", "no program talks to the policy"),
     "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "agent.command is not set"),
