@@ -217,14 +217,17 @@ asyncio.run(main())
 """
 
 
-def test_programs_of_a_host_that_was_killed_end_and_their_folders_are_removed(tmp_path):
+@pytest.mark.parametrize("number", [3, pytest.param(200, marks=pytest.mark.long)])
+def test_programs_of_a_host_that_was_killed_end_and_their_folders_are_removed(tmp_path, number):
     began, folders = tmp_path / "began", tmp_path / "folders"
     began.mkdir()
     folders.mkdir()
     env = {**os.environ, "TMPDIR": str(folders)}
-    host = subprocess.Popen([sys.executable, "-c", HOST, str(began), "3", str(Path(_reaper.__file__).parent)], env=env)
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST, str(began), str(number), str(Path(_reaper.__file__).parent)], env=env
+    )
     beat = threading.Event()
-    while len(os.listdir(began)) < 3:
+    while len(os.listdir(began)) < number:
         assert host.poll() is None
         beat.wait(0.01)
     assert processes_of(folders)
