@@ -103,11 +103,10 @@ def may_be_chosen(source: str, expression: str) -> bool:
     of_all = set(MARK.findall(of_module[0])) if of_module else set()
     of_some = sorted(set(MARK.findall(source)) - of_all)
     fits = Expression.compile(expression)
-    return any(
-        fits.evaluate(lambda name, *_, chosen=of_all.union(some), **__: name in chosen)
-        for count in range(len(of_some) + 1)
-        for some in itertools.combinations(of_some, count)
+    possible = (
+        of_all.union(some) for count in range(len(of_some) + 1) for some in itertools.combinations(of_some, count)
     )
+    return any(fits.evaluate(marks.__contains__) for marks in possible)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

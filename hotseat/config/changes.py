@@ -98,6 +98,9 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "agent.max_concurrent",
             "agent.timeout_s",
+            "agent.turn_timeout_s",
+            "agent.tool_timeout_s",
+            "agent.on_timeout",
             "data.max_lost_fraction",
             "train.spike_factor",
             "train.on_spike",

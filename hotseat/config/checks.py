@@ -241,6 +241,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
     ),
     Rule(
+        ("algorithm.turn_credit",),
+        _rl_but(has_agent),
+        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
+    ),
+    Rule(
         ("algorithm.gae_lambda",),
         _rl_but(has_critic),
         lambda c: f"algorithm.estimator is {c.algorithm.estimator}, not gae",
@@ -362,7 +367,7 @@ RULES: tuple[Rule, ...] = (
         _says("rollout.engine is vllm, which sizes its own batch"),
     ),
     Rule(
-        ("agent.max_steps",),
+        ("agent.max_steps", "agent.turn_length"),
         _rl_but(has_agent),
         _says("neither agent.path nor agent.command is set, so an episode has one turn"),
     ),
@@ -371,7 +376,11 @@ RULES: tuple[Rule, ...] = (
         _rl_but(has_agent),
         _says("neither agent.path nor agent.command is set, so no program talks to the policy"),
     ),
-    Rule(("agent.pass_env",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
+    Rule(
+        ("agent.pass_env", "agent.containers"),
+        _rl_but(lambda c: c.agent.command is not None),
+        _says("agent.command is not set"),
+    ),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
         _rl_but(lambda c: c.overlap.staleness > 0),
@@ -671,6 +680,14 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
                 "algorithm.correction.kind",
                 f"rollout-ratio is the correction of algorithm.policy_loss gspo, and it is {algorithm.policy_loss}: set"
                 " tis, icepop or seq-mask-tis",
+            )
+        )
+    if algorithm.turn_credit == "own" and algorithm.estimator not in ESTIMATORS_WITH_GROUP:
+        problems.append(
+            (
+                "algorithm.turn_credit",
+                f"own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
+                f" {algorithm.estimator}: set {', '.join(ESTIMATORS_WITH_GROUP)}, or turn_credit to to_go",
             )
         )
     if uses_k1_loss(config) and not kl.allow_k1_loss:

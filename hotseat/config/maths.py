@@ -81,7 +81,9 @@ def prompt_limit(config: Config) -> tuple[str, str]:
 
 
 def max_new_tokens(config: Config) -> int:
-    """Return the most tokens that one turn may sample."""
+    """Return the most tokens that one turn may sample; agents bound it by what is left of `data.max_length`."""
+    if has_agent(config) and config.agent.turn_length == "rest":
+        return config.data.max_length - 1
     if config.rollout.max_new_tokens is not None:
         return config.rollout.max_new_tokens
     return config.data.max_length - prompt_max_length(config)

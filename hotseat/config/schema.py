@@ -411,6 +411,8 @@ class AgentConfig(Section):
     """Program that plays an episode through an OpenAI endpoint, as a list of words; instead of `path`."""
     pass_env: list[str] = []
     """Names of environment variables that the command gets beside PATH, locale and Python's own."""
+    containers: Literal["podman", "docker"] | None = None
+    """Remove containers that the command started with `--label-file $HOTSEAT_LABEL_FILE`, by this engine."""
     sampling: Literal["override", "refuse", "untrained"] = "override"
     """A program's own temperature and the like: the run's hold, refused, or sampled that way and not learned from."""
     history: Literal["append", "render"] = "append"
@@ -421,10 +423,18 @@ class AgentConfig(Section):
     """The server through which programs reach the policy."""
     max_steps: Positive | None = None
     """Turns of an episode at most; unset leaves it to the agent."""
+    turn_length: Literal["max_new_tokens", "rest"] = "max_new_tokens"
+    """Tokens that a turn may sample: `rollout.max_new_tokens`, or all that is left of `data.max_length`."""
     max_concurrent: Positive | None = None
     """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
     timeout_s: Seconds = 1200.0
     """Longest that an episode may take; after that it counts as failed."""
+    turn_timeout_s: Seconds | None = None
+    """Longest that the policy may take for one answer; unset is bounded by `timeout_s` alone."""
+    tool_timeout_s: Seconds | None = None
+    """Longest that environment, tools or program may take between two answers; unset is bounded by `timeout_s`."""
+    on_timeout: Literal["fail", "score"] = "fail"
+    """A policy that runs out of time fails the sample, or is cut there and scored; tools that do fail it always."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -550,6 +560,8 @@ class AlgorithmConfig(Section):
         "group_norm"
     )
     """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
+    turn_credit: Literal["to_go", "own", "sum"] = "to_go"
+    """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Fraction = 1.0
     """Discount per sampled token (gae and reinforce)."""
     gae_lambda: Fraction = 1.0

@@ -103,12 +103,14 @@ WITHOUT_A_FLAG = {
     "algorithm.correction.reject_low",
     "algorithm.distill_coef",
     "algorithm.mask_truncated",
+    "algorithm.turn_credit",
     "data.sampler",
     "algorithm.dpo.gamma",
     "algorithm.dpo.length_normalised",
     "algorithm.dpo.precompute",
     "actor.shape",
     "agent.command",
+    "agent.containers",
     "agent.gateway.advertise_url",
     "agent.gateway.bind",
     "agent.history",
@@ -116,7 +118,11 @@ WITHOUT_A_FLAG = {
     "agent.pass_env",
     "agent.sampling",
     "agent.timeout_s",
+    "agent.on_timeout",
     "agent.tool_parser",
+    "agent.tool_timeout_s",
+    "agent.turn_length",  # set beside --agent_func_path
+    "agent.turn_timeout_s",
     "algorithm.aggregation",  # set beside --advantage_estimator dr_grpo
     "algorithm.kl.allow_k1_loss",  # set beside --use_kl_loss --kl_estimator k1
     "checkpoint.background",

@@ -66,6 +66,8 @@ WITHOUT_EFFECT = {
     ),
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
+    "algorithm.turn_credit": ("algorithm: {turn_credit: own}", "one turn"),
+    "agent.turn_length": ("agent: {turn_length: rest}", "one turn"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "agent.sampling": ("agent: {sampling: refuse}", "no program talks to the policy"),
     "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "agent.command is not set"),
@@ -254,6 +256,10 @@ def test_every_rule_speaks_of_keys_that_exist():
         (
             "agent: {path: a.py, gateway: {bind: '0.0.0.0:8000', advertise_url: 'http://here'}}",
             "each rollout host knows only the episodes of its own: set rollout.num_hosts to 1",
+        ),
+        (
+            "agent: {path: a.py}\nalgorithm: {estimator: reinforce, turn_credit: own}",
+            "algorithm.estimator is reinforce: set rloo, reinforce_baseline, group_norm, dr_grpo, or turn_credit to",
         ),
         ("agent: {command: []}", "empty: give a program and its arguments"),
         ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),

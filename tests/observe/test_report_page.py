@@ -62,6 +62,7 @@ def reports(tmp_path_factory):
         "examples": [examples],
     }
     runs |= {"changed": [changed], "unchanged": [make_run(path / "unchanged", num_steps=20)]}
+    runs |= {"agent": [make_run(path / "agent", num_steps=10, has_agent=True)]}
     return {name: write_report(run_dirs, path / f"{name}.html") for name, run_dirs in runs.items()}
 
 
@@ -245,6 +246,34 @@ def test_a_sample_shows_its_tokens_and_their_facts(open_report):
     tokens.nth(30).click()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.dataset.index") == "31"
+
+
+def test_an_episode_of_an_agent_is_a_conversation_with_its_rewards_tools_branches_and_times(open_report):
+    page = open_report("agent")
+    samples = page.locator("#samples")
+    said, read = samples.locator(".talk-said"), samples.locator(".talk-read")
+    assert [said.nth(at).locator(".talk-head b").inner_text() for at in range(said.count())] == [
+        "Turn 1", "Turn 2", "Turn 3", "Turn 4",
+    ]  # fmt: skip
+    assert "reward −0.1" in said.nth(0).inner_text()
+    assert said.nth(0).locator(".tool-call").inner_text() == 'multiply({"a": 17, "b": 32})'
+    assert "544" in read.nth(1).inner_text()
+    heads = samples.locator(".talk-segment").all_inner_texts()
+    assert heads == ["Segment 1", "Segment 2, a branch of segment 1"]
+    assert "tokens as in segment 1" in read.nth(3).inner_text()
+    assert samples.locator(".time-turn").count() == 4
+    assert "environment and tools" in samples.locator(".time-legend").inner_text()
+    assert samples.locator(".token").count() == 0
+    said.nth(2).locator("summary").click()  # token by token, where that is asked for
+    said.nth(2).locator(".token").first.hover()
+    assert '"The"' in said.nth(2).locator(".token-facts").inner_text()
+    samples.get_by_role("button", name="Token by token", exact=True).click()
+    assert said.count() == 0
+    assert samples.locator(".token").count() > 100
+    samples.get_by_role("button", name="Conversation").click()
+    assert said.count() == 4
+    samples.locator(".time-turn").nth(3).click()
+    assert "About 400" in page.evaluate("document.activeElement.innerText")
 
 
 def test_arrows_move_through_the_list(open_report):

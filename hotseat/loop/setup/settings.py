@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hotseat.agents import ProgramSettings
+from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.maths import (
@@ -278,6 +278,9 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         max_turns=config.agent.max_steps,
         max_concurrent=episodes_per_engine(config),
         episode_timeout_s=config.agent.timeout_s,
+        deadlines=Deadlines(
+            config.agent.turn_timeout_s, config.agent.tool_timeout_s, config.agent.on_timeout == "score"
+        ),
         reward=config.reward.function,
         eval_reward=config.eval.reward,
         reward_timeout_s=timeout_s,
@@ -310,6 +313,7 @@ def program_settings(config: Config) -> ProgramSettings:
         bind=agent.gateway.bind,
         advertise_url=agent.gateway.advertise_url,
         passed_on=tuple(agent.pass_env),
+        containers=agent.containers,
         run_seed=config.seed,
     )
 
@@ -353,6 +357,7 @@ def policy_settings(
             truncation_penalty=reward.truncation_penalty,
             max_sampled=max_sampled_tokens(config),
             distill_coefficient=algorithm.distill_coef,
+            turn_credit=algorithm.turn_credit,
         ),
         aggregation=aggregation(config),
         mask_truncated=algorithm.mask_truncated,

@@ -103,11 +103,13 @@ class EngineClient:
             opened.among.pop(request.id, None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Cancel requests. Called in the event loop."""
+        """End requests: their completions have what was sampled so far. Called in the event loop."""
         for name in request_ids:
-            for waiting in (*self._in_flight.values(), self._without_engine):
+            for waiting in self._in_flight.values():
                 if name in waiting:
-                    waiting[name].future.cancel()
+                    self._abort_later(waiting[name])
+            if name in self._without_engine:
+                self._without_engine[name].future.cancel()
 
     def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
         """Send requests to engines that were replaced, and hold the weights that are served. Called in any thread."""

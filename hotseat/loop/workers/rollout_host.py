@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hotseat import faults
-from hotseat.agents import AgentHost, ProgramSettings, load_agent
+from hotseat.agents import AgentHost, Deadlines, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring, submit_group
@@ -58,6 +58,7 @@ class HostSettings:
     reward_token: str | None = field(default=None, repr=False)  # for them
     reward_max_open: int = 64  # requests to them at a time
     programs: ProgramSettings | None = None  # of an agent that is a program
+    deadlines: Deadlines | None = None  # within an episode; None: none
     eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
@@ -139,6 +140,7 @@ class RolloutHost:
             max_concurrent=-(-settings.max_concurrent * engines.size // num_hosts),
             timeout_s=settings.episode_timeout_s,
             abort=self._client.abort,
+            deadlines=settings.deadlines,
         )
 
     def connect_judge(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1) -> None:

@@ -42,6 +42,7 @@ SCRIPTS = (
     "phases",
     "memory",
     "heatmaps",
+    "conversation",
     "samples",
     "setup",
     "main",
