@@ -552,6 +552,18 @@ def test_too_many_requests_at_once_are_told_to_wait(monkeypatch):
     assert outcome.reward > 0
 
 
+def test_an_episode_has_so_many_bytes_of_open_requests_at_most(monkeypatch):
+    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_OPEN_BYTES", 2 << 20)
+
+    async def program(prompt, client):
+        status, reply = await post(client, "/chat/completions", b" " * (3 << 20))
+        assert (status, reply["error"]["message"]) == (429, "the episode has 2 MiB of open requests")
+        assert (await post(client, "/chat/completions", {"messages": QUESTION}))[0] == 200
+        return 1.0
+
+    assert play(program, Engine()).reward == 1.0
+
+
 def test_a_plain_function_may_block_and_leave_the_reward_to_the_run():
     def program(prompt, client):
         blocking = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)

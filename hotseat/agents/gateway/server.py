@@ -101,7 +101,7 @@ class Gateway:
             await runner.cleanup()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors])
+        app = web.Application(middlewares=[_errors])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._models)
         for path in _HANDLERS:
@@ -138,22 +138,16 @@ class Gateway:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)
-        # A body whose length is not known may be as long as any.
-        num_bytes = min(request.content_length or _MAX_BODY_BYTES, _MAX_BODY_BYTES)
-        for is_full, what in (
-            (episode.num_open >= _MAX_OPEN, f"{_MAX_OPEN} open requests"),
-            (episode.num_open_bytes + num_bytes > _MAX_OPEN_BYTES, f"{_MAX_OPEN_BYTES >> 20} MiB of open requests"),
-        ):
-            if is_full:
-                raise BadRequest(f"the episode has {what}", status=429, code="rate_limit_exceeded")
+        if episode.num_open >= _MAX_OPEN:
+            raise BadRequest(f"the episode has {_MAX_OPEN} open requests", status=429, code="rate_limit_exceeded")
         episode.num_open += 1
-        episode.num_open_bytes += num_bytes
+        raw = bytearray()
         try:
-            raw = await request.read()
-            return await self._reply(episode, request, raw, _parse(raw))
+            await _read(request, episode, raw)
+            return await self._reply(episode, request, bytes(raw), _parse(raw))
         finally:
             episode.num_open -= 1
-            episode.num_open_bytes -= num_bytes
+            episode.num_open_bytes -= len(raw)
 
     async def _reply(
         self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]
@@ -170,6 +164,18 @@ class Gateway:
             work = episode.replies.begin(name, digest, _HANDLERS[request.path](body, episode.session))
         send = _stream if body.get("stream") else _whole
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
+
+
+async def _read(request: web.Request, episode: _Open, raw: bytearray) -> None:
+    """Read the body of a request piece by piece, within the bounds of a request and of its episode."""
+    async for piece in request.content.iter_any():
+        raw += piece
+        episode.num_open_bytes += len(piece)
+        if len(raw) > _MAX_BODY_BYTES:
+            raise BadRequest(f"the body has more than {_MAX_BODY_BYTES >> 20} MiB", status=413)
+        if episode.num_open_bytes > _MAX_OPEN_BYTES:
+            shown = f"{_MAX_OPEN_BYTES >> 20} MiB of open requests"
+            raise BadRequest(f"the episode has {shown}", status=429, code="rate_limit_exceeded")
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
@@ -189,7 +195,7 @@ def _retry_count(request: web.Request) -> int:
     return int(count) if count.isdecimal() else 0
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
