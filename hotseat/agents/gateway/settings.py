@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotseat.agents.conversation import History
+from hotseat.agents.environments.families import EnvironmentSettings
 
 OwnSampling = Literal["override", "refuse", "untrained"]
 
@@ -31,7 +32,8 @@ class SessionSettings:
 class ProgramSettings:
     """Settings of programs. command: None if the program is a function. bind, advertise_url: of the gateway.
 
-    passed_on: names of variables of our environment that a command gets.
+    passed_on: names of variables of our environment that a command gets. environment: what plays in processes of its
+    own, instead of a command or a function.
     """
 
     command: tuple[str, ...] | None = None
@@ -43,3 +45,4 @@ class ProgramSettings:
     advertise_url: str | None = None
     passed_on: tuple[str, ...] = ()
     run_seed: int = 0
+    environment: EnvironmentSettings | None = None
