@@ -1,6 +1,6 @@
 """Environments of gymnasium with text to read, and text or a number to answer.
 
-name: as `gymnasium.make` takes it, such as `module:Echo-v0`, or of a file that registers it, such as `games.py:Echo-v0`.
+name: as `gymnasium.make` takes it, such as `module:Echo-v0`, or of a file that registers it, as `games.py:Echo-v0`.
 arguments: of `gymnasium.make`; and `system`, a text before the first observation. Numbers are the seeds of `reset`.
 
 Observations are of the space Text, or of any other, which is written by Python's `str`. Actions are of the space Text

@@ -72,11 +72,12 @@ class Tasks:
 
     def _text(self, result: Any) -> str:
         observation = result.observation
+        shown = {name: value for name, value in observation.items() if name not in _HIDDEN}
         field = self._arguments["observation"]
         if field is None:
-            return json.dumps({name: value for name, value in observation.items() if name not in _HIDDEN})
+            return json.dumps(shown)
         if field not in observation:
-            raise ValueError(f"the observation has no field {field!r}; it has {', '.join(observation)}")
+            raise ValueError(f"the observation has no field {field!r}; it has {', '.join(shown)}")
         return str(observation[field])
 
 
