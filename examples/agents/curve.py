@@ -33,7 +33,8 @@ def draw(runs: list[list[dict[str, float]]], title: str) -> str:
         return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value, 1)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
+        '  font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-size="14">{title}</text>',
     ]

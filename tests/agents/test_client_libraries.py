@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 START_S = 300.0  # libraries are large, and others work on the same cores
 CALL = '<think>bad</think>\n\n<tool_call>{"name":"add","arguments":{"a":  1}}</tool_call>'  # as no template writes it
 FINAL = '<tool_call>{"name":"final_answer","arguments":{"answer":"ace"}}</tool_call>'
-CODE = "Thoughts: none\n<code>\nfinal_answer(add(a=1) * 21)\n</code>"
+CODE = "Thoughts: none\n<code>\nfinal_answer(add(a=1) * 21)\n</code>|cut"  # where it asks to stop
 
 
 def play(tmp_path: Path, package: str, code: str, *answers: str) -> ScoredEpisode:

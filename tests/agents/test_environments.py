@@ -250,8 +250,8 @@ def test_a_missing_library_names_how_to_install_it(tmp_path):
     bare.chmod(0o755)
     for name, family in FAMILIES.items():
         assert library_problem(name, str(bare)) == (
-            f"{name}: the package {family.module} is not installed for {bare}: pip install 'hotseat[{family.extra}]', or"
-            f" `make agent-envs` and agent.python: .agent-envs/{family.env}/bin/python"
+            f"{name}: the package {family.module} is not installed for {bare}: pip install 'hotseat[{family.extra}]',"
+            f" or `make agent-envs` and agent.python: .agent-envs/{family.env}/bin/python"
         )
     assert library_problem("verifiers", "/no/python") == (
         "there is no interpreter /no/python: `make agent-envs` makes those of the families of environments"

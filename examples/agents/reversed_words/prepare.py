@@ -2,8 +2,8 @@
 
     python examples/agents/reversed_words/prepare.py build/reversed_words --seed 0
 
-One of eight examples writes the word backwards, the others repeat it. So the model after SFT can do both, and mostly does
-the wrong one.
+One of eight examples writes the word backwards, the others repeat it. So the model after SFT can do both, and mostly
+does the wrong one.
 """
 
 from __future__ import annotations

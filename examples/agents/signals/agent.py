@@ -6,7 +6,7 @@ before they have agreed on it.
 
 import openai
 
-LETTERS = "abcdefgh"
+LETTERS = "abcde"
 
 
 async def play(prompt, client):

@@ -2,8 +2,8 @@
 
     python examples/agents/signals/prepare.py build/signals --seed 0
 
-In the examples speakers say any letter and listeners name any colour, so the model after SFT knows the form of the game,
-and wins as often as by chance.
+In the examples speakers say any letter and listeners name any colour, so the model after SFT knows the form of the
+game, and wins as often as by chance.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from agent import LETTERS
 from tiny_model import examples_of, make_model, write_rows
 
-COLOURS = ("red", "green", "blue", "white", "black")
-NUM_EXAMPLES = 3200
+COLOURS = ("red", "green", "blue", "white")
+NUM_EXAMPLES = 6400
 
 
 def main(arguments: list[str]) -> None:

@@ -12,7 +12,7 @@ from hotseat.agents.environments.agent import check_environment, environment_row
 from hotseat.config import Config
 from hotseat.config.maths import prompt_limit, prompt_max_length
 from hotseat.config.roles import has_critic, has_reference, has_reward_model, task_numbers
-from hotseat.config.schema import DataConfig, EvaluationConfig
+from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import length_problem
@@ -154,7 +154,7 @@ def prompts_alone(
     data, evaluation = config.data, config.eval
     section = evaluation if is_evaluation else data
     assert section.path is not None
-    rows = _rows(config, section, data.probs)
+    rows = _rows(config, section.path, section.split, data.probs, section.max_samples)
     if first_row >= len(rows):
         raise UserError(f"{section.path} has {len(rows):,} rows, none from row {first_row:,} on")
     prompts, report = _prompts(config, tokenizer, rows[first_row:])
@@ -254,25 +254,22 @@ def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made
     """Read the rows to learn from and those to evaluate on, and return what `make` makes of each."""
     data, evaluation = config.data, config.eval
     assert data.path is not None
-    learned = _rows(config, data, data.probs)
+    learned = _rows(config, data.path, data.split, data.probs, data.max_samples)
     if evaluation.path is None:
         return make(learned), None
     probs = data.probs if evaluation.path == data.path else None
-    return make(learned), make(_rows(config, evaluation, probs))
+    return make(learned), make(_rows(config, evaluation.path, evaluation.split, probs, evaluation.max_samples))
 
 
-def _rows(config: Config, section: DataConfig | EvaluationConfig, probs: str | None) -> list[Row]:
-    """Read the rows of a section: from files, the hub, or an environment, whose tasks have numbers as labels."""
-    assert section.path is not None
-    numbers = task_numbers(section.path)
+def _rows(config: Config, path: str, split: str, probs: str | None, max_samples: int | None) -> list[Row]:
+    """Read rows from files, from the hub, or from the run's environment, whose tasks have their numbers as labels."""
+    numbers = task_numbers(path)
     if numbers is None:
-        return load_rows(
-            section.path, split=section.split, probs=probs, seed=config.seed, max_samples=section.max_samples
-        )
+        return load_rows(path, split=split, probs=probs, seed=config.seed, max_samples=max_samples)
     settings = environment_settings(config)
     assert settings is not None, "checked with the config"
     first, last = numbers
-    last = last if section.max_samples is None else min(last, first + section.max_samples - 1)
+    last = last if max_samples is None else min(last, first + max_samples - 1)
     tasks = environment_rows(settings, first, last, config.agent.pass_env)
     keys = {"text": config.data.input_key, "label": _label_key(config) or _TASK_LABEL}
     return [
