@@ -59,7 +59,7 @@ test: setup lint browser sandbox
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
 
-test-long: setup browser sandbox
+test-long: setup agent-envs browser sandbox
 	$(BIN)/python -m pytest -m "not gpu"
 
 lint: setup

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -231,6 +234,34 @@ def test_an_episode_that_takes_too_long_ends_and_others_go_on(tmp_path):
         slow = host.submit(Prompt(3, "bad?", (1,), "slow"), SampleKey(0, 3, 1), SAMPLING)
         assert host.submit(Prompt(3, "bad?", (1,), "b"), SampleKey(0, 3, 2), SAMPLING).result(WAIT_S).reward == 3
         assert isinstance(slow.result(WAIT_S), Failed)
+
+
+def test_the_end_of_its_socket_ends_the_process_and_what_it_started(tmp_path):
+    code = """
+        import subprocess, sys
+
+        child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1e6)"])
+
+        def play(prompt, client):
+            return 0.0
+    """
+    settings = own_function(tmp_path, code)
+    ours, theirs = socket.socketpair()
+    output, write = os.pipe()  # both processes hold its end
+    process = subprocess.Popen(
+        [*settings.command, str(theirs.fileno()), settings.spec],
+        pass_fds=[theirs.fileno()],
+        stdout=write,
+        start_new_session=True,
+    )
+    theirs.close()
+    os.close(write)
+    with ours, ours.makefile("rb") as answers:
+        assert json.loads(answers.readline()) == {"id": 0, "result": None}
+    ours.close()  # as if the host were gone
+    assert process.wait(WAIT_S) == -signal.SIGKILL
+    with os.fdopen(output, "rb") as written:
+        assert written.read() in (b"up\n", b"")  # ends when the last one has
 
 
 def test_what_cannot_be_loaded_is_said_before_anything_is_played(tmp_path):

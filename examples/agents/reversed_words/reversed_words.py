@@ -17,6 +17,6 @@ async def is_reversed(completion, answer) -> float:
     return float(completion[-1]["content"] == answer)
 
 
-def load_environment(num_words: int = 500, seed: int = 0) -> vf.Environment:
+def load_environment(num_words: int = 600, seed: int = 0) -> vf.Environment:
     rows = [{"question": word, "answer": word[::-1]} for word in words(num_words, seed)]
     return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[is_reversed]))

@@ -94,6 +94,8 @@ class _Started:
             )
         except OSError as error:
             self.connection.close()
+            self._written.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise AgentError(f"{settings}: its process cannot be started: {error}") from None
         finally:
             theirs.close()
