@@ -11,6 +11,7 @@ PYTEST ?= $(BIN)/python -m pytest
 AGENT_ENVS := .agent-envs
 EXTRAS_environments := gymnasium openenv reasoning-gym textarena
 EXTRAS_verifiers := verifiers
+EXTRAS_libraries := agent-libraries
 REQUIREMENTS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	print(*(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
 
@@ -37,7 +38,7 @@ sandbox:
 	{ command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq bubblewrap; } || \
 	echo "no bubblewrap here, and it could not be installed: the tests of generated code will be skipped"
 
-agent-envs: $(AGENT_ENVS)/environments/.ready $(AGENT_ENVS)/verifiers/.ready
+agent-envs: $(AGENT_ENVS)/environments/.ready $(AGENT_ENVS)/verifiers/.ready $(AGENT_ENVS)/libraries/.ready
 
 $(AGENT_ENVS)/%/.ready: pyproject.toml
 	$(PYTHON) -m venv $(AGENT_ENVS)/$*

@@ -15,7 +15,7 @@ from hotseat.observe import read_lines
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "agents"
-NAMES = ("calculator", "reversed_words", "signals")
+NAMES = ("calculator", "guess_number", "reversed_words", "signals")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -103,7 +103,7 @@ def python_of(family: str) -> str | None:
 def python_with(package: str) -> str:
     """The interpreter for programs that use a package. Skips the test if none has it."""
     find = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-    for python in (sys.executable, str(ROOT / ".agent-envs" / "clients" / "bin" / "python")):
+    for python in (sys.executable, str(ROOT / ".agent-envs" / "libraries" / "bin" / "python")):
         if Path(python).exists() and subprocess.run([python, "-c", find, package]).returncode == 0:
             return python
     pytest.skip(f"no interpreter has {package}: `make agent-envs` makes one")

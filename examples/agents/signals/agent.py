@@ -1,7 +1,6 @@
 """A game of two: the speaker sees a colour and says one letter, the listener hears the letter and names a colour.
 
-Both are the policy, in conversations of their own, and both win if the colour is the same. No letter means anything
-before they have agreed on it.
+Both are the policy, in conversations of their own, and both win if the colour is the same.
 """
 
 import openai

@@ -2,8 +2,8 @@
 
     python examples/agents/signals/prepare.py build/signals --seed 0
 
-In the examples speakers say any letter and listeners name any colour, so the model after SFT knows the form of the
-game, and wins as often as by chance.
+In the examples speakers mostly say any letter and listeners name any colour; three of ten keep to a code. So the model
+after SFT knows the form of the game, and wins little more often than by chance.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from agent import LETTERS
 from tiny_model import examples_of, make_model, write_rows
 
-COLOURS = ("red", "green", "blue", "white")
+CODE = {"a": "red", "b": "green", "c": "blue", "d": "white"}
+COLOURS = tuple(CODE.values())
+KEPT = 0.3  # share of examples that keep to the code
 NUM_EXAMPLES = 6400
+
+
+def draw(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(COLOURS), rng.choice(LETTERS)
 
 
 def main(arguments: list[str]) -> None:
@@ -32,7 +38,7 @@ def main(arguments: list[str]) -> None:
     tokenizer = make_model(options.directory / "base_model", options.seed, phrases=phrases, width=64, max_length=32)
     rows = []
     for _ in range(NUM_EXAMPLES):
-        colour, letter = rng.choice(COLOURS), rng.choice(LETTERS)
+        colour, letter = rng.choice(list(CODE.items()))[::-1] if rng.random() < KEPT else draw(rng)
         role, read, said = rng.choice([("speaker", colour, letter), ("listener", letter, colour)])
         messages = [
             {"role": "system", "content": role},
