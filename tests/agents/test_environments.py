@@ -275,6 +275,14 @@ def test_what_cannot_be_loaded_is_said_before_anything_is_played(tmp_path):
         check_environment(EnvironmentSettings(file="x.py", python="/no/python"))
 
 
+def test_a_version_of_verifiers_without_these_environments_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "__init__.py").write_text("__version__ = '0.4.0'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match="verifiers 0.4.0 has no load_environment: install 'verifiers>=0.3,<0.4'"):
+        check_environment(EnvironmentSettings("verifiers", "x"))
+
+
 def test_a_missing_library_names_how_to_install_it(tmp_path):
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages

@@ -2,8 +2,8 @@
 
     python examples/agents/guess_number/prepare.py build/guess_number --seed 0
 
-The script guesses any number, whatever the hints were, so the model after SFT knows the form of the game and wins by
-luck.
+The script keeps to the hints in a third of its guesses, and otherwise guesses any number. So the model after SFT knows
+the form of the game and what hints are, and wins by luck.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ HINTS = ("\nIt is higher. Guess: ", "\nIt is lower. Guess: ")
 NUMBERS = range(1, 8)
 NUM_GAMES = 4000
 MAX_GUESSES = 3
+KEPT = 1 / 3  # share of guesses that keep to the hints
 
 
 def main(arguments: list[str]) -> None:
@@ -33,16 +34,17 @@ def main(arguments: list[str]) -> None:
     make_model(options.directory / "base_model", options.seed, phrases=(PROMPT, *HINTS), width=64, max_length=32)
     rows = []
     for _ in range(NUM_GAMES):
-        secret, read = rng.choice(NUMBERS), PROMPT
+        secret, read, left = rng.choice(NUMBERS), PROMPT, list(NUMBERS)
         for _ in range(MAX_GUESSES):
-            guess = rng.choice(NUMBERS)
+            guess = rng.choice(left if rng.random() < KEPT else NUMBERS)
             rows.append({"input": read, "output": str(guess)})
             if guess == secret:
                 break
+            left = [number for number in left if (number > guess) == (secret > guess) and number != guess]
             read += f"{guess}<end>{HINTS[guess > secret]}"
     rng.shuffle(rows)
     write_rows(options.directory / "examples.jsonl", rows)
-    for name, count in (("prompts", 14 * 60), ("held_out", 14 * 10)):
+    for name, count in (("prompts", 14 * 100), ("held_out", 14 * 10)):
         secrets = [NUMBERS[at % len(NUMBERS)] for at in range(count)]
         write_rows(options.directory / f"{name}.jsonl", ({"input": PROMPT, "label": str(secret)} for secret in secrets))
 

@@ -15,7 +15,13 @@ from typing import Any
 
 import openai
 import verifiers
-from verifiers.clients import OpenAIChatCompletionsClient
+
+try:
+    from verifiers.clients import OpenAIChatCompletionsClient
+except ModuleNotFoundError:
+    raise ImportError(
+        f"verifiers {verifiers.__version__} has no load_environment: install 'verifiers>=0.3,<0.4'"
+    ) from None
 
 _OVER = ("max_steps", "context_length_exceeded")  # the run's bounds of an episode, as the gateway names them
 
