@@ -1,4 +1,4 @@
-"""Write a tiny model, scripted games for SFT, and prompts: a number from 1 to 7 is to be guessed.
+"""Write a tiny model, scripted games for SFT, and prompts: a number from 1 to 3 is to be guessed.
 
     python examples/agents/guess_number/prepare.py build/guess_number --seed 0
 
@@ -17,11 +17,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from tiny_model import make_model, write_rows
 
-PROMPT = "Guess a number from 1 to 7: "
+PROMPT = "Guess a number from 1 to 3: "
 HINTS = ("\nIt is higher. Guess: ", "\nIt is lower. Guess: ")
-NUMBERS = range(1, 8)
-NUM_GAMES = 4000
-MAX_GUESSES = 3
+NUMBERS = range(1, 4)
+NUM_GAMES = 3000
+MAX_GUESSES = 2
 KEPT = 1 / 3  # share of guesses that keep to the hints
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
             read += f"{guess}<end>{HINTS[guess > secret]}"
     rng.shuffle(rows)
     write_rows(options.directory / "examples.jsonl", rows)
-    for name, count in (("prompts", 14 * 100), ("held_out", 14 * 10)):
+    for name, count in (("prompts", 12 * 40), ("held_out", 12 * 10)):
         secrets = [NUMBERS[at % len(NUMBERS)] for at in range(count)]
         write_rows(options.directory / f"{name}.jsonl", ({"input": PROMPT, "label": str(secret)} for secret in secrets))
 
