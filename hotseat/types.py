@@ -123,6 +123,8 @@ class Completion:
     log_probs: tuple[float, ...]  # of each sampled token, at the sampling temperature
     versions: tuple[int, ...]  # weight version that sampled each token
     finish: Literal["stop", "length", "abort"]
+    # When it was asked for and answered, in seconds after the episode began; None where no episode asked.
+    span_s: tuple[float, float] | None = field(default=None, compare=False)
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
@@ -144,6 +146,24 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class TurnFacts:
+    """Facts about one turn beside its tokens, for people. Seconds are counted from the begin of the episode."""
+
+    asked_s: float
+    answered_s: float
+    tool_calls: tuple[str, ...] = ()  # `name(arguments)` each, where a program has tools
+
+
+@dataclass(frozen=True)
+class EpisodeFacts:
+    """Facts about an episode beside its tokens, for people. turns: in the order of `Episode.turn_lengths`."""
+
+    turns: tuple[TurnFacts, ...] = ()
+    waited_s: float = 0.0  # for a place among the episodes that are played at a time
+    took_s: float = 0.0  # from its begin to its end
+
+
+@dataclass(frozen=True)
 class Episode:
     """One sample: a prompt and everything that agent, engine and environment added to it."""
 
@@ -152,6 +172,7 @@ class Episode:
     query: str  # prompt and everything after it, as text, for reward functions and people
     is_truncated: bool = False
     turn_lengths: tuple[int, ...] = ()  # sampled tokens of each turn, in order across segments; empty: not recorded
+    facts: EpisodeFacts | None = field(default=None, compare=False)
 
     @property
     def num_sampled(self) -> int:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("cli", "api", "demo"),
+    ("cli", "api", "demo", "rlinf"),
     ("loop",),
     ("rollout", "train", "weights", "cluster"),
     ("agents", "rewards", "data", "observe"),

@@ -46,27 +46,41 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                 f"{role}.enable_offload"
                 for role in ("actor", "critic", "reference", "reward", "rollout", "inference", "env")
             ),
+            "reward.judge.engine.enable_offload",
         ),
     ),
     (
         "engine",
-        tuple(
-            f"rollout.{name}"
-            for name in (
-                "engine",
-                "num_engines",
-                "tensor_parallel_size",
-                "memory_share",
-                "num_hosts",
-                "num_slots",
-                "prefix_caching",
-                "enforce_eager",
-                "engine_args",
-                "lora_sync",
-                "fp32_head",
-                "weight_transport",
-                "canary",
-            )
+        (
+            *(
+                f"reward.judge.engine.{name}"
+                for name in (
+                    "kind",
+                    "num_engines",
+                    "tensor_parallel_size",
+                    "num_slots",
+                    "memory_share",
+                    "enforce_eager",
+                )
+            ),
+            *(
+                f"rollout.{name}"
+                for name in (
+                    "engine",
+                    "num_engines",
+                    "tensor_parallel_size",
+                    "memory_share",
+                    "num_hosts",
+                    "num_slots",
+                    "prefix_caching",
+                    "enforce_eager",
+                    "engine_args",
+                    "lora_sync",
+                    "fp32_head",
+                    "weight_transport",
+                    "canary",
+                )
+            ),
         ),
     ),
     # Servers and interpreters move; that they score alike is up to the user.
@@ -88,6 +102,9 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             "agent.environment.num_processes",
             "agent.max_concurrent",
             "agent.timeout_s",
+            "agent.turn_timeout_s",
+            "agent.tool_timeout_s",
+            "agent.on_timeout",
             "data.max_lost_fraction",
             "train.spike_factor",
             "train.on_spike",

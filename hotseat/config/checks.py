@@ -16,6 +16,7 @@ from hotseat.config.roles import (
     has_agent,
     has_critic,
     has_judge,
+    has_judge_engine,
     has_reference,
     has_reward_model,
     is_base_reference,
@@ -202,6 +203,30 @@ RULES: tuple[Rule, ...] = (
         _says("reward.judge.rubric is not set, so no model judges"),
     ),
     Rule(
+        ("reward.judge.engine",),
+        _rl_but(lambda c: not has_judge(c) or has_judge_engine(c)),
+        _says("reward.judge.url is set, so the judge runs elsewhere"),
+    ),
+    Rule(
+        ("reward.judge.request", "reward.judge.retries", "reward.judge.max_open_requests"),
+        _rl_but(lambda c: not has_judge_engine(c)),
+        _says("reward.judge.url is not set, so the judge runs on an engine of the run's own"),
+    ),
+    Rule(
+        (
+            "reward.judge.engine.memory_share",
+            "reward.judge.engine.enforce_eager",
+            "reward.judge.engine.tensor_parallel_size",
+        ),
+        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "vllm"),
+        _says("reward.judge.engine.kind is transformers; this is for vllm"),
+    ),
+    Rule(
+        ("reward.judge.engine.num_slots",),
+        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "transformers"),
+        _says("reward.judge.engine.kind is vllm, which sizes its own batch"),
+    ),
+    Rule(
         ("reward.judge.combine",),
         _rl_but(lambda c: not has_judge(c) or c.reward.judge.votes > 1),
         _says("reward.judge.votes is 1"),
@@ -215,6 +240,11 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.gamma",),
         _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce")),
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
+    ),
+    Rule(
+        ("algorithm.turn_credit",),
+        _rl_but(has_agent),
+        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
     ),
     Rule(
         ("algorithm.gae_lambda",),
@@ -338,7 +368,7 @@ RULES: tuple[Rule, ...] = (
         _says("rollout.engine is vllm, which sizes its own batch"),
     ),
     Rule(
-        ("agent.max_steps",),
+        ("agent.max_steps", "agent.turn_length"),
         _rl_but(has_agent),
         _says("none of agent.path, agent.command and agent.environment is set, so an episode has one turn"),
     ),
@@ -367,6 +397,7 @@ RULES: tuple[Rule, ...] = (
         _rl_but(lambda c: c.agent.environment.family is not None or c.agent.path is not None),
         _says("it runs an agent.environment, or the function play of agent.path: neither is set"),
     ),
+    Rule(("agent.containers",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
         _rl_but(lambda c: c.overlap.staleness > 0),
@@ -432,6 +463,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.log.trackio.enabled,
         _says("log.trackio.enabled is false"),
     ),
+    Rule(("cluster.profile",), lambda c: c.task == "rl", _says("the steps of task rl alone are predicted")),
     Rule(
         ("env",),
         _rl_but(lambda c: _is_placed(c, "env")),
@@ -692,6 +724,14 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
                 " tis, icepop or seq-mask-tis",
             )
         )
+    if algorithm.turn_credit == "own" and algorithm.estimator not in ESTIMATORS_WITH_GROUP:
+        problems.append(
+            (
+                "algorithm.turn_credit",
+                f"own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
+                f" {algorithm.estimator}: set {', '.join(ESTIMATORS_WITH_GROUP)}, or turn_credit to to_go",
+            )
+        )
     if uses_k1_loss(config) and not kl.allow_k1_loss:
         problems.append(
             (
@@ -869,16 +909,9 @@ def missing(config: Config) -> list[tuple[str, str]]:
                     " also have reward.graders, reward.judge.rubric or agent.command",
                 )
             )
-        if has_judge(config) and reward.judge.url is None:
-            problems.append(
-                (
-                    "reward.judge.url",
-                    "not set: judges on an engine of the run's own are not part of this version; serve the model, for"
-                    " example with `vllm serve MODEL`, and give its address, such as http://127.0.0.1:8000/v1",
-                )
-            )
         if has_judge(config) and reward.judge.model is None:
-            problems.append(("reward.judge.model", "not set: give the name of the model at reward.judge.url"))
+            what = "a checkpoint directory or a hub name" if reward.judge.url is None else "its name at the endpoint"
+            problems.append(("reward.judge.model", f"not set: give {what}"))
         if config.algorithm.distill_coef > 0 and config.reference.model is None and not config.reference.teachers:
             problems.append(
                 ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")

@@ -65,6 +65,11 @@ def has_judge(config: Config) -> bool:
     return config.task == "rl" and config.reward.judge.rubric is not None
 
 
+def has_judge_engine(config: Config) -> bool:
+    """Return whether the model that judges runs on an engine of the run's own, instead of behind an endpoint."""
+    return has_judge(config) and config.reward.judge.url is None
+
+
 def has_accuracy(config: Config) -> bool:
     """Return whether evaluations measure accuracy: not if a reward model judges them, whose numbers have no maximum."""
     return not has_reward_model(config) or config.eval.reward is not None or bool(config.eval.graders)
@@ -91,6 +96,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
         "rollout": True,
         "env": "env" in placed,
         "reward": has_reward_model(config),
+        "judge": has_judge_engine(config),
         "reference": has_reference(config),
         "inference": has_inference(config),
         "critic": has_critic(config),

@@ -74,6 +74,8 @@ class ClusterConfig(Section):
     """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
     node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
+    profile: str | None = None
+    """File of `hotseat profile`, by which the seconds of a step are predicted, for the report; task rl only."""
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0
@@ -236,11 +238,34 @@ class SandboxConfig(Section):
     """Tests that run at the same time on a node; unset is its number of cores."""
 
 
+class JudgeEngineConfig(Section):
+    kind: Literal["transformers", "vllm"] = "transformers"
+    """Which engine runs the judge."""
+    num_engines: Positive | None = None
+    """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
+    tensor_parallel_size: Positive = 1
+    """Devices per engine."""
+    max_length: Positive | None = None
+    """Tokens of rubric, prompt, answer and verdict; unset is `data.max_length` + `max_tokens` + 1024 for the rubric."""
+    num_slots: Positive = 64
+    """Verdicts that one transformers engine writes at a time."""
+    memory_share: Share | None = None
+    """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs."""
+    shape: dict[str, Any] | None = None
+    """As `actor.shape`, for the judge."""
+    enable_offload: bool | None = None
+    """Offload the judge's weights and cache between its turns: true always, false never, unset as needed."""
+
+
 class JudgeConfig(Section):
     url: str | list[str] | None = None
-    """Address of an OpenAI-compatible endpoint, up to and with `/v1`, or of several that share the work."""
+    """OpenAI-compatible endpoint, up to and with `/v1`, or several that share the work; unset: an engine of the run."""
     model: str | None = None
-    """Name of the judge's model at the endpoint."""
+    """Name of the judge's model at the endpoint; without `url`, a checkpoint directory or a hub name."""
+    engine: JudgeEngineConfig = JudgeEngineConfig()
+    """Engine of the judge where `url` is not set; its devices are those of the role `judge`."""
     rubric: str | None = None
     """File with the message to the judge, in which `{prompt}`, `{answer}` and `{label}` are filled in."""
     name: str = "judge"
@@ -401,6 +426,8 @@ class AgentConfig(Section):
     """Interpreter of the environment, or of the function `play` in `path`; unset is Hotseat's own."""
     pass_env: list[str] = []
     """Names of variables that a command or an environment gets beside PATH, locale and Python's own."""
+    containers: Literal["podman", "docker"] | None = None
+    """Remove containers that the command started with `--label-file $HOTSEAT_LABEL_FILE`, by this engine."""
     sampling: Literal["override", "refuse", "untrained"] = "override"
     """A program's own temperature and the like: the run's hold, refused, or sampled that way and not learned from."""
     history: Literal["append", "render"] = "append"
@@ -411,10 +438,18 @@ class AgentConfig(Section):
     """The server through which programs reach the policy."""
     max_steps: Positive | None = None
     """Turns of an episode at most; unset leaves it to the agent."""
+    turn_length: Literal["max_new_tokens", "rest"] = "max_new_tokens"
+    """Tokens that a turn may sample: `rollout.max_new_tokens`, or all that is left of `data.max_length`."""
     max_concurrent: Positive | None = None
     """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
     timeout_s: Seconds = 1200.0
     """Longest that an episode may take; after that it counts as failed."""
+    turn_timeout_s: Seconds | None = None
+    """Longest that the policy may take for one answer; unset is bounded by `timeout_s` alone."""
+    tool_timeout_s: Seconds | None = None
+    """Longest that environment, tools or program may take between two answers; unset is bounded by `timeout_s`."""
+    on_timeout: Literal["fail", "score"] = "fail"
+    """A policy that runs out of time fails the sample, or is cut there and scored; tools that do fail it always."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -540,6 +575,8 @@ class AlgorithmConfig(Section):
         "group_norm"
     )
     """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
+    turn_credit: Literal["to_go", "own", "sum"] = "to_go"
+    """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Fraction = 1.0
     """Discount per sampled token (gae and reinforce)."""
     gae_lambda: Fraction = 1.0

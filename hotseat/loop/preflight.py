@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.precision import with_dtype
-from hotseat.config.roles import has_critic
+from hotseat.config.roles import has_critic, has_judge_engine
 from hotseat.errors import PlacementError, TooFewDevicesError, UserError
 from hotseat.loop.planning.plan import make_plan, num_data_parallel
 from hotseat.loop.setup.refusals import refuse_at_once
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hotseat.loop.setup.inputs import SupervisedData
 
 MAX_LOGICAL_DEVICES = 64
-ENGINES = "rollout"  # the only role whose processes work independently of each other
+ENGINES = ("rollout", "judge")  # the roles whose processes work independently of each other
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,10 @@ def _missing_packages(config: Config) -> list[tuple[str, str]]:
         elif config.rollout.engine_args:
             refused = vllm_arguments.refusals(config.rollout.engine_args)
             absent += [(f"rollout.engine_args.{name}", reason) for name, reason in refused]
+    if has_judge_engine(config) and config.reward.judge.engine.kind == "vllm":
+        problem = vllm_versions.what_is_wrong()
+        if problem is not None:
+            absent.append(("reward.judge.engine.kind", problem))
     return absent
 
 
@@ -169,7 +173,7 @@ def _check_runtime(config: Config, plan: Plan) -> None:
     if config.cluster.runtime != "local":
         return
     for role in plan.roles:
-        if role.name != ENGINES and len(role.processes) > 1:
+        if role.name not in ENGINES and len(role.processes) > 1:
             raise PlacementError(
                 f"cluster.runtime is local, which holds one rank of each model, and {role.name} has"
                 f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"

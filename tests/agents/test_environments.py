@@ -29,11 +29,11 @@ START_S = 300.0  # libraries are large, and others work on the same cores
 
 
 def play(
-    settings: EnvironmentSettings, *engines: Engine, label: str | None = "1", name: str = "smollm2"
+    settings: EnvironmentSettings, *engines: Engine, label: str | None = "1", name: str = "smollm2", max_steps: int = 4
 ) -> list[Outcome]:
     """One episode for each engine, all with the same agent."""
     programs = ProgramSettings(environment=settings)
-    agent = load_agent(None, tokenizer_of(name), max_length=4000, max_steps=4, programs=programs)
+    agent = load_agent(None, tokenizer_of(name), max_length=4000, max_steps=max_steps, programs=programs)
     outcomes = []
     for engine in engines:
         with AgentHost(agent, engine, run_seed=5, timeout_s=START_S) as host:
@@ -172,6 +172,10 @@ def test_verifiers_environments_with_and_without_tools(tmp_path):
     assert check(outcome, engine, 2).reward == 1.0
     assert '"name": "lookup"' in engine.contexts[0]
     assert "<tool_response>\nbad\n</tool_response>" in engine.contexts[1]
+
+    engine = Engine(call, name="qwen3")  # it has no other answer, and the run allows one
+    [outcome] = play(tools, engine, name="qwen3", max_steps=1)
+    assert check(outcome, engine, 1).reward == 0.0
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

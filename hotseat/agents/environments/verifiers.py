@@ -23,7 +23,8 @@ except ModuleNotFoundError:
         f"verifiers {verifiers.__version__} has no load_environment: install 'verifiers>=0.3,<0.4'"
     ) from None
 
-_OVER = ("max_steps", "context_length_exceeded")  # the run's bounds of an episode, as the gateway names them
+# The run's bounds of an episode, as the gateway names them. The library keeps the message of an error and not its code.
+_OVER = ("(agent.max_steps)", "(agent.timeout_s)", "(data.max_length)")
 
 
 class Tasks:
@@ -46,7 +47,7 @@ class Tasks:
                 self._row(number), OpenAIChatCompletionsClient(client), policy.model, {}
             )
         error = output.get("error")
-        if error is not None and not any(code in str(error) for code in _OVER):
+        if error is not None and not any(bound in str(error) for bound in _OVER):
             raise RuntimeError(f"the environment ended with {error}")
         numbers = {name: value for name, value in (output.get("metrics") or {}).items() if value is not None}
         return {"reward": output["reward"], "extra": numbers}

@@ -36,7 +36,7 @@ from typing import Any
 _MAX_LINE = 1 << 26
 _MAX_THREADS = 4096
 _MAX_SHOWN = 2000
-_OVER = ("max_steps", "context_length_exceeded")  # the run's bounds of an episode
+_OVER = ("max_steps", "context_length_exceeded", "timeout")  # the run's bounds of an episode
 
 
 class Policy:

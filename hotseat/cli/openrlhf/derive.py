@@ -371,6 +371,8 @@ def _lengths(draft: ConfigDraft) -> None:
     prompt, new, both = line["--prompt_max_len"], line["--generate_max_len"], line["--max_len"]
     fields["data.prompt_max_length"] = prompt
     fields["rollout.max_new_tokens"] = new
+    if line["--agent_func_path"]:
+        fields["agent.turn_length"] = "rest"  # OpenRLHF's executors give a turn all that --max_len leaves
     fields["data.max_length"] = both if both is not None else prompt + new
 
 

@@ -122,6 +122,7 @@ class Answerer:
             max_concurrent=self._host.max_concurrent,
             timeout_s=self._host.episode_timeout_s,
             abort=self.engine.abort,
+            deadlines=self._host.deadlines,
         )
 
     def answer(

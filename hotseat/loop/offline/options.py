@@ -9,7 +9,7 @@ from typing import Any
 
 from hotseat.config import Config, load
 from hotseat.config.load import loads
-from hotseat.config.roles import has_agent, has_judge
+from hotseat.config.roles import has_agent, has_judge, has_judge_engine
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.loop.setup.refusals import num_positions, refuse_at_once
@@ -81,6 +81,11 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
     if config.reward.model is not None:
         raise UserError(
             "reward.model: only training runs score with reward models; here reward.function or reward.graders do"
+        )
+    if has_judge_engine(config):
+        raise UserError(
+            "reward.judge: only training runs have engines for a judge; here it is asked at an endpoint: serve the"
+            " model, for example with `vllm serve MODEL`, and set reward.judge.url to its address"
         )
     optional = [] if needs_reward else ["reward.function"]
     refuse_at_once(config, optional if needs_data else [*optional, "data.path"])

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
-from hotseat.config.maths import prompt_limit, prompt_max_length
-from hotseat.config.roles import has_critic, has_reference, has_reward_model, task_numbers
+from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
+from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model, task_numbers
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
-from hotseat.loop.setup.refusals import length_problem
+from hotseat.loop.setup.refusals import judge_length_problem, length_problem
 from hotseat.loop.setup.settings import environment_settings
-from hotseat.loop.setup.value_models import critic_model
+from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.types import Prompt
@@ -51,6 +51,26 @@ def check_models(config: Config) -> None:
             _check_model(config, f"reference.teachers.{name}", model)
     if has_reward_model(config) and config.reward.model is not None:
         _check_model(config, "reward.model", config.reward.model, is_value=True)
+    if has_judge_engine(config):
+        _check_judge(config)
+
+
+def _check_judge(config: Config) -> None:
+    """Raise if the judge's engine cannot run its model."""
+    from transformers import AutoConfig
+
+    model, length = config.reward.judge.model, judge_length(config)
+    assert model is not None
+    try:
+        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        _check_engine(config.reward.judge.engine.kind, length, model_config)
+    except UserError as error:
+        raise UserError(f"reward.judge.model {model!r}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"reward.judge.model {model!r}: no model there: {error}") from None
+    if (problem := judge_length_problem(config, model_config.to_dict())) is not None:
+        raise UserError(f"reward.judge.engine.max_length: {problem}")
+    judge_eos_token_ids(config)
 
 
 def check_teachers(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -84,7 +104,7 @@ def _check_model(
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
             raise UserError(f"data.max_length: {problem}")
         if key == "actor.model" and config.task == "rl":
-            _check_engine(config, model_config)
+            _check_engine(config.rollout.engine, config.data.max_length, model_config)
         if config.train.liger_kernel:
             check_liger(model_config)
         if is_value:
@@ -100,12 +120,12 @@ def _check_model(
         raise UserError(f"{key} {model!r}: no model there: {error}") from None
 
 
-def _check_engine(config: Config, model_config: Any) -> None:
-    """Raise if the engine cannot run a model of this config."""
-    if config.rollout.engine == "transformers":
+def _check_engine(kind: str, max_length: int, model_config: Any) -> None:
+    """Raise if an engine of this kind cannot run a model of this config."""
+    if kind == "transformers":
         from hotseat.rollout.transformers_engine import check_config
 
-        check_config(model_config, config.data.max_length)
+        check_config(model_config, max_length)
     else:
         import torch
 
@@ -116,19 +136,28 @@ def _check_engine(config: Config, model_config: Any) -> None:
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    assert config.actor.model is not None
+    return _eos_token_ids("actor.model", config.actor.model, tokenizer)
+
+
+def judge_eos_token_ids(config: Config) -> tuple[int, ...]:
+    """Return the tokens that end what the judge writes. Raises if its tokenizer cannot be loaded."""
+    model = config.reward.judge.model
+    assert model is not None
+    return _eos_token_ids("reward.judge.model", model, tokenizer_of(config, "reward.judge.model", model))
+
+
+def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     token_ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    assert config.actor.model is not None
     try:
-        more = GenerationConfig.from_pretrained(config.actor.model).eos_token_id
+        more = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model need not have one
         more = None
     token_ids |= set(more) if isinstance(more, list) else {more} if more is not None else set()
     if not token_ids:
-        raise UserError(
-            f"actor.model {config.actor.model!r}: its tokenizer has no end-of-sequence token; set eos_token"
-        )
+        raise UserError(f"{key} {model!r}: its tokenizer has no end-of-sequence token; set eos_token")
     return tuple(sorted(token_ids))
 
 

@@ -14,7 +14,8 @@ from hotseat.agents.environments.families import library_problem
 from hotseat.config import Config
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
-from hotseat.config.roles import has_critic, has_reference, has_reward_model, task_numbers
+from hotseat.config.maths import judge_length
+from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model, task_numbers
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
@@ -116,6 +117,7 @@ def _models(config: Config) -> list[tuple[str, str]]:
         ("critic.model", config.critic.model, has_critic(config)),
         ("reference.model", config.reference.model, has_reference(config)),
         ("reward.model", config.reward.model, has_reward_model(config)),
+        ("reward.judge.model", config.reward.judge.model, has_judge_engine(config)),
         *((f"reference.teachers.{name}", model, True) for name, model in config.reference.teachers.items()),
     ]
     return [(key, name) for key, name, is_loaded in named if is_loaded and name is not None]
@@ -248,7 +250,12 @@ def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
             shape = json.loads((Path(name) / "config.json").read_text())
         except (OSError, ValueError):
             continue  # reading the model raises later
-        message = length_problem(config, key, name, shape if isinstance(shape, dict) else {})
+        shape = shape if isinstance(shape, dict) else {}
+        if key == "reward.judge.model":
+            if (message := judge_length_problem(config, shape)) is not None:
+                yield "reward.judge.engine.max_length", message
+            continue
+        message = length_problem(config, key, name, shape)
         if message is not None:
             yield "data.max_length", message
             return
@@ -262,6 +269,18 @@ def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any
         return None
     default = "" if "max_length" in config.data.model_fields_set else " (its default)"
     return f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
+
+
+def judge_length_problem(config: Config, shape: Mapping[str, Any]) -> str | None:
+    """Describe what is wrong with the length of requests to a judge with this config.json; None if it fits."""
+    judge, length, positions = config.reward.judge, judge_length(config), num_positions(shape)
+    if positions is None or length <= positions:
+        return None
+    default = "" if judge.engine.max_length is not None else " (its default)"
+    return (
+        f"{length}{default} is above the {positions} positions of reward.judge.model {judge.model!r}: set it to"
+        f" {positions} or less"
+    )
 
 
 def num_positions(shape: Mapping[str, Any]) -> int | None:

@@ -55,6 +55,7 @@ class VllmSettings:
     cache_gib: float | None = None  # None: as much as the memory share has room for
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
     lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
+    role: str = "rollout"  # names its log
 
 
 def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], object] = lambda stage: None) -> Engine:
@@ -89,7 +90,7 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
 
 
 def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Engine:
-    log = Path(vllm.logs) / f"rollout-{rank}.log"
+    log = Path(vllm.logs) / f"{vllm.role}-{rank}.log"
     os.environ.update(vllm_engine.log_to(log))
     on_cpu = device_of_process().type == "cpu"
     share = None if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE

@@ -20,6 +20,7 @@ from hotseat.algorithms import (
     KlEstimator,
     Moments,
     StepTotals,
+    TurnCredit,
     compute_advantages,
     distillation_advantages,
     estimate_kl,
@@ -58,6 +59,7 @@ class AdvantageSettings:
     truncation_penalty: float | None  # None: no penalty
     max_sampled: int  # tokens that an episode may sample, over all of its turns
     distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
+    turn_credit: TurnCredit = "to_go"
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,22 @@ class Share:
         segments = [segment for sample in samples for segment in sample.episode.segments]
         flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
         lengths = [[len(segment.token_ids) for segment in sample.episode.segments] for sample in samples]
-        rows = [(*_key_of(sample.episode.key), *_episode_of(sample.episode), *_score_of(sample)) for sample in samples]
+        rows = [_row(sample) for sample in samples]
         groups = [(group.prompt, len(group.samples), group.num_failed) for group in self.groups]
         return _share_of_rows, (self.steps, groups, rows, lengths, flat, self.positions)
 
 
 # Everything but the segments of an episode and the episode of a scored one, whatever fields they have.
 _KEY = tuple(each.name for each in fields(SampleKey))
-_EPISODE = tuple(each.name for each in fields(Episode) if each.name not in ("key", "segments"))
+_EPISODE = tuple(each.name for each in fields(Episode) if each.name not in ("key", "segments", "facts"))
 _SCORE = tuple(each.name for each in fields(ScoredEpisode) if each.name != "episode")
 _key_of, _episode_of, _score_of = attrgetter(*_KEY), attrgetter(*_EPISODE), attrgetter(*_SCORE)
+
+
+def _row(sample: ScoredEpisode) -> tuple[Any, ...]:
+    """Return a sample without its segments. Facts come last: rows of earlier versions have none."""
+    episode = sample.episode
+    return (*_key_of(episode.key), *_episode_of(episode), *_score_of(sample), episode.facts)
 
 
 def _share_of_rows(
@@ -111,8 +119,10 @@ def _share_of_rows(
 
 def _rebuild_sample(row: tuple[Any, ...], segments: tuple[Segment, ...]) -> ScoredEpisode:
     key, rest = row[: len(_KEY)], row[len(_KEY) :]
-    about, score = rest[: len(_EPISODE)], rest[len(_EPISODE) :]
-    episode = Episode(key=SampleKey(*key), segments=segments, **dict(zip(_EPISODE, about, strict=True)))
+    about, rest = rest[: len(_EPISODE)], rest[len(_EPISODE) :]
+    score, facts = rest[: len(_SCORE)], rest[len(_SCORE) :]
+    known = dict(zip(_EPISODE, about, strict=True))
+    episode = Episode(key=SampleKey(*key), segments=segments, facts=facts[0] if facts else None, **known)
     return ScoredEpisode(episode=episode, **dict(zip(_SCORE, score, strict=True)))
 
 
@@ -123,7 +133,7 @@ def _rebuild_share(
     flat: Sequence[Any],
 ) -> Share:
     """Rebuild a share of an earlier version, from the checkpoint or the kept groups of its run."""
-    rows = [(*_key_of(s.episode.key), *_episode_of(s.episode), *_score_of(s)) for g in groups for s in g.samples]
+    rows = [_row(sample) for group in groups for sample in group.samples]
     heads = [(group.prompt, len(group.samples), group.num_failed) for group in groups]
     return _share_of_rows(steps, heads, rows, lengths, flat, ())
 
@@ -264,6 +274,7 @@ def with_advantages(
         values=values,
         turn_rewards=turn_rewards,
         turns=turns,
+        turn_credit=settings.turn_credit,
         kl=kl,
         kl_coefficient=settings.kl_in_reward,
         reward_clip=settings.reward_clip,
