@@ -52,10 +52,10 @@ demo: setup
 # Tests may keep the bytecode of our files, of which each of their processes would compile a hundred.
 test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
 
-# Slow tests wait for processes and devices for much of their time: on two cores a third worker fills it.
+# Slow tests wait for processes and devices for much of their time: on two cores a third worker fills it. All tests in one
+# run, since every worker imports everything first.
 test: setup lint browser sandbox
-	$(PYTEST) -n 2 -m "not slow and not ray and not long and not gpu"
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 20 -m "(slow or ray) and not long and not gpu"
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 100 -m "not long and not gpu"
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"

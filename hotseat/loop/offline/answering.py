@@ -238,7 +238,7 @@ def _group(
 ) -> dict[str, Any]:
     """Make the line of a group."""
     prompt, tokenizer = group.job.prompt, prepared.tokenizer
-    given = iter(scores or ())
+    remaining = iter(scores or ())
     rows: list[dict[str, Any]] = []
     records: list[dict[str, Any]] = []
     failures: list[tuple[int, str]] = []
@@ -247,7 +247,7 @@ def _group(
         if isinstance(outcome, ScoredEpisode):
             scored = outcome
         elif isinstance(outcome, Episode) and scores is not None:
-            score = next(given)
+            score = next(remaining)
             if isinstance(score, Failed):
                 failures.append((sample, score.reason))
                 continue

@@ -48,11 +48,11 @@ def offline_config(
     """
     _check_overrides(command, overrides)
     values = {} if file is None else _picked(command, load(file).model_dump(mode="json", exclude_defaults=True))
-    given = {"task": "rl", "actor.model": model, "data.path": data, "cluster.runtime": "local", **(flags or {})}
-    given["algorithm.estimator"] = "reinforce"  # nothing is trained: a prompt needs no group of answers
+    settings = {"task": "rl", "actor.model": model, "data.path": data, "cluster.runtime": "local", **(flags or {})}
+    settings["algorithm.estimator"] = "reinforce"  # nothing is trained: a prompt needs no group of answers
     if command == "eval":
-        given["eval.path"] = data
-    written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+        settings["eval.path"] = data
+    written = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]
     config = loads(dump(values), [*written, *overrides], forget_idle=True)
     if config.eval.reward is not None or config.eval.graders:
         graders = config.model_dump(mode="json", exclude_unset=True)["eval"].get("graders", [])
