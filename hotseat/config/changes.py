@@ -83,8 +83,11 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
             ),
         ),
     ),
-    # Servers move; that they score alike is up to the user.
-    ("addresses", ("reward.url", "reward.judge.url", "agent.gateway.bind", "agent.gateway.advertise_url")),
+    # Servers and interpreters move; that they score alike is up to the user.
+    (
+        "addresses",
+        ("reward.url", "reward.judge.url", "agent.gateway.bind", "agent.gateway.advertise_url", "agent.python"),
+    ),
     (
         "micro-batches",
         tuple(
@@ -96,6 +99,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "limits and warnings",
         (
+            "agent.environment.num_processes",
             "agent.max_concurrent",
             "agent.timeout_s",
             "agent.turn_timeout_s",

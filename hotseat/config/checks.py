@@ -21,6 +21,7 @@ from hotseat.config.roles import (
     has_reward_model,
     is_base_reference,
     placed_roles,
+    task_numbers,
 )
 from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig
 from hotseat.config.urls import as_list, url_problems
@@ -369,18 +370,34 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("agent.max_steps", "agent.turn_length"),
         _rl_but(has_agent),
-        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
+        _says("none of agent.path, agent.command and agent.environment is set, so an episode has one turn"),
     ),
     Rule(
         ("agent.sampling", "agent.history", "agent.tool_parser", "agent.gateway"),
         _rl_but(has_agent),
-        _says("neither agent.path nor agent.command is set, so no program talks to the policy"),
+        _says("none of agent.path, agent.command and agent.environment is set, so no program talks to the policy"),
     ),
     Rule(
-        ("agent.pass_env", "agent.containers"),
-        _rl_but(lambda c: c.agent.command is not None),
-        _says("agent.command is not set"),
+        ("agent.pass_env",),
+        _rl_but(lambda c: c.agent.command is not None or _has_own_process(c)),
+        _says("no program gets them: neither agent.command nor agent.environment nor agent.python is set"),
     ),
+    Rule(
+        ("agent.environment.name", "agent.environment.arguments"),
+        _rl_but(lambda c: c.agent.environment.family is not None),
+        _says("agent.environment.family is not set"),
+    ),
+    Rule(
+        ("agent.environment.num_processes",),
+        _rl_but(lambda c: _has_own_process(c)),
+        _says("neither agent.environment.family nor agent.python is set"),
+    ),
+    Rule(
+        ("agent.python",),
+        _rl_but(lambda c: c.agent.environment.family is not None or c.agent.path is not None),
+        _says("it runs an agent.environment, or the function play of agent.path: neither is set"),
+    ),
+    Rule(("agent.containers",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
         _rl_but(lambda c: c.overlap.staleness > 0),
@@ -576,6 +593,25 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
+def _has_own_process(config: Config) -> bool:
+    """Tell whether an environment or a function of the user's runs in processes of its own."""
+    return config.agent.environment.family is not None or config.agent.python is not None
+
+
+def _task_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of data that should come from an environment, and cannot."""
+    problems = []
+    for key, path in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+        try:
+            numbers = task_numbers(path)
+        except ValueError as error:
+            problems.append((key, str(error)))
+            continue
+        if numbers is not None and config.agent.environment.family is None:
+            problems.append((key, f"{path}: there is no environment; set agent.environment.family"))
+    return problems
+
+
 def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
     agent, problems = config.agent, []
     host, _, port = agent.gateway.bind.rpartition(":")
@@ -600,11 +636,17 @@ def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
                 " set rollout.num_hosts to 1",
             )
         )
-    if agent.command is None:
+    problems += _task_conflicts(config)
+    is_environment = agent.environment.family is not None
+    if agent.path is not None and is_environment:
+        problems.append(("agent.environment", f"agent.path is {agent.path}: an episode is played by one of the two"))
+    if agent.command is None and not is_environment:
         return problems
-    if not agent.command or not agent.command[0]:
+    if agent.command is not None and (not agent.command or not agent.command[0]):
         problems.append(("agent.command", "empty: give a program and its arguments, as [python, agent.py]"))
-    if agent.path is not None:
+    if agent.command is not None and is_environment:
+        problems.append(("agent.command", "agent.environment is set: an episode is played by one of the two"))
+    if agent.command is not None and agent.path is not None:
         problems.append(("agent.command", f"agent.path is {agent.path}: an episode is played by one of the two"))
     if config.data.apply_chat_template:
         problems.append(

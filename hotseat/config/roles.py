@@ -29,8 +29,20 @@ def is_base_reference(config: Config) -> bool:
 
 
 def has_agent(config: Config) -> bool:
-    """Tell whether an agent of the user's makes the episodes: a file, or a program."""
-    return config.agent.path is not None or config.agent.command is not None
+    """Tell whether an agent of the user's makes the episodes: a file, a program, or an environment of a library."""
+    agent = config.agent
+    return agent.path is not None or agent.command is not None or agent.environment.family is not None
+
+
+def task_numbers(path: str | None) -> tuple[int, int] | None:
+    """Return the first and last number of an environment's tasks, by `environment:FIRST-LAST`; None for other data."""
+    scheme, colon, numbers = (path or "").partition(":")
+    if scheme != "environment" or not colon:
+        return None
+    first, dash, last = numbers.strip().partition("-")
+    if not (first.isdecimal() and last.isdecimal() and dash) or int(first) > int(last):
+        raise ValueError(f"{path!r}: write it as environment:0-511, from the first task to the last")
+    return int(first), int(last)
 
 
 def has_reward_model(config: Config) -> bool:

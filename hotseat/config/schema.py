@@ -404,13 +404,28 @@ class GatewayConfig(Section):
     """URL that programs are given instead of the address bound, for sandboxes on other machines."""
 
 
+class EnvironmentConfig(Section):
+    family: Literal["gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers"] | None = None
+    """Library whose environment plays the episodes, in processes of its own; instead of `agent.path`."""
+    name: str | None = None
+    """Environment, as its library names it, or a Python file that makes it."""
+    arguments: dict[str, Any] = {}
+    """Arguments of the environment."""
+    num_processes: Positive = 1
+    """Processes of the environment per rollout host, each with many episodes at once."""
+
+
 class AgentConfig(Section):
     path: str | None = None
     """Python file with an agent; unset answers in one turn."""
     command: list[str] | None = None
     """Program that plays an episode through an OpenAI endpoint, as a list of words; instead of `path`."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """Environment of another library that plays the episodes; instead of `path`."""
+    python: str | None = None
+    """Interpreter of the environment, or of the function `play` in `path`; unset is Hotseat's own."""
     pass_env: list[str] = []
-    """Names of environment variables that the command gets beside PATH, locale and Python's own."""
+    """Names of variables that a command or an environment gets beside PATH, locale and Python's own."""
     containers: Literal["podman", "docker"] | None = None
     """Remove containers that the command started with `--label-file $HOTSEAT_LABEL_FILE`, by this engine."""
     sampling: Literal["override", "refuse", "untrained"] = "override"

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
-from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model
+from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model, task_numbers
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
+from hotseat.loop.setup.settings import environment_settings
 from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.types import Prompt
 
 Made = TypeVar("Made")  # prompts, examples or pairs, with a report
+_TASK_LABEL = "label"  # column for the numbers of an environment's tasks
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -160,6 +163,9 @@ def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
 
 def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """Return (prompts to learn from, prompts to evaluate on, notes for the user)."""
+    environment = environment_settings(config)
+    if environment is not None and task_numbers(config.data.path) is None:
+        check_environment(environment, config.agent.pass_env)
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report), *_lost(config, report, evaluation)]
     if evaluation is None:
@@ -177,9 +183,7 @@ def prompts_alone(
     data, evaluation = config.data, config.eval
     section = evaluation if is_evaluation else data
     assert section.path is not None
-    rows = load_rows(
-        section.path, split=section.split, probs=data.probs, seed=config.seed, max_samples=section.max_samples
-    )
+    rows = _rows(config, section.path, section.split, data.probs, section.max_samples)
     if first_row >= len(rows):
         raise UserError(f"{section.path} has {len(rows):,} rows, none from row {first_row:,} on")
     prompts, report = _prompts(config, tokenizer, rows[first_row:])
@@ -279,15 +283,35 @@ def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made
     """Read the rows to learn from and those to evaluate on, and return what `make` makes of each."""
     data, evaluation = config.data, config.eval
     assert data.path is not None
-    learned = load_rows(data.path, split=data.split, probs=data.probs, seed=config.seed, max_samples=data.max_samples)
+    learned = _rows(config, data.path, data.split, data.probs, data.max_samples)
     if evaluation.path is None:
         return make(learned), None
     probs = data.probs if evaluation.path == data.path else None
-    return make(learned), make(
-        load_rows(
-            evaluation.path, split=evaluation.split, probs=probs, seed=config.seed, max_samples=evaluation.max_samples
-        )
-    )
+    return make(learned), make(_rows(config, evaluation.path, evaluation.split, probs, evaluation.max_samples))
+
+
+def _rows(config: Config, path: str, split: str, probs: str | None, max_samples: int | None) -> list[Row]:
+    """Read rows from files, from the hub, or from the run's environment, whose tasks have their numbers as labels."""
+    numbers = task_numbers(path)
+    if numbers is None:
+        return load_rows(path, split=split, probs=probs, seed=config.seed, max_samples=max_samples)
+    settings = environment_settings(config)
+    assert settings is not None, "checked with the config"
+    first, last = numbers
+    last = last if max_samples is None else min(last, first + max_samples - 1)
+    tasks = environment_rows(settings, first, last, config.agent.pass_env)
+    keys = {"text": config.data.input_key, "label": _label_key(config) or _TASK_LABEL}
+    return [
+        Row({keys[name]: text for name, text in task.items()}, str(settings), first + at, has_line=False)
+        for at, task in enumerate(tasks)
+    ]
+
+
+def _label_key(config: Config) -> str | None:
+    """Return the column of labels. Tasks of an environment always have them."""
+    if config.data.label_key is None and task_numbers(config.data.path) is not None:
+        return _TASK_LABEL
+    return config.data.label_key
 
 
 def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
@@ -317,7 +341,7 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         rows,
         tokenizer,
         input_key=data.input_key,
-        label_key=data.label_key,
+        label_key=_label_key(config),
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=data.chat_template,

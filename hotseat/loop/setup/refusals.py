@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hotseat.agents.environments.families import library_problem
 from hotseat.config import Config
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
 from hotseat.config.maths import judge_length
-from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model
+from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model, task_numbers
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
@@ -94,6 +95,13 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"there is no file {match[1]}{near(file)}"
         elif (problem := find_problem(file, match[2])) is not None:
             yield key, problem
+    environment = config.agent.environment
+    if environment.family is not None:
+        problem = library_problem(environment.family, config.agent.python)
+        if problem is not None:
+            yield "agent.environment", problem
+    elif config.agent.python is not None and shutil.which(config.agent.python) is None:
+        yield "agent.python", f"there is no program {config.agent.python}{near(Path(config.agent.python))}"
     command = config.agent.command
     if command and shutil.which(command[0]) is None:
         yield "agent.command", f"there is no program {command[0]}{near(Path(command[0]))}"
@@ -145,9 +153,14 @@ def model_problem(name: str) -> str | None:
     return None
 
 
+def _parts(joined: str | None) -> list[str]:
+    """Return the names of data sets, none if the rows are tasks of an environment."""
+    return [] if task_numbers(joined) is not None else (joined or "").split(",")
+
+
 def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
     for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
-        for part in (joined or "").split(","):
+        for part in _parts(joined):
             part = part.strip()
             path = Path(part).expanduser()
             if not part or path.exists() or "@" in part:
@@ -159,7 +172,7 @@ def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
 def _hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of data sets that are neither files nor folders here, and so come from the hub."""
     for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
-        for part in (joined or "").split(","):
+        for part in _parts(joined):
             name = part.strip()
             if not Path(name).expanduser().exists():
                 name, _, folder = name.rpartition("@")  # NAME@FOLDER is a folder in it

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hotseat.agents import Deadlines, ProgramSettings
+from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
 from hotseat.config.maths import (
@@ -315,6 +316,20 @@ def program_settings(config: Config) -> ProgramSettings:
         passed_on=tuple(agent.pass_env),
         containers=agent.containers,
         run_seed=config.seed,
+        environment=environment_settings(config),
+    )
+
+
+def environment_settings(config: Config) -> EnvironmentSettings | None:
+    """Return what plays the episodes in processes of its own; None if nothing does."""
+    agent = config.agent
+    return settings_of(
+        family=agent.environment.family,
+        name=agent.environment.name,
+        arguments=agent.environment.arguments,
+        file=agent.path,
+        python=agent.python,
+        num_processes=agent.environment.num_processes,
     )
 
 
