@@ -128,6 +128,7 @@ class Vision:
     def __init__(self, model: Any):
         self._base = model.base_model
         self.image_token_id = int(getattr(model.config, "image_token_id", None) or model.config.image_token_index)
+        self._positions_to_last = functools.lru_cache(maxsize=_CACHED)(self._compute_positions)
         self.has_axes = hasattr(self._base, "get_rope_index")  # positions in three dimensions
 
     @classmethod
@@ -148,8 +149,16 @@ class Vision:
         """Compute positions in three dimensions: [num_tokens] int64 -> [3, num_tokens], both on the CPU."""
         if not images:
             return torch.arange(len(token_ids)).expand(3, -1)
+        end = int((token_ids == self.image_token_id).nonzero().max()) + 1
+        head = self._positions_to_last(tuple(token_ids[:end].tolist()), tuple(images))
+        # After the last image there is text alone, which counts on from the largest position.
+        rest = int(head.max()) + 1 + torch.arange(len(token_ids) - end)
+        return torch.cat([head, rest.expand(3, -1)], dim=1)
+
+    def _compute_positions(self, token_ids: tuple[int, ...], images: tuple[str, ...]) -> Tensor:
         grids = torch.cat([pixels_of(image)["image_grid_thw"] for image in images])
-        is_image = (token_ids == self.image_token_id).to(torch.int32)
-        positions, _ = self._base.get_rope_index(token_ids[None], is_image[None], image_grid_thw=grids)
+        tokens = torch.tensor([token_ids])
+        is_image = (tokens == self.image_token_id).to(torch.int32)
+        positions, _ = self._base.get_rope_index(tokens, is_image, image_grid_thw=grids)
         found: Tensor = positions[:, 0]
         return found

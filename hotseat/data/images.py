@@ -84,11 +84,8 @@ def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> tuple
             raise BadValue(
                 f"{key}: not an image in one of the formats {', '.join(FORMATS)}; it begins with {start!r}"
             ) from None
-        except PIL.Image.DecompressionBombError:
-            raise BadValue(
-                f"{key}: more than {2 * PIL.Image.MAX_IMAGE_PIXELS:,} pixels in {len(stored):,} bytes, which may be"
-                " meant to fill the memory"
-            ) from None
+        except PIL.Image.DecompressionBombError as error:
+            raise BadValue(f"{key}: {len(stored):,} bytes that may be meant to fill the memory: {error}") from None
         except Exception as error:  # Pillow's readers raise many kinds for broken headers
             raise BadValue(f"{key}: broken or truncated {_described(error)}") from None
         _check_size(image, key, limits)

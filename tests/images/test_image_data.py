@@ -80,7 +80,7 @@ def test_an_image_stands_as_its_camera_was_held(tmp_path):
         ),
         (
             bomb(100_000, 100_000),
-            "photo: more than 178,956,970 pixels in [0-9,]+ bytes, which may be meant to fill the memory",
+            "photo: [0-9,]+ bytes that may be meant to fill the memory: .*10000000000 pixels",
         ),
         (b"\x89PNG" + bytes(200_000), r"photo: 200,004 bytes, more than data.max_image_bytes allows \(100,000\)"),
         (

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import image_cases as tiny
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -15,7 +16,6 @@ from hotseat.train.models import prepare_model
 from hotseat.train.packing import join, model_input, take, with_ends
 from hotseat.types import MicroBatch, Request, Sampling
 from hotseat.vision import Vision, pixels_of, placeholder_ids, policy_class, sees_images
-from tests.images import tiny
 
 pytestmark = pytest.mark.slow
 

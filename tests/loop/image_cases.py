@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from hotseat.vision import TOKENS
 
 _LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789 ?.:\n<>|_-=+,!"]
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>")
@@ -177,3 +181,23 @@ _MAKERS = {
     "idefics3": _idefics,
     "llava": _llava,
 }
+
+
+def write_pixels(folder: Path, seed: int, rows: int = 4, columns: int = 4) -> str:
+    """Write a prepared image for the Qwen models above, of so many patches, and return its path."""
+    from safetensors.torch import save
+
+    pixels = torch.randn(rows * columns, 3 * 2 * 7 * 7, generator=torch.Generator().manual_seed(seed))
+    tensors = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, rows, columns]])}
+    path = folder / f"{seed}-{rows}-{columns}.safetensors"
+    temporary = folder / f"{seed}-{rows}-{columns}.{os.getpid()}"
+    image_id = tokenizer_with(_QWEN).convert_tokens_to_ids("<|image_pad|>")
+    temporary.write_bytes(save(tensors, {TOKENS: json.dumps([image_id] * (rows * columns // 4))}))
+    temporary.replace(path)
+    return str(path)
+
+
+def make(family: str, seed: int = 0) -> Any:
+    """Make a random model of a family."""
+    torch.manual_seed(seed)
+    return _MAKERS[family](32)[0]
