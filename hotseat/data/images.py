@@ -30,6 +30,7 @@ from hotseat.errors import DataError, UserError
 from hotseat.vision import TOKENS, tokens_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_THUMBNAIL = 112  # pixels of the longer edge
 # What processors return about tokens; all else belongs to the pixels.
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
@@ -233,6 +234,9 @@ class ImageStore:
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
             temporary.write_bytes(save(pixels, {TOKENS: json.dumps(token_ids)}))
+            small = image.copy()
+            small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            small.save(path.with_suffix(".png"))  # for the report
             temporary.replace(path)
         except OSError as error:
             raise DataError(f"{path}: a prepared image cannot be written: {error.strerror or error}") from None

@@ -14,6 +14,7 @@ from hotseat.data._problems import BadValue
 from hotseat.data.images import ImageLimits, PreparedImage, RowImages, images_of, prepare_rows, read_image
 from hotseat.data.rows import Row
 from hotseat.errors import DataError
+from hotseat.observe.report.samples import pack
 
 LIMITS = ImageLimits(max_images=2, max_bytes=100_000, max_pixels=10_000)
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
@@ -199,4 +200,8 @@ def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
     assert ImageStore(tmp_path, Processor(4), LIMITS).prepare(encoded(), "image", tmp_path).path != one.path
     with pytest.raises(BadValue, match="image: the model's processor does not take it: too narrow"):
         store.prepare(Image.new("RGB", (1, 20)), "image", tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) / 2 == 2
+    # The report shows a small copy of each that is there.
+    first, again = pack({"images": [one.path, "gone", one.path]})["images"]
+    assert (first, pack({})["images"]) == (again, [])
+    assert Image.open(io.BytesIO(base64.b64decode(first.partition(",")[2]))).size == (30, 20)
