@@ -4,7 +4,7 @@ import json
 
 import image_cases
 import pytest
-from loop_cases import REWARD, rl_yaml, same, sft_yaml, weights
+from loop_cases import rl_yaml, same, sft_yaml, weights
 from safetensors.torch import load_file
 
 from hotseat.cli.main import main
@@ -14,6 +14,10 @@ from hotseat.loop.run import start
 from hotseat.loop.state.saving import Saver
 from hotseat.observe import read_lines
 
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [float(sum(map(ord, query[len(prompt):])) % 5) for query, prompt in zip(queries, prompts)]
+"""
 DATA = "max_length: 64, image_key: images, max_images_per_prompt: 1, apply_chat_template: true"
 ROLLOUT = "{batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, num_slots: 4}"
 
