@@ -90,6 +90,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     label: str | None = None
     source: str = ""
+    images: tuple[str, ...] = ()  # in order of their placeholders; see `hotseat.vision`
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Request:
     token_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
+    images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Segment:
     mask: Tensor  # [num_tokens] bool: the policy sampled this token
     log_probs: Tensor  # [num_tokens] float32: the engine's, 0 where not sampled
     versions: Tensor  # [num_tokens] int32: weight version that sampled it, -1 where not sampled
+    images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
 
     @property
     def num_sampled(self) -> int:
@@ -221,6 +224,7 @@ class MicroBatch:
     weights: Tensor  # [num_tokens] float: how much each token counts in the step's loss, 0 off the mask
     fields: Mapping[str, Tensor] = field(default_factory=dict)  # [num_tokens, ...] or [num_segments, ...] each
     sample_ids: tuple[str, ...] = ()  # one per segment; the segments of an episode share it, and stand together
+    images: tuple[tuple[str, ...], ...] = ()  # those of each segment, in order; empty: no segment has any
 
     @classmethod
     def from_segments(
@@ -229,6 +233,7 @@ class MicroBatch:
         masks: Sequence[Tensor] | None,
         sample_ids: Sequence[str],
         fields: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
+        images: Sequence[tuple[str, ...]] = (),
     ) -> MicroBatch:
         """Lay segments flat, one after another. Weights are 0: they are set for the whole step.
 
@@ -248,6 +253,7 @@ class MicroBatch:
             weights=torch.zeros(num_tokens),
             fields={name: flat(values, torch.float32) for name, values in fields.items()},
             sample_ids=tuple(sample_ids),
+            images=tuple(images) if any(images) else (),
         )
 
     def __post_init__(self) -> None:
@@ -255,6 +261,7 @@ class MicroBatch:
         assert self.mask.shape == (num_tokens,), f"mask: {tuple(self.mask.shape)}, not ({num_tokens},)"
         assert self.weights.shape == (num_tokens,), f"weights: {tuple(self.weights.shape)}, not ({num_tokens},)"
         assert len(self.sample_ids) == num_segments, f"{len(self.sample_ids)} sample ids, {num_segments} segments"
+        assert len(self.images) in (0, num_segments), f"images of {len(self.images)} segments, not {num_segments}"
         for name, values in self.fields.items():
             assert values.shape[:1] in ((num_tokens,), (num_segments,)), (
                 f"field {name}: first dimension of {tuple(values.shape)} is neither {num_tokens} tokens nor"
@@ -295,6 +302,7 @@ class MicroBatch:
             weights=to_device(self.weights, device),
             fields={name: to_device(values, device) for name, values in self.fields.items()},
             sample_ids=self.sample_ids,
+            images=self.images,
         )
 
 

@@ -18,7 +18,7 @@ LAYERS = (
     ("rollout", "train", "weights", "cluster"),
     ("agents", "rewards", "data", "observe"),
     ("algorithms", "placement"),
-    ("config", "types", "errors", "failed", "faults", "openmp", "determinism", "clock", "words", "caches"),
+    ("config", "types", "errors", "failed", "faults", "openmp", "determinism", "clock", "words", "caches", "vision"),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 
@@ -29,6 +29,7 @@ ALLOWED_SIBLINGS = {
     ("types", "failed"),
     ("faults", "errors"),
     ("config", "words"),
+    ("vision", "errors"),
 }
 
 # Outside system -> folders, or files, that may import it.

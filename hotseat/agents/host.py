@@ -262,7 +262,8 @@ class AgentHost:
         job.turns.add(turn)
         # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
-        request = Request(name, tuple(token_ids), sampling, job.key.seed(self._run_seed, turn))
+        seed = job.key.seed(self._run_seed, turn)
+        request = Request(name, tuple(token_ids), sampling, seed, job.prompt.images)
         asked_s = time.monotonic() - job.started
         self._begin_request(job, name)
         try:

@@ -19,7 +19,7 @@ class Transcript:
 
     def __init__(self, tokenizer: Any, prompt: Prompt):
         self._tokenizer = tokenizer
-        self._segments = [Draft(list(prompt.token_ids))]
+        self._segments = [Draft(list(prompt.token_ids), prompt.images)]
         self._turn_lengths: list[int] = []
         self._turns: list[TurnFacts] = []
         self.text = prompt.text
@@ -90,7 +90,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 class Draft:
     """A segment that is still growing."""
 
-    def __init__(self, token_ids: list[int]):
+    def __init__(self, token_ids: list[int], images: tuple[str, ...] = ()):
+        self._images = images
         self.token_ids: list[int] = []
         self.mask: list[bool] = []
         self._log_probs: list[float] = []
@@ -114,6 +115,7 @@ class Draft:
             mask=_tensor(self.mask[:end], np.bool_),
             log_probs=_tensor(self._log_probs[:end], np.float32),
             versions=_tensor(self._versions[:end], np.int32),
+            images=self._images,
         )
 
     def _extend(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from hotseat.config.images import image_conflicts
 from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
@@ -415,7 +416,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("data.probs", "data.split"), lambda c: c.data.path is not None, _says("data.path is not set")),
     Rule(
-        ("data.max_images_per_prompt",),
+        (
+            "data.max_images_per_prompt",
+            "data.max_image_pixels",
+            "data.max_image_bytes",
+            "train.freeze_visual_encoder",
+        ),
         lambda c: c.data.image_key is not None,
         _says("data.image_key is not set"),
     ),
@@ -518,6 +524,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
     problems += _agent_conflicts(config)
+    problems += image_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         problems.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")

@@ -477,9 +477,13 @@ class DataConfig(Section):
     prompt_key: str | None = None
     """Column of the prompt that both answers share (rm, dpo)."""
     image_key: str | None = None
-    """Column of images."""
+    """Column of images, for models that see: paths, bytes, `data:` URIs, or a list of them."""
     max_images_per_prompt: NotNegative = 0
     """Images per prompt at most."""
+    max_image_pixels: Positive = 2**26
+    """Width times height of an image at most; larger ones are refused before they are decoded."""
+    max_image_bytes: Positive = 2**26
+    """Size of a stored image at most."""
     input_template: str | None = None
     """Format string with one `{}` for the prompt."""
     apply_chat_template: bool = False
@@ -678,6 +682,8 @@ class TrainConfig(Section):
     """Pack sequences without padding."""
     attention: str | None = None
     """Attention of transformers for padded rows, such as `sdpa`; unset: torch's own, flash attention on GPUs."""
+    freeze_visual_encoder: bool = False
+    """Leave the visual encoder as it is, and train the rest of a model that sees images."""
     liger_kernel: bool = False
     """Liger kernels in the layers' norms and gates, on a GPU, instead of torch.compile."""
     load_in_4bit: bool = False

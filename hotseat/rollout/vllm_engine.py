@@ -148,7 +148,9 @@ class VllmEngine(ThreadedEngine):
 
     # --- what is asked between steps ----------------------------------------------------------------------------------
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
         longest = max(map(len, sequences), default=0)
         if longest >= self._core.max_length:
             raise UserError(

@@ -343,8 +343,10 @@ def _images(draft: ConfigDraft) -> None:
     if count:
         draft.fields["data.image_key"] = draft.line["--image_key"] or "images"
         draft.fields["data.max_images_per_prompt"] = count
+        draft.fields["train.freeze_visual_encoder"] = draft.line["--freeze_visual_encoder"]
     else:
-        draft.ignore("--image_key", f"{draft.named('--max_images_per_prompt')} is 0")
+        for name in ("--image_key", "--freeze_visual_encoder"):
+            draft.ignore(name, f"{draft.named('--max_images_per_prompt')} is 0")
 
 
 # --- batches and lengths ----------------------------------------------------------------------------------------------

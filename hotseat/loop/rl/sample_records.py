@@ -63,6 +63,7 @@ def written(
         "is_truncated": record.is_truncated,
         "label": record.label,
         "prompt_text": record.prompt_text,
+        **({"images": list(record.images)} if record.images else {}),
         "extra": dict(record.extra),
         "waited_s": _rounded(record.waited_s),
         "took_s": _rounded(record.took_s),

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
+from hotseat.config.images import filler_image, image_folder
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model, task_numbers
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
+from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
 from hotseat.loop.setup.settings import environment_settings
@@ -21,6 +23,7 @@ from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.types import Prompt
+from hotseat.vision import sees_images
 
 Made = TypeVar("Made")  # prompts, examples or pairs, with a report
 _TASK_LABEL = "label"  # column for the numbers of an environment's tasks
@@ -99,6 +102,7 @@ def _check_model(
 
     try:
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        _check_sight(config, model_config)
         check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
         check_length(model_config, config.data.max_length)
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
@@ -118,6 +122,17 @@ def _check_model(
         raise UserError(f"{key} {model!r}: {error}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{key} {model!r}: no model there: {error}") from None
+
+
+def _check_sight(config: Config, model_config: Any) -> None:
+    """Raise if a run has images and a model sees none, or the other way round."""
+    name, has_sight = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
+    if config.data.image_key is not None and not has_sight:
+        raise UserError(f"{name} sees no images here, and data.image_key is set: choose a model that does, or unset it")
+    if config.data.image_key is None and has_sight:
+        raise UserError(
+            f"{name} sees images, and the run has none: set data.image_key, or choose a model of text alone"
+        )
 
 
 def _check_engine(kind: str, max_length: int, model_config: Any) -> None:
@@ -338,7 +353,7 @@ def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
 def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
     return make_prompts(
-        rows,
+        _with_images(config, tokenizer, rows),
         tokenizer,
         input_key=data.input_key,
         label_key=_label_key(config),
@@ -347,13 +362,30 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         chat_template=data.chat_template,
         prompt_max_length=prompt_max_length(config),
         limit=prompt_limit(config),
+        image_key=data.image_key,
     )
+
+
+def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    """Return rows with their images read, checked and prepared, if the run has images."""
+    data = config.data
+    if data.image_key is None:
+        return rows
+    assert config.actor.model is not None
+    processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
+    limits = ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
+    store = ImageStore(image_folder(config), processor, limits)
+    store.write_filler(filler_image(config))
+    prepared = prepare_rows(rows, store, data.image_key, data.input_key, is_chat=data.apply_chat_template)
+    if not store.num_images:
+        raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
+    return prepared
 
 
 def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
     return make_examples(
-        rows,
+        _with_images(config, tokenizer, rows),
         tokenizer,
         input_key=data.input_key,
         output_key=data.output_key,
@@ -363,6 +395,7 @@ def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         multiturn=data.multiturn,
         pretrain_mode=data.pretrain_mode,
         max_length=data.max_length,
+        image_key=data.image_key,
     )
 
 

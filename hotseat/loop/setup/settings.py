@@ -9,6 +9,7 @@ from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
+from hotseat.config.images import filler_image
 from hotseat.config.maths import (
     aggregation,
     correction_kind,
@@ -78,6 +79,8 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
         liger_kernel=train.liger_kernel,
+        freeze_visual_encoder=train.freeze_visual_encoder and is_trained,
+        filler_image=None if config.data.image_key is None else str(filler_image(config)),
         layout="auto" if train.packing else "padded",
         attention=train.attention,
         is_deterministic=train.full_determinism,

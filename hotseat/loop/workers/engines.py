@@ -19,6 +19,7 @@ from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 from hotseat.rollout._progress import stages_shown
 from hotseat.train.backend import LoraOptions
 from hotseat.train.lora import target_layers
+from hotseat.vision import policy_class
 
 
 def device_of_process() -> torch.device:
@@ -71,9 +72,10 @@ def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], objec
 
 
 def _transformers_engine(settings: EngineSettings) -> Engine:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    model = policy_class(config).from_pretrained(
         settings.model,
         dtype=getattr(torch, settings.dtype),
         trust_remote_code=settings.trust_remote_code,

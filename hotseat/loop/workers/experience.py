@@ -78,7 +78,9 @@ class Share:
         lengths = [[len(segment.token_ids) for segment in sample.episode.segments] for sample in samples]
         rows = [_row(sample) for sample in samples]
         groups = [(group.prompt, len(group.samples), group.num_failed) for group in self.groups]
-        return _share_of_rows, (self.steps, groups, rows, lengths, flat, self.positions)
+        images = [[segment.images for segment in sample.episode.segments] for sample in samples]
+        seen = images if any(map(any, images)) else ()
+        return _share_of_rows, (self.steps, groups, rows, lengths, flat, self.positions, seen)
 
 
 # Everything but the segments of an episode and the episode of a scored one, whatever fields they have.
@@ -101,14 +103,18 @@ def _share_of_rows(
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
     positions: tuple[int, ...],
+    images: Sequence[Sequence[tuple[str, ...]]] = (),
 ) -> Share:
     """Rebuild a share from what `Share.__reduce__` pickled."""
     sizes = [length for episode in lengths for length in episode]
     parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
     samples = iter(
         [
-            _rebuild_sample(row, tuple(Segment(*next(parts)) for _ in episode))
-            for row, episode in zip(rows, lengths, strict=True)
+            _rebuild_sample(
+                row,
+                tuple(replace(Segment(*next(parts)), images=each) if each else Segment(*next(parts)) for each in seen),
+            )
+            for row, seen in zip(rows, images or [[()] * len(episode) for episode in lengths], strict=True)
         ]
     )
     rebuilt = tuple(
@@ -183,6 +189,7 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
         [segment.mask for segment, _ in segments],
         [str(sample.episode.key) for _, sample in segments],
         {ROLLOUT_LOG_PROBS: [segment.log_probs for segment, _ in segments]},
+        [segment.images for segment, _ in segments],
     )
 
 

@@ -57,6 +57,7 @@ class SampleRecord:
     turns: tuple[TurnRecord, ...] = ()  # in order across segments
     waited_s: float | None = None
     took_s: float | None = None
+    images: tuple[str, ...] = ()  # of the prompt
 
 
 @dataclass
@@ -88,6 +89,7 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
             for segment in sample.episode.segments
         ),
         turns=_turns_of(sample),
+        images=prompt.images,
         waited_s=None if sample.episode.facts is None else sample.episode.facts.waited_s,
         took_s=None if sample.episode.facts is None else sample.episode.facts.took_s,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -13,6 +14,8 @@ from hotseat.observe.report.reading import finite, json_lines_at, parsed, shorte
 MAX_TOKENS = 1_600  # of one sample: the first three quarters and the last quarter
 MAX_PROMPT_CHARACTERS = 6_000
 MAX_TURNS = 400
+MAX_IMAGES = 4  # of one prompt
+MAX_IMAGE_BYTES = 40_000
 LOG_PROB_UNIT = 1e-4
 GAP_UNIT = 1e-5
 
@@ -91,6 +94,7 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
         "label": shortened(record["label"]) if record.get("label") is not None else None,
         "prompt_text": shortened(record.get("prompt_text") or "", MAX_PROMPT_CHARACTERS),
         "extra": record.get("extra") if isinstance(record.get("extra"), dict) else {},
+        "images": _pack_images(record.get("images")),
         "num_tokens": num_tokens,
         "turns": _pack_turns(record),
         "waited_s": finite(record.get("waited_s")),
@@ -134,6 +138,19 @@ def _with_turns(segments: Sequence[dict[str, Any]], record: dict[str, Any]) -> l
 def _num_shared(segment: dict[str, Any], other: dict[str, Any]) -> int:
     pairs = zip(segment.get("text") or [], other.get("text") or [], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _pack_images(images: Any) -> list[str]:
+    """Return small copies of prepared images, which lie beside them, as data URIs; of those that are there."""
+    packed = []
+    for image in images[:MAX_IMAGES] if isinstance(images, list) else ():
+        try:
+            small = Path(str(image)).with_suffix(".png").read_bytes()
+        except OSError:
+            continue
+        if len(small) <= MAX_IMAGE_BYTES:
+            packed.append(f"data:image/png;base64,{base64.b64encode(small).decode()}")
+    return packed
 
 
 def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Iterator[dict[str, Any]]:

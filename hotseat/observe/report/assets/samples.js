@@ -280,6 +280,7 @@ function promptOf(sample) {
     'details',
     { class: 'prompt', open: sample.prompt_text.length < 600 },
     el('summary', {}, 'Prompt'),
+    ...(sample.images ?? []).map((source) => el('img', { src: source, alt: 'image of the prompt' })),
     el('pre', {}, sample.prompt_text),
   );
 }
