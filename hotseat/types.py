@@ -152,6 +152,7 @@ class Episode:
     query: str  # prompt and everything after it, as text, for reward functions and people
     is_truncated: bool = False
     turn_lengths: tuple[int, ...] = ()  # sampled tokens of each turn, in order across segments; empty: not recorded
+    has_bootstrap: bool = False  # the last segment is the observation at which time ran out, for a critic to value
 
     @property
     def num_sampled(self) -> int:

@@ -29,8 +29,18 @@ def is_base_reference(config: Config) -> bool:
 
 
 def has_agent(config: Config) -> bool:
-    """Tell whether an agent of the user's makes the episodes: a file, or a program."""
-    return config.agent.path is not None or config.agent.command is not None
+    """Tell whether an agent makes the episodes: a file of the user's, a program, or one that acts in a simulator."""
+    return config.agent.path is not None or config.agent.command is not None or has_simulator(config)
+
+
+def has_simulator(config: Config) -> bool:
+    """Tell whether the policy acts in a simulator."""
+    return config.task == "rl" and config.env.path is not None
+
+
+def has_evaluation(config: Config) -> bool:
+    """Tell whether the policy is evaluated, on prompts or on held-out seeds of simulators."""
+    return config.eval.path is not None or (has_simulator(config) and config.env.eval_seeds > 0)
 
 
 def has_reward_model(config: Config) -> bool:
@@ -70,14 +80,14 @@ def placed_roles(config: Config) -> set[str]:
 def roles_of(config: Config) -> tuple[str, ...]:
     """Return the roles that hold models or simulators, in the order in which they work in a step.
 
-    The roles `inference` and `env` are present if the placement names them.
+    The role `inference` is present if the placement names it, `env` also if a simulator is named.
     """
     if config.task != "rl":
         return ("actor", "reference") if has_reference(config) else ("actor",)
     placed = placed_roles(config)
     present = {
         "rollout": True,
-        "env": "env" in placed,
+        "env": "env" in placed or has_simulator(config),
         "reward": has_reward_model(config),
         "reference": has_reference(config),
         "inference": has_inference(config),

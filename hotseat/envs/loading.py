@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,8 @@ from hotseat.envs.simulator import Simulator
 from hotseat.errors import UserError
 
 _MODULE = "hotseat_env"
+_PACKAGES = {"babyai": ("gymnasium", "minigrid"), "gym": ("gymnasium",)}
+EXAMPLES = {"babyai": "BabyAI-GoToRedBallGrey-v0", "gym": "CartPole-v1"}  # of tasks
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,9 @@ def _load(file: Path) -> ModuleType:
     return module
 
 
-def import_problem(path: str, tasks: Sequence[str]) -> str | None:
+def import_problem(path: str) -> str | None:
     """Return which package a family lacks; None if it lacks none, or is the user's file."""
-    needed = {"babyai": ("gymnasium", "minigrid"), "gym": ("gymnasium",)}.get(path, ())
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    absent = [name for name in _PACKAGES.get(path, ()) if importlib.util.find_spec(name) is None]
     if absent:
         return f"{path} needs the package {' and '.join(absent)}: pip install 'hotseat[sim]'"
     return None

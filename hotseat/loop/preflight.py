@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hotseat.loop.setup.inputs import SupervisedData
 
 MAX_LOGICAL_DEVICES = 64
-ENGINES = "rollout"  # the only role whose processes work independently of each other
+INDEPENDENT = ("rollout", "env")  # roles whose processes work independently of each other
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _check_runtime(config: Config, plan: Plan) -> None:
     if config.cluster.runtime != "local":
         return
     for role in plan.roles:
-        if role.name != ENGINES and len(role.processes) > 1:
+        if role.name not in INDEPENDENT and len(role.processes) > 1:
             raise PlacementError(
                 f"cluster.runtime is local, which holds one rank of each model, and {role.name} has"
                 f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"

@@ -40,8 +40,8 @@ def test_a_file_of_a_user_conforms():
     ],
 )
 def test_families_conform(path, tasks, kwargs):
-    if import_problem(path, tasks) is not None:
-        pytest.skip(import_problem(path, tasks))
+    if import_problem(path) is not None:
+        pytest.skip(import_problem(path))
     settings = SimulatorSettings(path, tasks, 16, kwargs)
     conformance.check(lambda num_envs: ProcessEnv(settings, num_envs))
 

@@ -111,6 +111,7 @@ class Recovery:
                     self._say(f"rollout host {rank} died and is replaced ({_first_line(error)})")
                     self.num_host_restarts += 1
                     self._hosts.restart(rank)
+                    self._scheduler.replaced("env", rank)
                 if dead_hosts:
                     self._reconnect(dead_hosts)
                 if needs_push and self._new_engines:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hotseat.config import Config
 from hotseat.config.maths import prompt_limit, prompt_max_length
-from hotseat.config.roles import has_critic, has_reference, has_reward_model
+from hotseat.config.roles import has_critic, has_reference, has_reward_model, has_simulator
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.errors import UserError
@@ -18,6 +18,7 @@ from hotseat.loop.setup.refusals import length_problem
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
+from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
 from hotseat.types import Prompt
 
 Made = TypeVar("Made")  # prompts, examples or pairs, with a report
@@ -131,11 +132,25 @@ def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 
 def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """Return (prompts to learn from, prompts to evaluate on, notes for the user)."""
+    if has_simulator(config):
+        return _simulated(config, tokenizer)
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report), *_lost(config, report, evaluation)]
     if evaluation is None:
         return prompts, [], notes
     return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
+
+
+def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """Return the tasks and seeds of a simulator as prompts."""
+    from hotseat.loop.setup.settings import simulation_settings
+
+    env, settings = config.env, simulation_settings(config)
+    ends = range(env.num_seeds), range(EVAL_SEED, EVAL_SEED + env.eval_seeds)
+    prompts, evaluation = simulation_prompts(settings, tokenizer, config.data.max_length, ends)
+    tasks = len({prompt.source for prompt in prompts})
+    note = f"{tasks} {'task' if tasks == 1 else 'tasks'} of {env.path}, {env.num_seeds:,} seeds each"
+    return prompts, evaluation, [note + (f", {env.eval_seeds:,} held out" if env.eval_seeds else "")]
 
 
 def prompts_alone(

@@ -13,7 +13,8 @@ from typing import Any
 from hotseat.config import Config
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
-from hotseat.config.roles import has_critic, has_reference, has_reward_model
+from hotseat.config.roles import has_critic, has_reference, has_reward_model, has_simulator
+from hotseat.envs.loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
@@ -36,6 +37,7 @@ def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str,
     return [
         *((key, message) for key, message in missing(config) if key not in optional),
         *_user_files(config),
+        *_simulators(config),
         *grader_obstacles(config),
         *judge_obstacles(config),
         *_missing_models(config),
@@ -96,6 +98,17 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
     command = config.agent.command
     if command and shutil.which(command[0]) is None:
         yield "agent.command", f"there is no program {command[0]}{near(Path(command[0]))}"
+
+
+def _simulators(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) of a simulator that is not there, or lacks a package."""
+    if has_simulator(config):
+        path = str(config.env.path)
+        problem = path_problem(path) or import_problem(path)
+        if problem is not None:
+            yield "env.path", problem
+        elif not path.endswith(".py") and not config.env.tasks:
+            yield "env.tasks", f"not set: {path} has no tasks of its own; name some, such as {EXAMPLES[path]}"
 
 
 # --- models and data --------------------------------------------------------------------------------------------------
