@@ -352,6 +352,7 @@ def policy_settings(
             truncation_penalty=reward.truncation_penalty,
             max_sampled=max_sampled_tokens(config),
             distill_coefficient=algorithm.distill_coef,
+            time_step=algorithm.time_step,
         ),
         aggregation=aggregation(config),
         mask_truncated=algorithm.mask_truncated,
@@ -382,7 +383,11 @@ def is_filtered(config: Config) -> bool:
 
 def critic_settings(config: Config) -> CriticSettings:
     return CriticSettings(
-        ValueObjective(config.critic.value_clip), config.train.max_epochs, score_batches(config), train_batches(config)
+        ValueObjective(config.critic.value_clip),
+        config.train.max_epochs,
+        score_batches(config),
+        train_batches(config),
+        config.algorithm.time_step,
     )
 
 

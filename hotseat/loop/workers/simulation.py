@@ -311,6 +311,7 @@ class Player(Agent):
             f"{instruction}\n{num_steps} actions, {'success' if is_success else 'no success'}",
             is_truncated=is_truncated,
             turn_lengths=tuple(lengths),
+            action_length=dim,
             has_bootstrap=settings.bootstraps and is_truncated,
         )
         extra = {SUCCESS: float(is_success), "actions": float(num_steps), "tokens_outside": float(num_outside)}
