@@ -139,6 +139,47 @@ def test_wrong_settings_are_refused(tmp_path):
         make_simulator(SimulatorSettings(str(broken)))
 
 
+def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch):
+    from hotseat.config.load import loads
+    from hotseat.loop.setup.refusals import obstacles
+
+    def messages(text: str) -> dict[str, str]:
+        return dict(obstacles(loads(text)))
+
+    assert "no simulator 'gim'" in messages("env: {path: gim}")["env.path"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    wanted = "gym needs the package gymnasium: pip install 'hotseat[sim]'"
+    assert messages("env: {path: gym, tasks: [CartPole-v1]}")["env.path"] == wanted
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert "name some, such as CartPole-v1" in messages("env: {path: gym}")["env.tasks"]
+
+
+def test_observations_that_a_policy_cannot_read_are_refused():
+    from hotseat.envs.simulator import Seen
+    from hotseat.loop.workers.simulation import Reader, SimulationSettings
+
+    class Space:
+        action = ActionSpec.numbered(3)
+        state_bounds = (np.zeros(2, dtype=np.float32), np.ones(2, dtype=np.float32))
+
+    class Words:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [len(word) for word in text.split()]}
+
+        def __len__(self):
+            return 300
+
+    settings = SimulationSettings(SimulatorSettings("gym"), 1, 1, 1, 2, 4, 1.0, False, False, False)
+    reader = Reader(settings, Words(), 8, Space())
+    # Two numbers of four bins between 0 and 1, after the words: bins 0 and 3 are tokens 299 and 296.
+    seen = Seen(instruction="go on", text="red", state=np.array([0.1, 0.9], dtype=np.float32))
+    assert reader.encode(seen) == [2, 2, 3, 299, 296]
+    with pytest.raises(UserError, match="its observations are pictures alone"):
+        reader.encode(Seen(image=np.zeros((2, 2, 3), dtype=np.uint8)))
+    with pytest.raises(UserError, match="has 7 tokens, and its actions 2: set it to 9 or more"):
+        reader.encode(Seen(text="a b c d e f g"))
+
+
 def test_actions_are_the_last_tokens_of_the_vocabulary():
     steering = NumberTokens.of_actions(ActionSpec((-1.0, 0.0), (1.0, 10.0)), bins=4, vocab_size=100)
     # Bins of the first number: -1, -0.5, 0, 0.5 and up; of the second: 0, 2.5, 5, 7.5.
