@@ -2,7 +2,7 @@
 
     python bench/simulator_stages.py > bench/results/cpu_simulator_stages.txt
 
-The simulators are BabyAI's in a child process on one core, drawing pictures until a round of them costs what the answers
+The simulators are BabyAI's in a child process on a core, drawing pictures until a round of them costs what the answers
 of the policy do. The policy is a tiny Llama on the transformers engine, on the other core. Every number is measured.
 """
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+__all__ = ["ActionSpec", "Seen", "Simulator", "Step", "Task"]
+
 
 @dataclass(frozen=True)
 class Task:
