@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotseat.envs import families
-from hotseat.envs.simulator import Simulator
 from hotseat.errors import UserError
+
+if TYPE_CHECKING:  # numpy is heavy, and refusals are not
+    from hotseat.envs.simulator import Simulator
 
 _MODULE = "hotseat_env"
 _PACKAGES = {"babyai": ("gymnasium", "minigrid"), "gym": ("gymnasium",)}

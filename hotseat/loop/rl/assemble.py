@@ -135,6 +135,7 @@ def _connect(
         rejoin=lambda ranks: groups.hosts.rejoin(groups.engines, ranks),
         say=partial(journal.say, kind="fault"),
         measures_its_device=groups.measures_its_device,
+        is_env="env" in groups.by_role,
     )
     routes = _routes(place, groups)
     sync = SyncPhase(groups, routes, state, guard, meter, scheduler, recovery, journal.say)

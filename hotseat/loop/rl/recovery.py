@@ -29,6 +29,7 @@ class Recovery:
     reconnect: connects hosts of these ranks, which are new, to the engines' current processes. push: sends the current
     weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send requests to them.
     measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
+    is_env: hosts are the role env, which has devices.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Recovery:
         rejoin: Callable[[Sequence[int]], object],
         say: Callable[[str], object],
         measures_its_device: bool = False,
+        is_env: bool = False,
     ):
         self._engines = engines
         self._hosts = hosts
@@ -52,6 +54,7 @@ class Recovery:
         self._new_engines: set[int] = set()  # replaced, and not in use yet
         self._say = say
         self._measures_its_device = measures_its_device
+        self._is_env = is_env
         self._num_deaths = 0
         self.num_restarts = 0  # of engines
         self.num_host_restarts = 0
@@ -111,7 +114,8 @@ class Recovery:
                     self._say(f"rollout host {rank} died and is replaced ({_first_line(error)})")
                     self.num_host_restarts += 1
                     self._hosts.restart(rank)
-                    self._scheduler.replaced("env", rank)
+                    if self._is_env:
+                        self._scheduler.replaced("env", rank)
                 if dead_hosts:
                     self._reconnect(dead_hosts)
                 if needs_push and self._new_engines:
