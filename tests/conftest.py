@@ -3,12 +3,15 @@ hypothesis makes may take their time, because others work on the same cores."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from environments import RAY_PRIORITY
 from hypothesis import settings
 
@@ -59,6 +62,8 @@ LARGE = (
     "loop/test_micro_batches.py",
 )
 
+MARK = re.compile(r"pytest\.mark\.(slow|long|ray|gpu)\b")
+
 MANY_FILES, NUM_SLOWEST = 30, 15  # when the slowest files are listed, and how many of them
 
 # DeepSpeed reads the first from there, so its backend sets it; by it accelerate takes itself for one of several ranks.
@@ -82,6 +87,26 @@ def _environment_as_before() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files in which `-m` chooses no test: importing them takes longer than reading their marks."""
+    expression = config.option.markexpr
+    if not expression or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return None if may_be_chosen(collection_path.read_text(), expression) else True
+
+
+def may_be_chosen(source: str, expression: str) -> bool:
+    """Tell whether some test of a file can have marks that fit: all of the module's, and any that it mentions."""
+    of_module = re.search(r"^pytestmark = (\[.*?^\]|.*?$)", source, re.DOTALL | re.MULTILINE)
+    of_all = set(MARK.findall(of_module[0])) if of_module else set()
+    of_some = sorted(set(MARK.findall(source)) - of_all)
+    fits = Expression.compile(expression)
+    possible = (
+        of_all.union(some) for count in range(len(of_some) + 1) for some in itertools.combinations(of_some, count)
+    )
+    return any(fits.evaluate(marks.__contains__) for marks in possible)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).parent.parent / "hotseat"
 # From the top. Folders in one row are siblings.
 LAYERS = (
     ("__main__",),
-    ("cli", "api", "demo"),
+    ("cli", "api", "demo", "rlinf"),
     ("loop",),
     ("rollout", "train", "weights", "cluster"),
     ("agents", "envs", "rewards", "data", "observe"),
     ("algorithms", "placement"),
-    ("config", "types", "errors", "failed", "faults", "openmp", "determinism", "clock", "words", "caches"),
+    ("config", "types", "errors", "failed", "faults", "openmp", "determinism", "clock", "words", "caches", "vision"),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 
@@ -29,6 +29,7 @@ ALLOWED_SIBLINGS = {
     ("types", "failed"),
     ("faults", "errors"),
     ("config", "words"),
+    ("vision", "errors"),
 }
 
 # Outside system -> folders, or files, that may import it.

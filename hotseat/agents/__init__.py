@@ -11,6 +11,7 @@ environment adds is tokenised separately and appended; no text is tokenised twic
 """
 
 from hotseat.agents.agent import Agent, AgentError, SampleFunction, SingleTurn
+from hotseat.agents.deadlines import Deadlines
 from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.host import AgentHost
 from hotseat.agents.loading import load_agent
@@ -21,6 +22,7 @@ __all__ = [
     "Agent",
     "AgentError",
     "AgentHost",
+    "Deadlines",
     "Environment",
     "MultiTurn",
     "ProgramSettings",

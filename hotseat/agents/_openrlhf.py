@@ -31,7 +31,7 @@ import torch
 
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
-from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number
+from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number, takes_seed
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
@@ -205,13 +205,14 @@ class InstanceTurns(Turns):
         self._label: Any = None
         self._thread = OwnThread("agent instance")
 
-    async def begin(self, prompt: Prompt) -> str | None:
+    async def begin(self, prompt: Prompt, seed: int) -> str | None:
         # Python refuses an __init__ that is a coroutine; in OpenRLHF it became one of a Ray actor, which awaited it.
         self._instance = self._class.__new__(self._class)
         await self._thread.call(self._instance.__init__)
         self._label = "" if prompt.label is None else prompt.label
         states = {"observation": prompt.text, "prompt": prompt.text, "label": self._label}
-        result = await self._thread.call(self._instance.reset, states)
+        seeded = {"seed": seed} if takes_seed(self._instance.reset) else {}
+        result = await self._thread.call(self._instance.reset, states, **seeded)
         observation = result.get("observation") if isinstance(result, Mapping) else result
         if not isinstance(observation, str):
             raise AgentError("AgentInstance.reset returned no text under 'observation'")
@@ -303,15 +304,17 @@ def logs_of(logs: Any) -> dict[str, float]:
 
 
 class FunctionTurns(Turns):
-    """Plays a module-level `step` function, in a fresh module for each episode, so episodes do not share globals."""
+    """Plays a module-level `step` function. load: returns the module, a fresh one if it has globals that change."""
 
     def __init__(self, load: Callable[[], types.ModuleType]):
         self._load = load
         self._module: types.ModuleType | None = None
         self._label: Any = None
+        self._seed = 0
         self._thread = OwnThread("step function")
 
-    async def begin(self, prompt: Prompt) -> str | None:
+    async def begin(self, prompt: Prompt, seed: int) -> str | None:
+        self._seed = seed
         self._module = await self._thread.call(self._load)
         self._label = "" if prompt.label is None else prompt.label
         return None
@@ -321,7 +324,9 @@ class FunctionTurns(Turns):
         step = self._module.step
         params = shown(sampling)
         takes_more = any(kind.kind is kind.VAR_KEYWORD for kind in inspect.signature(step).parameters.values())
-        more = {"sampling_params": params} if takes_more else {}
+        more: dict[str, Any] = {"sampling_params": params} if takes_more else {}
+        if takes_seed(step):
+            more["seed"] = self._seed
         result = await self._thread.call(step, observation, action, self._label, **more)
         if isinstance(result, Mapping):
             texts = (FEEDBACK, *WHOLE_TEXTS)
@@ -679,7 +684,7 @@ class _Recording:
 
 
 class _OneTurn(Turns):
-    async def begin(self, prompt: Prompt) -> str | None:
+    async def begin(self, prompt: Prompt, seed: int) -> str | None:
         return None
 
     async def act(self, observation: str, action: str, sampling: Sampling) -> TurnResult:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import itertools
+import logging
 import os
+import secrets
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from hotseat.agents import _reaper
+from hotseat.agents._confinement import Confinement, best_confinement
+
+logger = logging.getLogger(__name__)
 
 _KEPT = 4096  # bytes of what a program wrote last
 
@@ -25,11 +36,89 @@ def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) 
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), **own}
 
 
-async def run_program(command: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes) -> tuple[int, str]:
-    """Run a program with a line on its standard input; return its exit code and the end of what it wrote.
+class ProgramHost:
+    """The programs of one process: each in a folder of its own, ended with what it started.
 
-    The program leads a process group, all of which is ended when the program has, or when this is cancelled.
+    A supervisor (`_reaper.py`) does the same for all of them if this process is killed. containers: the command whose
+    containers are removed if they carry the episode's labels, such as podman; None: none.
     """
+
+    def __init__(self, containers: str | None = None, confinement: Confinement | None = None):
+        self.name = secrets.token_hex(8)
+        self._confinement = confinement or best_confinement()
+        self._containers = containers
+        self._numbers = itertools.count()
+        self._folder = Path(tempfile.mkdtemp(prefix="hotseat-agents-"))
+        groups = self._confinement.groups
+        self._task = {
+            "host": self.name,
+            "folder": str(self._folder),
+            "groups": None if groups is None else str(groups),
+            "containers": containers,
+        }
+        self._supervisor = _reaper.start(self._task)
+
+    def close(self) -> None:
+        """End what is left, and the supervisor. Nothing may run any more."""
+        _reaper.clean_up(self._task)
+        _reaper.dismiss(self._supervisor)
+
+    @contextlib.asynccontextmanager
+    async def folder(self) -> AsyncIterator[ProgramFolder]:
+        """Make a folder for one program, and remove it with everything that the program left behind."""
+        name = f"{self.name}.{next(self._numbers)}"
+        path = self._folder / name
+        path.mkdir()
+        labels = self._folder / f"{name}.labels"
+        labels.write_text(f"{_reaper.HOST_LABEL}={self.name}\n{_reaper.EPISODE_LABEL}={name}\n")
+        try:
+            yield ProgramFolder(path, name, labels)
+        finally:
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._clean, path, name, labels))
+
+    def _clean(self, path: Path, name: str, labels: Path) -> None:
+        self._confinement.end(name)
+        if self._confinement.kind == "process group":
+            _reaper.end_marked(lambda value: value == name)
+        _reaper.remove_folder(path)
+        labels.unlink(missing_ok=True)
+        if self._containers is not None:
+            try:
+                _reaper.remove_containers(self._containers, f"{_reaper.EPISODE_LABEL}={name}")
+            except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+                logger.warning("containers of episode %s cannot be removed: %s", name, error)
+
+    async def run(
+        self, command: Sequence[str], folder: ProgramFolder, env: Mapping[str, str], line: bytes
+    ) -> tuple[int, str]:
+        """Run a program with a line on its standard input; return its exit code and the end of what it wrote."""
+        await asyncio.get_running_loop().run_in_executor(None, _check_startable, command[0])
+        marked = {**env, _reaper.MARK: folder.name, "HOTSEAT_LABEL_FILE": str(folder.labels)}
+        return await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
+
+
+def _check_startable(file: str) -> None:
+    """Raise what starting the file would raise: in confinement another program starts it, and only says so."""
+    with open(file, "rb") as opened:
+        first = opened.readline(256)
+    words = first[2:].split() if first.startswith(b"#!") else []
+    for needed in (file, *(word.decode(errors="replace") for word in words[:1])):
+        if not os.access(needed, os.X_OK):
+            reason = errno.EACCES if os.path.exists(needed) else errno.ENOENT
+            raise OSError(reason, os.strerror(reason), needed)
+
+
+@dataclass(frozen=True)
+class ProgramFolder:
+    """A folder for one program. name: of its episode in this process. labels: file for its containers' labels."""
+
+    path: Path
+    name: str
+    labels: Path
+
+
+async def _run(command: Sequence[str], folder: Path, env: Mapping[str, str], line: bytes) -> tuple[int, str]:
+    """Run a command, and kill its process group when it has ended or this is cancelled."""
     process = subprocess.Popen(
         list(command),
         cwd=folder,

@@ -7,9 +7,20 @@ from typing import Any, Protocol
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode
 
+_EPISODE = -2  # in place of a turn, for the seed of the episode itself
+
 
 class AgentError(Exception):
     """An episode cannot continue; the message becomes the reason why its sample failed."""
+
+
+class OutOfTimeError(AgentError):
+    """The episode's time is over while the policy was being asked: what it has sampled so far is the episode."""
+
+
+def episode_seed(key: SampleKey, run_seed: int) -> int:
+    """Return the seed of an episode for environments and programs: the same in every attempt, below 2^31."""
+    return key.seed(run_seed, _EPISODE) % 2**31
 
 
 class SampleFunction(Protocol):

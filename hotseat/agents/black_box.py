@@ -14,27 +14,25 @@ import math
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotseat.agents._programs import environment, run_program
+from hotseat.agents._programs import ProgramHost, environment
 from hotseat.agents._threads import OwnThread
-from hotseat.agents.agent import Agent, AgentError, SampleFunction
-from hotseat.agents.branches import in_order, segments_of
+from hotseat.agents.agent import Agent, AgentError, SampleFunction, episode_seed
+from hotseat.agents.branches import Answer, in_order, learned_order, segments_of
 from hotseat.agents.gateway.parsing import parser_of
 from hotseat.agents.gateway.server import Address, Gateway
 from hotseat.agents.gateway.session import Policy, Session
 from hotseat.agents.gateway.settings import ProgramSettings, SessionSettings
 from hotseat.agents.multi_turn import number
-from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, EpisodeFacts, Prompt, SampleKey, Sampling, ScoredEpisode, TurnFacts
 
 _MAX_RESULT_BYTES = 1 << 20
 _MAX_SHOWN = 400  # characters of what a failed program wrote
-_EPISODE = -2  # in place of a turn, for the seed of the episode itself
-_RESULT_KEYS = ("reward", "score", "extra")
+_RESULT_KEYS = ("reward", "score", "extra", "turn_rewards")
 
 
 @dataclass(frozen=True)
@@ -85,16 +83,20 @@ class BlackBox(Agent):
         address = await gateway.open(session)
         try:
             result = await _unless_failed(self.play(prompt, self._client(address, key)), session)
+        except Exception:
+            if not session.is_out_of_time or session.failure.done():
+                raise
+            result = None  # the program could not go on without the policy: the run scores what there is
         finally:
             gateway.end(address)
         return await policy.work(_episode, session, key, result)
 
     def _client(self, address: Address, key: SampleKey) -> Client:
-        seed = key.seed(self._settings.run_seed, _EPISODE) % 2**31
+        seed = episode_seed(key, self._settings.run_seed)
         return Client(address.base_url, address.token, address.root_url, seed)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
-        """Play one episode and return its result: None, a number, or a mapping with `reward`, `score` and `extra`."""
+        """Play one episode and return its result: None, a number, or a mapping with some of `_RESULT_KEYS`."""
         raise NotImplementedError(f"{type(self).__name__}.play")
 
     async def close(self) -> None:
@@ -133,14 +135,15 @@ class Program(BlackBox):
         super().__init__(tokenizer, settings, **limits)
         assert settings.command is not None, "a program without a command"
         self._command = absolute_command(settings.command)
+        self._programs: asyncio.Future[ProgramHost] | None = None  # made by the first episode
         self.name = " ".join(settings.command)
 
     async def play(self, prompt: Prompt, client: Client) -> Any:
-        folder = Path(tempfile.mkdtemp(prefix="hotseat-agent-"))
-        try:
-            result = folder / "hotseat_result.json"
+        programs = await self._opened()
+        async with programs.folder() as folder:
+            result = folder.path / "hotseat_result.json"
             env = environment(
-                folder,
+                folder.path,
                 self._settings.passed_on,
                 {
                     "OPENAI_BASE_URL": client.base_url,
@@ -152,15 +155,25 @@ class Program(BlackBox):
             )
             task = {"prompt": prompt.text, "label": prompt.label, "seed": client.seed}
             try:
-                code, written = await run_program(self._command, folder, env, json.dumps(task).encode() + b"\n")
+                code, written = await programs.run(self._command, folder, env, json.dumps(task).encode() + b"\n")
             except OSError as error:
                 raise AgentError(f"the program cannot be started: {error}") from None
             if code != 0:
                 how = f"exit code {code}" if code > 0 else f"signal {-code}"
                 raise AgentError(f"the program ended with {how}" + (f": {written[-_MAX_SHOWN:]}" if written else ""))
             return _read_result(result, written)
-        finally:
-            await asyncio.get_running_loop().run_in_executor(None, _remove, folder)
+
+    async def _opened(self) -> ProgramHost:
+        if self._programs is None:
+            made = asyncio.get_running_loop().run_in_executor(None, ProgramHost, self._settings.containers)
+            self._programs = asyncio.ensure_future(made)
+        return await asyncio.shield(self._programs)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._programs is not None:
+            programs, self._programs = await self._programs, None
+            await asyncio.get_running_loop().run_in_executor(None, programs.close)
 
 
 def absolute_command(command: Sequence[str]) -> list[str]:
@@ -186,8 +199,12 @@ async def _unless_failed(play: Any, session: Session) -> Any:
 
 def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredEpisode:
     session.check()
-    segments, lengths = segments_of(in_order(session.conversation.answers))
-    episode = Episode(key, segments, session.conversation.text, session.is_cut, lengths)
+    asked = session.conversation.answers
+    answers = in_order(asked)
+    segments, lengths = segments_of(answers)
+    learned = learned_order(answers)
+    is_cut = session.is_cut or session.is_out_of_time
+    episode = Episode(key, segments, session.conversation.text, is_cut, lengths, _facts(learned))
     if result is None:
         return episode
     if not isinstance(result, Mapping):
@@ -195,18 +212,48 @@ def _episode(session: Session, key: SampleKey, result: Any) -> Episode | ScoredE
     unknown = sorted(str(name) for name in result if name not in _RESULT_KEYS)
     if unknown:
         raise AgentError(f"the result has {', '.join(unknown)}; it may have {', '.join(_RESULT_KEYS)}")
-    if result.get("reward") is None:
+    total, turn_rewards = _rewards(result, asked, learned)
+    if total is None:
         alone = sorted(str(name) for name in result if result[name] is not None and result[name] != {})
         if alone:
             raise AgentError(f"the result has {', '.join(alone)} without a reward; the run's own reward has its own")
         return episode
-    reward = number("the reward of the result", result["reward"])
-    score = reward if result.get("score") is None else number("the score of the result", result["score"])
+    score = total if result.get("score") is None else number("the score of the result", result["score"])
     extra = result.get("extra") or {}
     if not isinstance(extra, Mapping):
         raise AgentError(f"extra of the result is a {type(extra).__name__}, not numbers by name")
     numbers = {str(name): number(f"extra[{name!r}]", value, is_log=True) for name, value in extra.items()}
-    return ScoredEpisode(episode, reward, score, numbers)
+    return ScoredEpisode(episode, total, score, numbers, turn_rewards)
+
+
+def _facts(learned: Sequence[Answer]) -> EpisodeFacts | None:
+    spans = [(answer.completion.span_s, answer.tool_calls) for answer in learned]
+    return EpisodeFacts(tuple(TurnFacts(*span, calls) for span, calls in spans if span is not None))
+
+
+def _rewards(
+    result: Mapping[str, Any], asked: Sequence[Answer], learned: Sequence[Answer]
+) -> tuple[float | None, tuple[float, ...]]:
+    """Return the reward of a result, and those of its turns in the order of the segments.
+
+    asked: all answers, in the order in which the program got them, which is that of its `turn_rewards`. Where some of
+    them are not learned from, the sum alone counts.
+    """
+    reward = None if result.get("reward") is None else number("the reward of the result", result["reward"])
+    given = result.get("turn_rewards")
+    if given is None:
+        return reward, ()
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(given) != len(asked):
+        shown = f"{len(given)} numbers" if isinstance(given, list | tuple) else f"a {type(given).__name__}"
+        raise AgentError(f"turn_rewards of the result is {shown}, not one for each of the {len(asked)} answers")
+    numbers = [number(f"turn_rewards[{at}]", value) for at, value in enumerate(given)]
+    total = sum(numbers)
+    if reward is not None and not math.isclose(reward, total, rel_tol=1e-6, abs_tol=1e-6):
+        raise AgentError(f"turn_rewards of the result sum up to {total:g}, but its reward is {reward:g}: leave one out")
+    if len(learned) != len(asked):
+        return total, ()
+    by_answer = dict(zip(map(id, asked), numbers, strict=True))
+    return total, tuple(by_answer[id(answer)] for answer in learned)
 
 
 def _read_result(file: Path, written: str) -> Any:
@@ -236,7 +283,3 @@ def _read_result(file: Path, written: str) -> Any:
     if isinstance(result, float) and not math.isfinite(result):
         raise AgentError(f"the result file has the number {result}")
     return result
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

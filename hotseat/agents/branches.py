@@ -30,6 +30,7 @@ class Answer:
     context: tuple[int, ...]
     completion: Completion
     is_learned: bool = True  # False: sampled under other settings than the run's, so it is only context
+    tool_calls: tuple[str, ...] = ()  # `name(arguments)` each, for people
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -52,22 +53,31 @@ def segments_of(answers: Sequence[Answer]) -> tuple[tuple[Segment, ...], tuple[i
     answers: each after those that it continues. A segment is in the place of the answer that it ends with, so the
     last one contains the last answer, unless that is not learned. Paths on which nothing is left to learn are left out.
     """
+    paths = _paths(answers)
+    segments = tuple(_segment(answers, path, set(new)) for path, new in paths)
+    return segments, tuple(len(answers[at].completion.token_ids) for _, new in paths for at in new)
+
+
+def learned_order(answers: Sequence[Answer]) -> list[Answer]:
+    """Return the learned answers in the order in which the segments of `segments_of` have them."""
+    return [answers[at] for _, new in _paths(answers) for at in new]
+
+
+def _paths(answers: Sequence[Answer]) -> list[tuple[list[int], list[int]]]:
+    """Return, for each segment, the answers from its root to its end, and those of them that it learns."""
     parents = _parents(answers)
     is_inner = {parent for parent in parents if parent is not None}
-    segments: list[Segment] = []
-    lengths: list[int] = []
+    paths: list[tuple[list[int], list[int]]] = []
     learned: set[int] = set()
     for end in range(len(answers)):
         if end in is_inner:
             continue
         path = _path(end, parents)
         new = [at for at in path if answers[at].is_learned and at not in learned]
-        if not new:
-            continue
-        learned.update(new)
-        lengths += [len(answers[at].completion.token_ids) for at in new]
-        segments.append(_segment(answers, path, set(new)))
-    return tuple(segments), tuple(lengths)
+        if new:
+            learned.update(new)
+            paths.append((path, new))
+    return paths
 
 
 def _segment(answers: Sequence[Answer], path: Sequence[int], new: set[int]) -> Segment:

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from hotseat.agents.branches import Answer
@@ -47,6 +49,11 @@ class Context:
     messages: bytes | None = None  # digest of the messages; None: it was made of text or of tokens
     num_messages: int = 0
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Return a digest of the tokens."""
+        return hashlib.blake2b(array("q", self.token_ids).tobytes(), digest_size=8).digest()
+
 
 @dataclass(frozen=True, eq=False)
 class _Recorded:
@@ -62,6 +69,7 @@ class Conversation:
     """The contexts and answers of one episode.
 
     chat_template: instead of the tokenizer's. when_rewritten: called when a template changes what was sampled.
+    max_characters: of a text; longer ones are refused before they are tokenised. None: no limit.
     """
 
     def __init__(
@@ -71,7 +79,9 @@ class Conversation:
         chat_template: str | None = None,
         history: History = "append",
         when_rewritten: Callable[[], object] = lambda: None,
+        max_characters: int | None = None,
     ):
+        self._max_characters = max_characters
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._history = history
@@ -171,6 +181,8 @@ class Conversation:
             raise ConversationError(f"the chat template refuses these messages: {error}") from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise ConversationError(f"the text has {len(text)} characters, which no model of this length can read")
         if not text.isascii():
             try:
                 text.encode()
@@ -188,7 +200,7 @@ class Conversation:
         self, context: Context, completion: Completion, message: Message | None = None, *, is_learned: bool = True
     ) -> None:
         """Remember an answer. message: as the program gets it and sends it back; None if it gets only text."""
-        answer = Answer(context.token_ids, completion, is_learned)
+        answer = Answer(context.token_ids, completion, is_learned, _shown_calls(message))
         self.answers.append(answer)
         added = self.text_of(context, completion.token_ids)
         stop = decode(self._tokenizer, completion.token_ids[-1:]) if completion.finish == "stop" else None
@@ -198,6 +210,12 @@ class Conversation:
         self._recorded.append(recorded)
         if message is not None and context.messages is not None:
             self._by_messages[_digest_after(context.messages, message)] = recorded
+
+
+def _shown_calls(message: Message | None) -> tuple[str, ...]:
+    """Return the tool calls of an answer as people read them."""
+    functions = [call["function"] for call in (message or {}).get("tool_calls") or ()]
+    return tuple(f"{function.get('name')}({function.get('arguments')})" for function in functions)
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -15,14 +15,27 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from hotseat.agents.agent import Agent, AgentError, SingleTurn
+from hotseat.agents._fair_loop import new_event_loop
+from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SingleTurn
+from hotseat.agents.deadlines import SCORING_S, Deadlines, ToolClock
 from hotseat.agents.multi_turn import MultiTurn
 from hotseat.errors import RunError, UserError, WorkerError
-from hotseat.types import Completion, Episode, Failed, Prompt, Request, SampleKey, Sampling, ScoredEpisode, Segment
+from hotseat.types import (
+    Completion,
+    Episode,
+    EpisodeFacts,
+    Failed,
+    Prompt,
+    Request,
+    SampleKey,
+    Sampling,
+    ScoredEpisode,
+    Segment,
+)
 
 Outcome = Episode | ScoredEpisode | Failed
 Ask = Callable[[Request], "Future[Completion] | Awaitable[Completion]"]
@@ -30,6 +43,7 @@ Ask = Callable[[Request], "Future[Completion] | Awaitable[Completion]"]
 _NOT_THE_USERS = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__)))
 _BEAT_S = 0.1
 _CANCEL_S = 1.0  # how long a cancelled episode is waited for before it is abandoned
+_CUT_S = 30.0  # how long the engine may take to hand over what it has sampled of a request
 
 
 class EpisodeFuture(Future[Outcome]):
@@ -44,21 +58,28 @@ class _Job:
     key: SampleKey
     sampling: Sampling
     future: EpisodeFuture = field(default_factory=EpisodeFuture)
+    submitted: float = field(default_factory=time.monotonic)
     started: float = math.inf
     task: asyncio.Task[None] | None = None
     in_flight: set[str] = field(default_factory=set)
     turns: set[int] = field(default_factory=set)
     completions: dict[tuple[tuple[int, ...], tuple[int, ...]], Completion] = field(default_factory=dict)
     engine_error: BaseException | None = None  # what the engine raised instead of returning a completion
+    tool_clock: ToolClock | None = None  # runs while nothing is in flight
+    is_out_of_time: bool = False  # the episode's time ended while the policy was asked
 
 
 class AgentHost:
     """Runs one agent for many prompts, at most `max_concurrent` episodes at a time.
 
     `ask` reaches the engine: it takes a request and returns at once a future of the completion, or an awaitable.
-    `abort`, if passed, is called with the ids of requests that nobody waits for any more.
+    `abort`, if passed, is called with the ids of requests to end: those that nobody waits for any more, and those whose
+    time is over, for which the engine then returns what it has sampled so far.
 
     An episode that raises, or takes longer than `timeout_s`, becomes `Failed`, with the reason; the others continue.
+    `deadlines` bound its parts. Where they say that the policy is scored, an answer that is not complete in time is
+    cut, as at the limit of tokens; after the end of the episode's time nothing more is sampled (`OutOfTimeError`), and
+    the agent has `SCORING_S` to score what there is.
     Errors that are not the episode's own failure are raised by its future: a `UserError`, and those of the engine.
 
     The loop runs in a thread of its own. It takes episodes from `submit` in order, gives each outcome to its future,
@@ -77,6 +98,7 @@ class AgentHost:
         timeout_s: float = 600.0,
         blocked_s: float = 10.0,
         abort: Callable[[list[str]], object] | None = None,
+        deadlines: Deadlines | None = None,
     ):
         self.is_broken = False
         self._agent = agent
@@ -90,6 +112,7 @@ class AgentHost:
         self._run_seed = run_seed
         self._timeout_s = timeout_s
         self._blocked_s = blocked_s
+        self._deadlines = deadlines or Deadlines()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
@@ -97,7 +120,7 @@ class AgentHost:
         self._closed: str | None = None
         self._is_ending = threading.Event()
         self._beat = time.monotonic()
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._stop = asyncio.Event()
         self._slots = asyncio.Semaphore(max_concurrent)
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
@@ -182,12 +205,25 @@ class AgentHost:
                 return
             job.started = job.future.started_s = time.monotonic()
             job.task = episode = self._loop.create_task(self._episode(job))
+            job.tool_clock = ToolClock(self._deadlines.tool_s, lambda: self._end_overdue_tool(job, episode))
+            job.tool_clock.start()
             try:
                 done, _ = await asyncio.wait({episode}, timeout=self._timeout_s)
+                if not done and self._deadlines.scores_policy and (job.in_flight or job.is_out_of_time):
+                    job.is_out_of_time = True
+                    done, _ = await asyncio.wait({episode}, timeout=SCORING_S)
                 if not done:
                     self._fail(job, f"the agent took longer than {self._timeout_s:g} s")
             finally:
+                job.tool_clock.stop()
                 await self._let_go(job, episode)
+
+    def _end_overdue_tool(self, job: _Job, episode: asyncio.Task[None]) -> None:
+        limit_s = self._deadlines.tool_s
+        self._fail(
+            job, f"environment, tools or program took longer than {limit_s:g} s between answers (agent.tool_timeout_s)"
+        )
+        episode.cancel()
 
     async def _let_go(self, job: _Job, episode: asyncio.Task[None]) -> None:
         try:
@@ -202,7 +238,7 @@ class AgentHost:
     async def _episode(self, job: _Job) -> None:
         try:
             made = await self._agent.run(job.prompt, job.key, job.sampling, lambda *args: self._sample(job, *args))
-            self._finish(job, made if self._is_ours else _checked(made, job))
+            self._finish(job, _with_times(made if self._is_ours else _checked(made, job), job))
         except UserError as error:
             self._finish(job, error)
         except GeneratorExit:
@@ -220,33 +256,85 @@ class AgentHost:
     async def _sample(self, job: _Job, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
         if job.future.done():
             raise AgentError("the episode is over")
+        if job.is_out_of_time:
+            raise OutOfTimeError(f"the episode took longer than {self._timeout_s:g} s")
         _check_request(job, token_ids, None if self._is_program else sampling, turn)
         job.turns.add(turn)
         # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
-        request = Request(name, tuple(token_ids), sampling, job.key.seed(self._run_seed, turn))
-        job.in_flight.add(name)
+        seed = job.key.seed(self._run_seed, turn)
+        request = Request(name, tuple(token_ids), sampling, seed, job.prompt.images)
+        asked_s = time.monotonic() - job.started
+        self._begin_request(job, name)
         try:
-            asked = self._ask(request)
-            completion = await (asyncio.wrap_future(asked) if isinstance(asked, Future) else asked)
+            completion = await self._ask_in_time(job, request)
         except asyncio.CancelledError:
             if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 job.engine_error = WorkerError(f"request {name} was cancelled by the engine")
-                job.in_flight.discard(name)
+                self._end_request(job, name)
             job.turns.discard(turn)  # nobody got an answer, so the same request may come again
+            raise
+        except AgentError:
             raise
         except Exception as error:
             job.engine_error = error
-            job.in_flight.discard(name)
+            self._end_request(job, name)
             raise
-        job.in_flight.discard(name)
+        self._end_request(job, name)
         if completion.finish == "abort":
             raise AgentError(f"request {name} was aborted")
         if not completion.token_ids:
             raise AgentError(f"request {name}: the engine sampled no token")
+        completion = replace(completion, span_s=(asked_s, time.monotonic() - job.started))
         if not self._is_ours:
             job.completions[request.token_ids, completion.token_ids] = completion
         return completion
+
+    def _begin_request(self, job: _Job, name: str) -> None:
+        job.in_flight.add(name)
+        if job.tool_clock is not None:
+            job.tool_clock.stop()
+
+    def _end_request(self, job: _Job, name: str) -> None:
+        job.in_flight.discard(name)
+        if not job.in_flight and job.tool_clock is not None and not job.future.done():
+            job.tool_clock.start()
+
+    async def _ask_in_time(self, job: _Job, request: Request) -> Completion:
+        """Return the engine's answer, or what there is of it when the policy's time is over."""
+        asked = self._ask(request)
+        answer = asyncio.ensure_future(asyncio.wrap_future(asked) if isinstance(asked, Future) else asked)
+        limits = self._deadlines
+        left_s = job.started + self._timeout_s - time.monotonic() if limits.scores_policy else None
+        limit_s = min((limit for limit in (limits.turn_s, left_s) if limit is not None), default=None)
+        if limit_s is None:
+            return await answer
+        try:
+            done, _ = await asyncio.wait({answer}, timeout=max(0.0, limit_s))
+            if done:
+                return answer.result()
+            is_turn = limit_s == limits.turn_s
+            if not limits.scores_policy:
+                reason = f"the policy took longer than {limit_s:g} s for one answer (agent.turn_timeout_s)"
+                self._fail(job, reason)
+                raise AgentError(reason)
+            job.is_out_of_time = job.is_out_of_time or not is_turn
+            return await self._cut(request.id, answer)
+        finally:
+            if not answer.done():
+                answer.cancel()
+
+    async def _cut(self, name: str, answer: asyncio.Future[Completion]) -> Completion:
+        """End a request, and return what the engine has sampled of it as if it had reached its limit of tokens."""
+        if self._abort is not None:
+            self._abort([name])
+            await asyncio.wait({answer}, timeout=_CUT_S)
+        if not answer.done() or answer.cancelled():
+            raise AgentError(f"request {name}: its time was over, and the engine did not return what it had sampled")
+        completion = answer.result()
+        if not completion.token_ids:
+            raise AgentError(f"request {name}: its time was over before a token was sampled")
+        return replace(completion, finish="length") if completion.finish == "abort" else completion
 
     # --- in any thread ------------------------------------------------------------------------------------------------
 
@@ -360,6 +448,17 @@ def _check_segment(
         if not is_same or segment.versions[at:end].tolist() != list(completion.versions):
             raise AgentError(f"the agent returned tokens {at} to {end} of a segment with log-probs of its own")
         at = end
+
+
+def _with_times(made: Outcome, job: _Job) -> Outcome:
+    """Return an outcome with how long its episode waited and took."""
+    episode = made.episode if isinstance(made, ScoredEpisode) else made
+    if not isinstance(episode, Episode):
+        return made
+    turns = () if episode.facts is None else episode.facts.turns
+    facts = EpisodeFacts(turns, job.started - job.submitted, time.monotonic() - job.started)
+    episode = replace(episode, facts=facts)
+    return replace(made, episode=episode) if isinstance(made, ScoredEpisode) else episode
 
 
 def _describe(error: BaseException) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
 import re
 import sys
 import traceback
 import types
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +38,16 @@ def load_agent(
 ) -> Agent:
     """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
 
-    programs: settings of agents that are programs; if they have a command, that is the agent.
+    programs: settings of agents that are programs; if they have a command or an environment, that is the agent.
 
     `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
     """
     programs = programs or ProgramSettings()
+    if programs.environment is not None:
+        from hotseat.agents.environments.agent import EnvironmentAgent
+
+        return EnvironmentAgent(tokenizer, programs, programs.environment, max_length=max_length, max_steps=max_steps)
     if programs.command is not None:
         from hotseat.agents.black_box import Program
 
@@ -61,6 +68,7 @@ def _load(
     source = _Source(file)
     module = source.load()
     name, form = _choose(module, file, class_name)
+    seed = programs.run_seed
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
 
@@ -69,11 +77,12 @@ def _load(
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
     if name == "step":
-        return MultiTurn.of_turns(lambda: FunctionTurns(source.load), tokenizer, **limits)
+        load = source.load if needs_own_globals(module) else lambda: module
+        return MultiTurn.of_turns(lambda: FunctionTurns(load), tokenizer, run_seed=seed, **limits)
     if name == "AgentInstance":
-        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, **limits)
+        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, run_seed=seed, **limits)
     if Environment in form.__mro__:
-        return MultiTurn(form, tokenizer, **limits)
+        return MultiTurn(form, tokenizer, run_seed=seed, **limits)
     try:
         if name == "AgentExecutor":
             return ExecutorAgent(form, tokenizer, **limits)
@@ -108,6 +117,41 @@ def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tup
     if functions:
         return functions[0], getattr(module, functions[0])
     raise UserError(f"{file}: no agent in it; what would fit: {_FORMS}")
+
+
+_CONTAINERS = (list, dict, set, bytearray, deque)
+
+
+def needs_own_globals(module: types.ModuleType) -> bool:
+    """Tell whether functions of a module may change its globals, so that episodes cannot share it.
+
+    They may if one of them assigns to a global, or uses one that is a container, or an object of a class of the file
+    itself. Objects of libraries, such as a tokenizer or a model, are shared: to make them is what takes long.
+    """
+    codes = list(_codes(module))
+    if any(each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for code in codes for each in dis.get_instructions(code)):
+        return True
+    used = {name for code in codes for name in code.co_names}
+    values = [value for name, value in vars(module).items() if name in used]
+    return any(isinstance(value, _CONTAINERS) or type(value).__module__ == _MODULE for value in values)
+
+
+def _codes(module: types.ModuleType) -> Iterator[types.CodeType]:
+    """Yield the code of all functions of a module, those of classes and inner ones too."""
+    waiting: list[Any] = [value for value in vars(module).values() if getattr(value, "__module__", None) == _MODULE]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, type):
+            waiting += [getattr(each, "__func__", each) for each in vars(value).values()]
+        elif isinstance(value, property):
+            waiting += [each for each in (value.fget, value.fset, value.fdel) if each is not None]
+        elif isinstance(value, types.CodeType):
+            yield value
+            waiting += [each for each in value.co_consts if isinstance(each, types.CodeType)]
+        elif hasattr(value, "__wrapped__") or hasattr(value, "__code__"):
+            waiting += [
+                each for each in (getattr(value, "__wrapped__", None), getattr(value, "__code__", None)) if each
+            ]
 
 
 class _Source:

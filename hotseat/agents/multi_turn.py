@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from hotseat.agents._threads import OwnThread
-from hotseat.agents.agent import Agent, AgentError, SampleFunction
+from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SampleFunction, episode_seed
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
 
@@ -33,7 +34,10 @@ class Environment:
     """
 
     def reset(self, prompt: str, label: str | None) -> str | None:
-        """Begin the episode. Returns the text that the policy starts from; None stands for the prompt unchanged."""
+        """Begin the episode. Returns the text that the policy starts from; None stands for the prompt unchanged.
+
+        A method with a parameter `seed` gets the episode's seed too, which is the same in every attempt at the sample.
+        """
         return None
 
     def step(self, action: str) -> Step:
@@ -58,7 +62,9 @@ class MultiTurn(Agent):
         *,
         max_length: int,
         max_steps: int | None = None,
+        run_seed: int = 0,
     ):
+        self._run_seed = run_seed
         self._make_turns: Callable[[], Turns] = partial(_EnvironmentTurns, env_factory)
         self._tokenizer = tokenizer
         self._max_length = max_length
@@ -83,7 +89,7 @@ class MultiTurn(Agent):
     async def _play(
         self, turns: Turns, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
     ) -> Episode | ScoredEpisode:
-        transcript = self._begin(prompt, await turns.begin(prompt))
+        transcript = self._begin(prompt, await turns.begin(prompt, episode_seed(key, self._run_seed)))
         results: list[TurnResult] = []
         is_cut, last_words = False, ""
         while self._max_steps is None or len(results) < self._max_steps:
@@ -91,7 +97,12 @@ class MultiTurn(Agent):
             if room <= 0:
                 break
             asked = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-            completion = await sample(transcript.context, asked, len(results))
+            try:
+                completion = await sample(transcript.context, asked, len(results))
+            except OutOfTimeError:
+                if not results:
+                    raise
+                break
             is_cut = completion.finish == "length"
             before = transcript.text
             action = transcript.add_sampled(completion)
@@ -151,7 +162,7 @@ class TurnResult:
 class Turns:
     """The environment of one episode, whichever form of user file it comes from."""
 
-    async def begin(self, prompt: Prompt) -> str | None:
+    async def begin(self, prompt: Prompt, seed: int) -> str | None:
         """Start the environment and return the first observation; None stands for the prompt."""
         raise NotImplementedError
 
@@ -169,9 +180,10 @@ class _EnvironmentTurns(Turns):
         self._environment: Environment | None = None
         self._thread = OwnThread("environment")
 
-    async def begin(self, prompt: Prompt) -> str | None:
-        self._environment = await self._thread.call(self._factory)
-        observation = await self._thread.call(self._environment.reset, prompt.text, prompt.label)
+    async def begin(self, prompt: Prompt, seed: int) -> str | None:
+        self._environment = environment = await self._thread.call(self._factory)
+        seeded = {"seed": seed} if takes_seed(environment.reset) else {}
+        observation = await self._thread.call(environment.reset, prompt.text, prompt.label, **seeded)
         if observation is not None and not isinstance(observation, str):
             raise AgentError(f"reset returned a {type(observation).__name__}, neither a string nor None")
         return observation
@@ -197,6 +209,11 @@ class _EnvironmentTurns(Turns):
         if close is not None and getattr(close, "__func__", None) is not Environment.close:
             await self._thread.finish(close)
         self._thread.end()
+
+
+def takes_seed(function: Callable[..., Any]) -> bool:
+    """Tell whether a user's function has a parameter for the seed of the episode."""
+    return "seed" in inspect.signature(function).parameters
 
 
 def number(name: str, value: Any, *, is_log: bool = False) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotseat.types import Completion, Episode, Prompt, SampleKey, Segment
+from hotseat.types import Completion, Episode, EpisodeFacts, Prompt, SampleKey, Segment, TurnFacts
 
 _TAIL = 8  # tokens before a piece that can change how it decodes: a leading space, a character of several bytes
 
@@ -19,8 +19,9 @@ class Transcript:
 
     def __init__(self, tokenizer: Any, prompt: Prompt):
         self._tokenizer = tokenizer
-        self._segments = [Draft(list(prompt.token_ids))]
+        self._segments = [Draft(list(prompt.token_ids), prompt.images)]
         self._turn_lengths: list[int] = []
+        self._turns: list[TurnFacts] = []
         self.text = prompt.text
 
     @property
@@ -37,6 +38,8 @@ class Transcript:
         text = decode_after(self._tokenizer, self._segments[-1].token_ids, completion.token_ids)
         self._segments[-1].add_sampled(completion)
         self._turn_lengths.append(len(completion.token_ids))
+        if completion.span_s is not None:
+            self._turns.append(TurnFacts(*completion.span_s))
         self.text += text
         return text
 
@@ -53,7 +56,8 @@ class Transcript:
     def episode(self, key: SampleKey, *, is_truncated: bool, last_words: str = "") -> Episode:
         """Return the episode. last_words: the environment's last feedback, kept as text only: no tokens follow it."""
         segments = tuple(draft.segment() for draft in self._segments if any(draft.mask))
-        return Episode(key, segments, self.text + last_words, is_truncated, tuple(self._turn_lengths))
+        facts = EpisodeFacts(tuple(self._turns))
+        return Episode(key, segments, self.text + last_words, is_truncated, tuple(self._turn_lengths), facts)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -86,7 +90,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 class Draft:
     """A segment that is still growing."""
 
-    def __init__(self, token_ids: list[int]):
+    def __init__(self, token_ids: list[int], images: tuple[str, ...] = ()):
+        self._images = images
         self.token_ids: list[int] = []
         self.mask: list[bool] = []
         self._log_probs: list[float] = []
@@ -110,6 +115,7 @@ class Draft:
             mask=_tensor(self.mask[:end], np.bool_),
             log_probs=_tensor(self._log_probs[:end], np.float32),
             versions=_tensor(self._versions[:end], np.int32),
+            images=self._images,
         )
 
     def _extend(

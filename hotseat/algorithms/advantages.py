@@ -171,6 +171,33 @@ def _turns(layout: TokenLayout, turn_rewards: Tensor, turns: Tensor | None) -> T
     return ends
 
 
+TurnCredit = Literal["to_go", "own", "sum"]
+
+
+def within_turns(layout: TokenLayout, returns: Tensor, turns: Tensor) -> Tensor:
+    """Take from the returns of a turn's tokens what comes after the turn: G_t − G_s, s the next turn's first token.
+
+    `returns` is [num_tokens], undiscounted; `turns` is as in `place_rewards`. Tokens after the last of these turns
+    keep their returns.
+    """
+    if not len(turns):
+        return returns
+    sampled = torch.nonzero(layout.mask).squeeze(1)
+    episode = layout.token_episode[sampled]
+    turn = torch.searchsorted(turns, sampled)
+    end = turns[turn.clamp(max=len(turns) - 1)]
+    after = torch.searchsorted(sampled, end) + 1
+    following = sampled[after.clamp(max=len(sampled) - 1)]
+    is_followed = (
+        (turn < len(turns))
+        & (layout.token_episode[end] == episode)
+        & (after < len(sampled))
+        & (layout.token_episode[following] == episode)
+    )
+    later = torch.where(is_followed, returns[following], torch.zeros_like(returns[following]))
+    return returns.index_add(0, sampled, -later)
+
+
 # --------------------------------------------------------------------------------------------- returns and advantages
 
 
@@ -366,6 +393,7 @@ def compute_advantages(
     values: Tensor | None = None,
     turn_rewards: Tensor | None = None,
     turns: Tensor | None = None,
+    turn_credit: TurnCredit = "to_go",
     kl: Tensor | None = None,
     kl_coefficient: float = 0.0,
     reward_clip: tuple[float, float] | None = None,
@@ -395,6 +423,10 @@ def compute_advantages(
     that episode's last token. So equal episodes have advantage 0 on every token, and the first token's advantage is
     that of the sum of all rewards. The std of group_norm is the std of these sums.
 
+    `turn_credit` says what a turn's tokens are credited with: `to_go`, the rewards of their turn and of all later ones;
+    `own`, that of their turn alone; `sum`, the sum of all turns, as if there were no turn rewards. What belongs to the
+    episode as a whole is credited with its last turn. `own` is for estimators that compare groups and do not discount.
+
     A function gets rewards and groups, [num_episodes], as `group_normalised` does, and returns what takes the place of
     the rewards less their baseline. It compares whole episodes: their turn rewards are part of their rewards.
     """
@@ -407,6 +439,15 @@ def compute_advantages(
         turn_rewards = floating(turn_rewards).to(rewards)
         turns = _turns(layout, turn_rewards, turns)
         _refuse_failed("turn", turn_rewards)
+        if turn_credit == "sum":
+            rewards = rewards.index_add(0, layout.token_episode[turns], turn_rewards)
+            turn_rewards = turns = None
+    if turn_credit == "own" and not allows_own_turns(estimator):
+        shown = "of your own" if own else estimator
+        raise UserError(
+            f"estimator {shown!r} cannot credit turns with their own rewards alone: use"
+            f" {', '.join(name for name in ESTIMATORS if allows_own_turns(name))}, or turn_credit to_go"
+        )
     if facts.needs_group:
         if groups is None:
             raise UserError(f"estimator {estimator!r} compares an episode with its group: pass groups")
@@ -435,10 +476,18 @@ def compute_advantages(
         )
     else:
         advantages = returns = discounted_returns(layout, token_rewards, gamma=gamma, starts=starts)
+        if turn_credit == "own" and turns is not None:
+            advantages = returns = within_turns(layout, returns, turns)
     if facts.normalisation == "batch":
         batch = add_up(moments(advantages, layout.mask))
         advantages = normalise_by(advantages, layout.mask, batch, with_std=divide_by_std)
     return Advantages(advantages, returns)
+
+
+def allows_own_turns(estimator: str | Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Tell whether an estimator can credit each turn with its own reward alone: it compares groups, undiscounted."""
+    facts = ESTIMATORS.get(estimator) if isinstance(estimator, str) else None
+    return facts is not None and facts.needs_group and not facts.uses_gamma
 
 
 def _own_advantages(

@@ -1,4 +1,4 @@
-"""OpenRLHF's `batch_inference` on Hotseat: answers to prompts; with a reward file also rejection sampling and pairs."""
+"""OpenRLHF's `batch_inference` on Hotseat: answers to prompts, or rewards of answers; rejection sampling and pairs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ _SWITCHES_WITHOUT_EFFECT = {
     "--packing_samples": "nothing is trained",
     "--normalize_reward": "it is for --post_processor csft",
 }
+# Of `--eval_task rm`, which reads --max_len, --micro_batch_size, --output_key and --value_head_prefix instead.
+_ONLY_FOR_RM = ("--max_len", "--micro_batch_size", "--output_key", "--value_head_prefix")
+_NO_EFFECT_ON_RM = {
+    "--prompt_max_len": "prompt and answer have --max_len",
+    **dict.fromkeys(
+        ("--max_new_tokens", "--greedy_sampling", "--temperature", "--top_p", "--best_of_n"), "nothing is sampled"
+    ),
+    "--tp_size": "one device scores",
+    "--enable_prefix_caching": "nothing is sampled",
+    "--remote_rm_url": "--pretrain scores",
+    "--label_key": "a reward model gets no label",
+}
 _TASKS = {"generate": "transformers", "generate_vllm": "vllm"}
 _KEEPS = {None: "all", "null": "all", "rs": "best", "iter_dpo": "pairs"}
 
@@ -45,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="batch_inference", allow_abbrev=False, description=__doc__)
     add = parser.add_argument
-    add("--eval_task", help="generate (transformers) or generate_vllm")
+    add("--eval_task", help="generate (transformers), generate_vllm, or rm: score answers with a reward model")
     add("--pretrain", help="model")
     add("--dataset", help="prompts")
     add("--dataset_probs", help="probability of each part of --dataset")
@@ -86,9 +98,53 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    for name, why in (_NO_EFFECT | _SWITCHES_WITHOUT_EFFECT).items():
-        if getattr(arguments, name.removeprefix("--")):
+    is_rm = arguments.eval_task == "rm"
+    for name, why in (_NO_EFFECT | _SWITCHES_WITHOUT_EFFECT | (_NO_EFFECT_ON_RM if is_rm else {})).items():
+        value = getattr(arguments, name.removeprefix("--"))
+        if value != _parser().get_default(name.removeprefix("--")) and not (is_rm and name in _ONLY_FOR_RM):
             print(f"no effect here: {name} because {why}", file=sys.stderr)
+    return _score(arguments) if is_rm else _generate(arguments)
+
+
+def _first_row(arguments: argparse.Namespace) -> int:
+    return 0 if arguments.iter is None else arguments.iter * arguments.rollout_batch_size
+
+
+def _max_samples(arguments: argparse.Namespace) -> int | None:
+    max_samples = None if arguments.max_samples is None else int(arguments.max_samples)
+    if arguments.iter is None:
+        return max_samples
+    end = (arguments.iter + 1) * arguments.rollout_batch_size
+    return end if max_samples is None else min(end, max_samples)
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.offline import score_with
+    from hotseat.loop.offline.selection import Selection
+
+    selection = Selection(_KEEPS[arguments.post_processor])  # type: ignore[arg-type]
+    options = {
+        "model": arguments.pretrain,
+        "data": arguments.dataset,
+        "split": arguments.dataset_split,
+        "probs": arguments.dataset_probs,
+        "seed": arguments.seed,
+        "max_samples": _max_samples(arguments),
+        "first_row": _first_row(arguments),
+        "input_key": arguments.input_key,
+        "input_template": arguments.input_template,
+        "apply_chat_template": arguments.apply_chat_template,
+        "output_key": arguments.output_key,
+        "max_length": None if arguments.max_len is None else int(arguments.max_len),
+        "micro_batch_size": None if arguments.micro_batch_size is None else int(arguments.micro_batch_size),
+        "value_head_prefix": arguments.value_head_prefix,
+        "dtype": "bf16" if arguments.bf16 or arguments.param_dtype else None,
+    }
+    score_with({name: value for name, value in options.items() if value is not None}, arguments.output_path, selection)
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
     from hotseat.cli.offline import generate_with
     from hotseat.loop.offline.options import offline_config
     from hotseat.loop.offline.selection import Selection, check_output
@@ -96,26 +152,21 @@ def _run(arguments: argparse.Namespace) -> int:
     config = offline_config("generate", arguments.pretrain, arguments.dataset, flags=_flags(arguments))
     output = Path(arguments.output_path)
     check_output(output, overwrite=True)
-    first_row = 0 if arguments.iter is None else arguments.iter * arguments.rollout_batch_size
     generate_with(
         config,
         output,
         Selection(_KEEPS[arguments.post_processor]),  # type: ignore[arg-type]
         overwrite=True,
         command="batch_inference",
-        first_row=first_row,
+        first_row=_first_row(arguments),
     )
     return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.eval_task == "rm":
-        raise NotBuiltError(
-            "--eval_task rm is not part of this version: score while sampling, with --remote_rm_url FILE and"
-            " --post_processor rs or iter_dpo"
-        )
-    if arguments.eval_task not in _TASKS:
-        raise UserError(f"--eval_task {arguments.eval_task}: give one of {', '.join(_TASKS)}")
+    is_rm = arguments.eval_task == "rm"
+    if not is_rm and arguments.eval_task not in _TASKS:
+        raise UserError(f"--eval_task {arguments.eval_task}: give one of {', '.join(_TASKS)}, rm")
     missing = [name for name in ("pretrain", "dataset", "output_path") if not getattr(arguments, name)]
     if missing:
         raise UserError(f"set {', '.join(f'--{name}' for name in missing)}")
@@ -125,6 +176,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise NotBuiltError("conditional SFT (--enable_csft, --post_processor csft) is not part of this version")
     if arguments.use_ms:
         raise NotBuiltError("--use_ms is not part of this version: give the folder of a model on this machine")
+    if is_rm:
+        return
     if _KEEPS[arguments.post_processor] != "all" and arguments.remote_rm_url is None:
         raise UserError(f"--post_processor {arguments.post_processor} compares rewards: give --remote_rm_url FILE")
     if arguments.post_processor == "iter_dpo" and arguments.best_of_n < 2:
@@ -133,10 +186,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the config keys that the flags set."""
-    max_samples = None if arguments.max_samples is None else int(arguments.max_samples)
-    if arguments.iter is not None:
-        end = (arguments.iter + 1) * arguments.rollout_batch_size
-        max_samples = end if max_samples is None else min(end, max_samples)
     is_served = (arguments.remote_rm_url or "").startswith(("http://", "https://"))
     is_vllm = arguments.eval_task == "generate_vllm"
     return {
@@ -151,7 +200,7 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
         "data.max_length": arguments.prompt_max_len + arguments.max_new_tokens,
         "data.probs": arguments.dataset_probs,
         "data.split": arguments.dataset_split,
-        "data.max_samples": max_samples,
+        "data.max_samples": _max_samples(arguments),
         "data.input_key": arguments.input_key,
         "data.label_key": arguments.label_key,
         "data.input_template": arguments.input_template,

@@ -128,6 +128,7 @@ examples:
   hotseat plan rl.yaml --inventory 1x8xH100-80G
   hotseat plan rl.yaml --inventory 2x8xH100-80G rollout.engine=vllm --explain
   hotseat plan rl.yaml --from runs/rl-1        what overlap.staleness would gain, by the costs which that run measured
+  hotseat plan rl.yaml --auto profile.json     the fastest placements, by what `hotseat profile` measured
 
 No GPU is needed. The output begins with whether the run fits into memory. If it does not, it shows settings with which
 it does, as YAML to paste.
@@ -164,6 +165,19 @@ Then `python -m openrlhf.cli.train_ppo_ray` and OpenRLHF's other commands run on
 them need no change. For `ray job submit` the variable goes into the runtime environment, as
 --runtime-env-json='{"env_vars": {"PYTHONPATH": "DIRECTORY"}}'. Where OpenRLHF itself can be imported, the commands are
 refused.""",
+    "profile": """\
+examples:
+  hotseat profile run.yaml                                writes profile.json
+  hotseat profile run.yaml --sizes 0.5,1,2 --tensor-parallel 1,2
+
+Each size is a run of four synchronous steps in a temporary directory; the first step does not count. With the file,
+`hotseat plan run.yaml --auto profile.json` prints the fastest placements, as YAML to paste.""",
+    "rlinf-config": """\
+examples:
+  hotseat rlinf-config grpo-1.5b.yaml > mine.yaml         then `hotseat run mine.yaml`
+  hotseat rlinf-config grpo-1.5b.yaml reward.function=reward.py
+
+RLinf's keys that have no effect here are listed on standard error, each with the reason; docs/rlinf.md has a table.""",
     "completion": """\
 example:
   eval "$(hotseat completion bash)"             in ~/.bashrc; likewise for zsh""",

@@ -157,6 +157,20 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         help="also predict what overlap.staleness gains, from the costs that the RL run in this directory measured",
     )
 
+    plan_output.add_argument(
+        "--auto",
+        metavar="PROFILE",
+        help="instead, print the five placements of an RL run that are fastest by what `hotseat profile` measured",
+    )
+
+    profile = _command(commands, "profile", _profile, "measure the phases of an RL run at a few sizes, in short runs")
+    _takes_config(profile)
+    profile.add_argument("-o", "--output", metavar="FILE", default="profile.json", help="default: %(default)s")
+    profile.add_argument("--sizes", metavar="FACTORS", help="batches to measure, as multiples of the config's: 0.5,1,2")
+    profile.add_argument(
+        "--tensor-parallel", metavar="SIZES", help="sizes of engines to measure, such as 1,2; default: the config's"
+    )
+
     explain = _command(commands, "explain", _explain, "show the batch algebra: prompts, samples, steps, micro-batches")
     _takes_config(explain)
     explain.add_argument("--inventory", metavar="SPEC", help="machines, as for `hotseat plan`")
@@ -177,6 +191,10 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         _openrlhf_path,
         "print the directory that runs `python -m openrlhf.cli...` on Hotseat",
     )
+
+    rlinf = _command(commands, "rlinf-config", _rlinf_config, "print a config of RLinf in our keys, and what is left")
+    rlinf.add_argument("config", metavar="RLINF.yaml", help="a config of RLinf")
+    rlinf.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="further settings, in our keys")
 
     completion.add_arguments(
         _command(
@@ -338,6 +356,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from hotseat.loop.planning.plan import make_plan, on_all_devices, with_budgets
 
     config = load(arguments.config, arguments.overrides)
+    if arguments.auto is not None:
+        from pathlib import Path
+
+        from hotseat.cli.auto_view import print_auto
+        from hotseat.cli.plan_view import make_console
+
+        print_auto(config, arguments.inventory, Path(arguments.auto), make_console())
+        return OK
     placed = on_all_devices(config, arguments.inventory)
     chosen = with_budgets(placed, arguments.inventory)
     made = make_plan(chosen.config, arguments.inventory)
@@ -363,6 +389,16 @@ def _plan(arguments: argparse.Namespace) -> int:
 
             print_forecast(chosen.config, made, Path(arguments.recorded), make_console())
     return REFUSED if made.verdict == "does_not_fit" else OK
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from hotseat.cli.profile import numbers, run_profile
+
+    factors = None if arguments.sizes is None else numbers(arguments.sizes)
+    sizes = None if arguments.tensor_parallel is None else [int(each) for each in numbers(arguments.tensor_parallel)]
+    return run_profile(arguments.config, arguments.overrides, Path(arguments.output), factors, sizes)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -408,6 +444,12 @@ def _options(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size((120, 24)).columns
     print(render_json(arguments.section) if arguments.json else render(arguments.section, width))
     return OK
+
+
+def _rlinf_config(arguments: argparse.Namespace) -> int:
+    from hotseat.cli.rlinf_config import run_rlinf_config
+
+    return run_rlinf_config(arguments.config, arguments.overrides)
 
 
 def _openrlhf_path(arguments: argparse.Namespace) -> int:

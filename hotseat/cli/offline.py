@@ -55,6 +55,20 @@ def generate_with(
     print(f"{output}: {quantity(made.num_lines, 'line')} of {answers}")
 
 
+def score_with(options: dict[str, Any], output: str, selection: Selection) -> None:
+    """Score the answers of a file with a reward model, and print what was written. options: of `ScoreOptions`."""
+    path = Path(output)
+    check_output(path, overwrite=True)
+    with _view("score") as view:
+        view.stage("loading torch and transformers")
+        from hotseat.loop.offline.score import ScoreOptions, score_answers
+
+        made = score_answers(ScoreOptions(**options), path, selection, view)
+    answers = f"{quantity(made.num_scored, 'answer')} to {quantity(made.num_prompts, 'prompt')}"
+    dropped = f", {quantity(made.num_dropped, 'row')} left out: no room for an answer" if made.num_dropped else ""
+    print(f"{path}: {quantity(made.num_lines, 'line')} of {answers}{dropped}")
+
+
 def run_eval(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output)
     answers = folder / "answers.jsonl"
@@ -184,10 +198,11 @@ def _view(title: str) -> LiveView:
 
 def _try_user_code(config: Config, view: LiveView) -> None:
     """Try reward files, the sandbox and reward servers before a model loads. Raises `UserError` if they cannot work."""
-    for note in try_rewards(config, view.stage):
-        view.say(note)
-    try_sandbox(config, view.stage)
-    for note in check_reward_servers(config, view.stage):
+    for note in (
+        *try_rewards(config, view.stage),
+        *try_sandbox(config, view.stage),
+        *check_reward_servers(config, view.stage),
+    ):
         view.say(note)
 
 

@@ -30,6 +30,7 @@ from hotseat.placement import (
     Route,
     format_ranges,
     format_ranks,
+    section_of,
 )
 from hotseat.placement.inventory import ranges
 from hotseat.placement.memory import FITS_BELOW
@@ -168,7 +169,9 @@ def _verdict(plan: Plan, console: Console) -> None:
         cached = [holding.role for holding in step.holdings if holding.part == Part.KV_CACHE and holding.is_resident]
         engine = next((role for role in map(plan.role, cached) if role.share is not None), None)
         if step.verdict == "tight" and engine is not None:
-            share_text = f"An engine fills its share ({engine.name}.memory_share {engine.share:g}) with KV cache"
+            share_text = (
+                f"An engine fills its share ({section_of(engine.name)}.memory_share {engine.share:g}) with KV cache"
+            )
             console.print(Text(f"{share_text}; a smaller share leaves more room"))
     if plan.verdict == "tight":
         console.print(

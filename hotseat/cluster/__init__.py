@@ -2,7 +2,7 @@
 
 from hotseat.cluster._guard import in_worker_process
 from hotseat.cluster._ray.template import Template, started_template
-from hotseat.cluster.channel import Channel, ChannelClosed
+from hotseat.cluster.channel import Channel, ChannelClosed, ChannelDirectory
 from hotseat.cluster.cluster import Cluster
 from hotseat.cluster.create_group import Worker, create_group
 from hotseat.cluster.group import Calling, WorkerGroup
@@ -15,6 +15,7 @@ __all__ = [
     "Calling",
     "Channel",
     "ChannelClosed",
+    "ChannelDirectory",
     "Cluster",
     "ClusterNode",
     "DeviceMemory",

@@ -28,8 +28,10 @@ from typing import Any
 HEAD = struct.Struct("!BQ")
 COUNT = struct.Struct("!I")
 LENGTH = struct.Struct("!Q")
-ASK_PUT = struct.Struct("!d")  # timeout; then the items
-ASK_GET = struct.Struct("!dII")  # timeout, most, at least
+ASK_PUT = struct.Struct("!dd")  # timeout, weight of each item; then the items
+ASK_GET = struct.Struct("!dIId")  # timeout, most, at least, weight of the batch (0: it has no limit)
+
+MAX_COUNT = (1 << 32) - 1
 
 HELLO, PUT, GET, CLOSE, FAIL, SIZE, BYE = range(1, 8)  # asked
 DONE, ITEMS, CLOSED, FAILED, LATE = range(32, 37)  # answered
@@ -68,13 +70,16 @@ def unpack_items(payload: memoryview) -> list[memoryview]:
 class Waiter:
     """A request that has not been answered yet."""
 
-    __slots__ = ("answer", "at_least", "batch", "most")
+    __slots__ = ("answer", "at_least", "batch", "most", "weight")
 
-    def __init__(self, answer: Callable[[int, Any], None], batch: list[Any], most: int, at_least: int):
+    def __init__(
+        self, answer: Callable[[int, Any], None], batch: list[Any], most: int, at_least: int, weight: float = 0.0
+    ):
         self.answer = answer
         self.batch = batch
         self.most = most
         self.at_least = at_least
+        self.weight = weight  # of each item that is put; of the whole batch that is taken
 
 
 class BoundedQueue:
@@ -86,6 +91,7 @@ class BoundedQueue:
     def __init__(self, capacity: int, num_producers: int = 1):
         self.capacity = capacity
         self.items: deque[Any] = deque()
+        self._weights: deque[float] = deque()  # one per item
         self.reason: str | None = None  # why it failed
         self._producers_left = num_producers
         self._putters: deque[Waiter] = deque()
@@ -95,14 +101,15 @@ class BoundedQueue:
     def is_closed(self) -> bool:
         return self._producers_left <= 0
 
-    def put(self, batch: list[Any], answer: Callable[[int, Any], None]) -> Waiter:
-        waiter = Waiter(answer, batch, 0, 0)
+    def put(self, batch: list[Any], answer: Callable[[int, Any], None], weight: float = 0.0) -> Waiter:
+        waiter = Waiter(answer, batch, 0, 0, weight)
         self._putters.append(waiter)
         self._settle()
         return waiter
 
-    def get(self, most: int, at_least: int, answer: Callable[[int, Any], None]) -> Waiter:
-        waiter = Waiter(answer, [], most, at_least)
+    def get(self, most: int, at_least: int, answer: Callable[[int, Any], None], weight: float = 0.0) -> Waiter:
+        """Ask for items. With a weight, wait until that much is there, and take no item that would exceed it."""
+        waiter = Waiter(answer, [], most, at_least, weight)
         self._getters.append(waiter)
         self._settle()
         return waiter
@@ -126,6 +133,7 @@ class BoundedQueue:
         if self.reason is None and not (self.is_closed and not self.items):
             self.reason = reason
             self.items.clear()
+            self._weights.clear()
             self._settle()
 
     def _settle(self) -> None:
@@ -146,11 +154,31 @@ class BoundedQueue:
         if self.is_closed and not self.items:
             self._wake(self._getters, CLOSED, None)
             return False
-        if len(self.items) < getter.at_least and not self.is_closed:
+        num_taken = self._num_by_weight(getter.weight) if getter.weight > 0 else self._num_by_count(getter)
+        if num_taken == 0:
             return False
         self._getters.popleft()
-        getter.answer(ITEMS, [self.items.popleft() for _ in range(min(getter.most, len(self.items)))])
+        for _ in range(num_taken):
+            self._weights.popleft()
+        getter.answer(ITEMS, [self.items.popleft() for _ in range(num_taken)])
         return True
+
+    def _num_by_count(self, getter: Waiter) -> int:
+        """Return how many items the getter can take now; 0: it waits for more."""
+        if len(self.items) < getter.at_least and not self.is_closed:
+            return 0
+        return min(getter.most, len(self.items))
+
+    def _num_by_weight(self, limit: float) -> int:
+        """Return how many items weigh `limit`, or less if the next would exceed it; 0: wait. One may be too heavy."""
+        total = 0.0
+        for number, weight in enumerate(self._weights):
+            if number and total + weight > limit:
+                return number
+            total += weight
+            if total >= limit:
+                return number + 1
+        return len(self.items) if self.is_closed else 0
 
     def _serve_putter(self) -> bool:
         if not self._putters:
@@ -162,6 +190,7 @@ class BoundedQueue:
             return False
         self._putters.popleft()
         self.items.extend(putter.batch)
+        self._weights.extend([putter.weight] * len(putter.batch))
         putter.answer(DONE, None)
         return True
 
@@ -287,13 +316,13 @@ class _Connection:
         assert served is not None
         if kind == PUT:
             self.is_producer = True
-            (timeout_s,) = ASK_PUT.unpack_from(payload)
+            timeout_s, weight = ASK_PUT.unpack_from(payload)
             batch = unpack_items(memoryview(payload)[ASK_PUT.size :])
-            self._wait(served, timeout_s, lambda answer: served.queue.put(batch, answer))
+            self._wait(served, timeout_s, lambda answer: served.queue.put(batch, answer, weight))
         elif kind == GET:
             self.is_consumer = True
-            timeout_s, most, at_least = ASK_GET.unpack(payload)
-            self._wait(served, timeout_s, lambda answer: served.queue.get(most, at_least, answer))
+            timeout_s, most, at_least, weight = ASK_GET.unpack(payload)
+            self._wait(served, timeout_s, lambda answer: served.queue.get(most, at_least, answer, weight))
         elif kind == CLOSE:
             served.done.add(self.client)
             served.queue.close()

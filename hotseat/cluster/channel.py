@@ -30,7 +30,7 @@ from hotseat.cluster import _broker as wire
 from hotseat.cluster._guard import WORKER
 from hotseat.errors import DeadlineError, RunError, WorkerError
 
-__all__ = ["Broker", "Channel", "ChannelClosed"]
+__all__ = ["Broker", "Channel", "ChannelClosed", "ChannelDirectory"]
 
 Item = TypeVar("Item")
 
@@ -60,7 +60,9 @@ class Channel(Generic[Item]):
         num_producers: int = 1,
         timeout_s: float = 600.0,
         broker: tuple[Address, bytes] | None = None,
+        token: str | None = None,
     ):
+        """Make a channel of its own; with a token, that of the same name and token in any process."""
         if capacity < 1 or num_producers < 1:
             raise ValueError(
                 f"channel {name!r}: capacity {capacity} and num_producers {num_producers} must be at least 1"
@@ -73,14 +75,14 @@ class Channel(Generic[Item]):
         if broker is None:
             self._link: _LocalQueue | _BrokerClient = _LocalQueue(capacity, num_producers)
         else:
-            self._link = _client_of(*broker, f"{name}/{secrets.token_hex(8)}", capacity, num_producers)
+            self._link = _client_of(*broker, f"{name}/{token or secrets.token_hex(8)}", capacity, num_producers)
 
-    def put(self, item: Item, *, timeout_s: float | None = None) -> None:
-        """Wait for room, then put the item in."""
-        self.put_many([item], timeout_s=timeout_s)
+    def put(self, item: Item, *, weight: float = 0.0, timeout_s: float | None = None) -> None:
+        """Wait for room, then put the item in. Its weight counts in `get_weight`."""
+        self.put_many([item], weight=weight, timeout_s=timeout_s)
 
-    def put_many(self, items: Sequence[Item], *, timeout_s: float | None = None) -> None:
-        """Put items in together, in one message: all or, if the deadline passes first, none."""
+    def put_many(self, items: Sequence[Item], *, weight: float = 0.0, timeout_s: float | None = None) -> None:
+        """Put items in together, in one message: all or, if the deadline passes first, none. Each has the weight."""
         for item in items:
             if not isinstance(item, self.item_type):
                 raise TypeError(
@@ -89,7 +91,7 @@ class Channel(Generic[Item]):
         if len(items) > self.capacity:
             raise ValueError(f"channel {self.name!r} has room for {self.capacity} items, not for {len(items)} at once")
         waits = self._deadline(timeout_s)
-        kind, payload = self._link.put(list(items), waits)
+        kind, payload = self._link.put(list(items), waits, weight)
         if kind != wire.DONE:
             raise self._error(kind, payload, f"to put {len(items)} items", waits)
 
@@ -109,6 +111,19 @@ class Channel(Generic[Item]):
             raise self._error(kind, payload, f"for {at_least} items", waits)
         return payload
 
+    def get_weight(self, weight: float, *, timeout_s: float | None = None) -> list[Item]:
+        """Take items until they weigh that much together, or until the next one would exceed it.
+
+        An item that is too heavy by itself is taken alone. At the end of the stream, what is left is taken.
+        """
+        if not weight > 0:
+            raise ValueError(f"channel {self.name!r}: a batch of weight {weight}; it must be above 0")
+        waits = self._deadline(timeout_s)
+        kind, payload = self._link.get(self.capacity, 1, waits, weight)
+        if kind != wire.ITEMS:
+            raise self._error(kind, payload, f"for items of weight {weight}", waits)
+        return payload
+
     def __iter__(self) -> Iterator[Item]:
         """Yield items until the stream ends, each waited for at most `timeout_s` of the channel."""
         with contextlib.suppress(ChannelClosed):
@@ -118,6 +133,10 @@ class Channel(Generic[Item]):
     def close(self) -> None:
         """Declare that this producer puts nothing more. When `num_producers` have said so, the stream ends."""
         self._link.close()
+
+    def leave(self) -> None:
+        """Stop using the channel in this process, so that the end of the process is no failure of the channel."""
+        self._link.leave()
 
     def fail(self, error: BaseException | str) -> None:
         """End the stream for everybody, now, with this reason. What was not taken is dropped."""
@@ -149,6 +168,39 @@ class Channel(Generic[Item]):
         )
 
 
+class ChannelDirectory:
+    """Opens channels by name: in all processes of a cluster, one name is one channel. `Cluster.channels` makes it.
+
+    It can be sent to workers. Whoever opens a name first decides its capacity.
+    """
+
+    def __init__(self, broker: tuple[Address, bytes] | None, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._broker = broker
+        self.token = secrets.token_hex(8)
+        self._local: _LocalChannels | None = _LocalChannels() if broker is None else None
+
+    def open(self, name: str, capacity: int) -> Channel[Any]:
+        """Return the channel of this name."""
+        if self._local is not None:
+            return self._local.open(name, capacity, self.timeout_s)
+        return Channel(name, object, capacity, timeout_s=self.timeout_s, broker=self._broker, token=self.token)
+
+
+class _LocalChannels:
+    """The channels of a directory in this process."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, Channel[Any]] = {}
+        self._lock = threading.Lock()
+
+    def open(self, name: str, capacity: int, timeout_s: float) -> Channel[Any]:
+        with self._lock:
+            if name not in self._channels:
+                self._channels[name] = Channel(name, object, capacity, timeout_s=timeout_s)
+            return self._channels[name]
+
+
 def _type_names(types: type | tuple[type, ...]) -> str:
     return " or ".join(kind.__qualname__ for kind in (types if isinstance(types, tuple) else (types,)))
 
@@ -163,11 +215,14 @@ class _LocalQueue:
         self._queue = wire.BoundedQueue(capacity, num_producers)
         self._lock = threading.Lock()
 
-    def put(self, items: list[Any], timeout_s: float) -> tuple[int, Any]:
-        return self._ask(lambda answer: self._queue.put(items, answer), timeout_s)
+    def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:
+        return self._ask(lambda answer: self._queue.put(items, answer, weight), timeout_s)
 
-    def get(self, most: int, at_least: int, timeout_s: float) -> tuple[int, Any]:
-        return self._ask(lambda answer: self._queue.get(most, at_least, answer), timeout_s)
+    def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
+        return self._ask(lambda answer: self._queue.get(most, at_least, answer, weight), timeout_s)
+
+    def leave(self) -> None:
+        """Do nothing: a queue of this process ends with it."""
 
     def close(self) -> None:
         with self._lock:
@@ -279,16 +334,18 @@ class _BrokerClient:
         hello = self._hello
         return _client_of, (self._address, self._key, hello["channel"], hello["capacity"], hello["num_producers"])
 
-    def put(self, items: list[Any], timeout_s: float) -> tuple[int, Any]:
-        pieces = [wire.ASK_PUT.pack(timeout_s), *wire.pack_items([_dumps(item) for item in items])]
+    def put(self, items: list[Any], timeout_s: float, weight: float) -> tuple[int, Any]:
+        pieces = [wire.ASK_PUT.pack(timeout_s, weight), *wire.pack_items([_dumps(item) for item in items])]
         return self._ask(wire.PUT, pieces, timeout_s)
 
-    def get(self, most: int, at_least: int, timeout_s: float) -> tuple[int, Any]:
-        return self._ask(wire.GET, [wire.ASK_GET.pack(timeout_s, most, at_least)], timeout_s)
+    def get(self, most: int, at_least: int, timeout_s: float, weight: float = 0.0) -> tuple[int, Any]:
+        return self._ask(
+            wire.GET, [wire.ASK_GET.pack(timeout_s, min(most, wire.MAX_COUNT), at_least, weight)], timeout_s
+        )
 
     def close(self) -> None:
         self._ask(wire.CLOSE, [], 0.0)
-        self._leave()
+        self.leave()
 
     def fail(self, reason: str) -> None:
         self._ask(wire.FAIL, [reason.encode()], 0.0)
@@ -316,7 +373,7 @@ class _BrokerClient:
         with self._lock:
             self._idle.append(connection)
         if answer in (wire.CLOSED, wire.FAILED):
-            self._leave()
+            self.leave()
         if answer == wire.ITEMS:
             return answer, [pickle.loads(item) for item in wire.unpack_items(payload)]
         if answer == wire.FAILED:
@@ -325,7 +382,7 @@ class _BrokerClient:
             return answer, json.loads(bytes(payload))
         return answer, payload
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Give up the idle connections, in good order."""
         with self._lock:
             idle, self._idle = self._idle, []

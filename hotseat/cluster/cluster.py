@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from hotseat.cluster._local import LocalRuntime
 from hotseat.cluster._ray.template import Template
-from hotseat.cluster.channel import Channel
+from hotseat.cluster.channel import Channel, ChannelDirectory
 from hotseat.cluster.group import WorkerGroup
 from hotseat.cluster.lease import DeviceMemory, Holder
 from hotseat.cluster.pending import CallObserver
@@ -274,6 +274,11 @@ class Cluster:
         self._refuse_if_closed()
         timeout_s, broker = timeout_s or self.timeout_s, self._started_runtime.broker(node)
         return Channel(name, item_type, capacity, num_producers=num_producers, timeout_s=timeout_s, broker=broker)
+
+    def channels(self, *, node: int | None = None, timeout_s: float | None = None) -> ChannelDirectory:
+        """Make a directory by which any process of this cluster opens channels by name. Their items wait on `node`."""
+        self._refuse_if_closed()
+        return ChannelDirectory(self._started_runtime.broker(node), timeout_s or self.timeout_s)
 
     def put(self, value: T) -> Ref[T]:
         """Put a value where every worker can get it, once, instead of sending it with every call."""

@@ -36,8 +36,8 @@ def pass_on_nccl() -> dict[str, str]:
 
     On a cluster that exists, workers have the environment with which Ray was started on their node.
     """
-    found = {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")}
-    return {_PASSED_ON: json.dumps(found)} if found else {}
+    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")}
+    return {_PASSED_ON: json.dumps(variables)} if variables else {}
 
 
 def take_passed_on() -> None:

@@ -42,7 +42,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "4-bit weights, with which engines would sample from another model than the one that learns",
         is_refused=True,
     ),
-    Unbuilt("data.image_key", "images", options=("data.max_images_per_prompt",)),
     Unbuilt(
         "use_modelscope",
         "ModelScope; fetch the model with `modelscope download`, and give its folder",

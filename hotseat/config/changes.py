@@ -46,6 +46,7 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
                 f"{role}.enable_offload"
                 for role in ("actor", "critic", "reference", "reward", "rollout", "inference", "env")
             ),
+            "reward.judge.engine.enable_offload",
         ),
     ),
     (
@@ -57,27 +58,43 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "engine",
-        tuple(
-            f"rollout.{name}"
-            for name in (
-                "engine",
-                "num_engines",
-                "tensor_parallel_size",
-                "memory_share",
-                "num_hosts",
-                "num_slots",
-                "prefix_caching",
-                "enforce_eager",
-                "engine_args",
-                "lora_sync",
-                "fp32_head",
-                "weight_transport",
-                "canary",
-            )
+        (
+            *(
+                f"reward.judge.engine.{name}"
+                for name in (
+                    "kind",
+                    "num_engines",
+                    "tensor_parallel_size",
+                    "num_slots",
+                    "memory_share",
+                    "enforce_eager",
+                )
+            ),
+            *(
+                f"rollout.{name}"
+                for name in (
+                    "engine",
+                    "num_engines",
+                    "tensor_parallel_size",
+                    "memory_share",
+                    "num_hosts",
+                    "num_slots",
+                    "prefix_caching",
+                    "enforce_eager",
+                    "engine_args",
+                    "lora_sync",
+                    "fp32_head",
+                    "weight_transport",
+                    "canary",
+                )
+            ),
         ),
     ),
-    # Servers move; that they score alike is up to the user.
-    ("addresses", ("reward.url", "reward.judge.url", "agent.gateway.bind", "agent.gateway.advertise_url")),
+    # Servers and interpreters move; that they score alike is up to the user.
+    (
+        "addresses",
+        ("reward.url", "reward.judge.url", "agent.gateway.bind", "agent.gateway.advertise_url", "agent.python"),
+    ),
     (
         "micro-batches",
         tuple(
@@ -89,8 +106,12 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "limits and warnings",
         (
+            "agent.environment.num_processes",
             "agent.max_concurrent",
             "agent.timeout_s",
+            "agent.turn_timeout_s",
+            "agent.tool_timeout_s",
+            "agent.on_timeout",
             "data.max_lost_fraction",
             "train.spike_factor",
             "train.on_spike",

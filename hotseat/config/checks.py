@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from hotseat.config.images import image_conflicts
 from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
@@ -17,12 +18,14 @@ from hotseat.config.roles import (
     has_critic,
     has_evaluation,
     has_judge,
+    has_judge_engine,
     has_reference,
     has_reward_model,
     has_simulator,
     is_base_reference,
     placed_roles,
     roles_of,
+    task_numbers,
 )
 from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig
 from hotseat.config.urls import as_list, url_problems
@@ -205,6 +208,30 @@ RULES: tuple[Rule, ...] = (
         _says("reward.judge.rubric is not set, so no model judges"),
     ),
     Rule(
+        ("reward.judge.engine",),
+        _rl_but(lambda c: not has_judge(c) or has_judge_engine(c)),
+        _says("reward.judge.url is set, so the judge runs elsewhere"),
+    ),
+    Rule(
+        ("reward.judge.request", "reward.judge.retries", "reward.judge.max_open_requests"),
+        _rl_but(lambda c: not has_judge_engine(c)),
+        _says("reward.judge.url is not set, so the judge runs on an engine of the run's own"),
+    ),
+    Rule(
+        (
+            "reward.judge.engine.memory_share",
+            "reward.judge.engine.enforce_eager",
+            "reward.judge.engine.tensor_parallel_size",
+        ),
+        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "vllm"),
+        _says("reward.judge.engine.kind is transformers; this is for vllm"),
+    ),
+    Rule(
+        ("reward.judge.engine.num_slots",),
+        _rl_but(lambda c: not has_judge_engine(c) or c.reward.judge.engine.kind == "transformers"),
+        _says("reward.judge.engine.kind is vllm, which sizes its own batch"),
+    ),
+    Rule(
         ("reward.judge.combine",),
         _rl_but(lambda c: not has_judge(c) or c.reward.judge.votes > 1),
         _says("reward.judge.votes is 1"),
@@ -218,6 +245,11 @@ RULES: tuple[Rule, ...] = (
         ("algorithm.gamma",),
         _rl_but(lambda c: c.algorithm.estimator in ("gae", "reinforce")),
         lambda c: f"algorithm.estimator {c.algorithm.estimator} does not discount; gae and reinforce do",
+    ),
+    Rule(
+        ("algorithm.turn_credit",),
+        _rl_but(has_agent),
+        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
     ),
     Rule(
         ("algorithm.gae_lambda",),
@@ -341,16 +373,36 @@ RULES: tuple[Rule, ...] = (
         _says("rollout.engine is vllm, which sizes its own batch"),
     ),
     Rule(
-        ("agent.max_steps",),
+        ("agent.max_steps", "agent.turn_length"),
         _rl_but(has_agent),
-        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
+        _says("none of agent.path, agent.command and agent.environment is set, so an episode has one turn"),
     ),
     Rule(
         ("agent.sampling", "agent.history", "agent.tool_parser", "agent.gateway"),
         _rl_but(has_agent),
-        _says("neither agent.path nor agent.command is set, so no program talks to the policy"),
+        _says("none of agent.path, agent.command and agent.environment is set, so no program talks to the policy"),
     ),
-    Rule(("agent.pass_env",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
+    Rule(
+        ("agent.pass_env",),
+        _rl_but(lambda c: c.agent.command is not None or _has_own_process(c)),
+        _says("no program gets them: neither agent.command nor agent.environment nor agent.python is set"),
+    ),
+    Rule(
+        ("agent.environment.name", "agent.environment.arguments"),
+        _rl_but(lambda c: c.agent.environment.family is not None),
+        _says("agent.environment.family is not set"),
+    ),
+    Rule(
+        ("agent.environment.num_processes",),
+        _rl_but(lambda c: _has_own_process(c)),
+        _says("neither agent.environment.family nor agent.python is set"),
+    ),
+    Rule(
+        ("agent.python",),
+        _rl_but(lambda c: c.agent.environment.family is not None or c.agent.path is not None),
+        _says("it runs an agent.environment, or the function play of agent.path: neither is set"),
+    ),
+    Rule(("agent.containers",), _rl_but(lambda c: c.agent.command is not None), _says("agent.command is not set")),
     Rule(
         ("overlap.queue", "overlap.order", "overlap.in_flight"),
         _rl_but(lambda c: c.overlap.staleness > 0),
@@ -368,7 +420,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(("data.probs", "data.split"), lambda c: c.data.path is not None, _says("data.path is not set")),
     Rule(
-        ("data.max_images_per_prompt",),
+        (
+            "data.max_images_per_prompt",
+            "data.max_image_pixels",
+            "data.max_image_bytes",
+            "train.freeze_visual_encoder",
+        ),
         lambda c: c.data.image_key is not None,
         _says("data.image_key is not set"),
     ),
@@ -416,6 +473,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.log.trackio.enabled,
         _says("log.trackio.enabled is false"),
     ),
+    Rule(("cluster.profile",), lambda c: c.task == "rl", _says("the steps of task rl alone are predicted")),
     Rule(
         ("env",),
         _rl_but(lambda c: _is_placed(c, "env") or has_simulator(c)),
@@ -491,6 +549,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     problems += _overlap_conflicts(config)
     problems += _agent_conflicts(config)
     problems += _simulator_conflicts(config)
+    problems += image_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         problems.append(
             ("algorithm.filtering.low", f"{algorithm.filtering.low} is not below high, {algorithm.filtering.high}")
@@ -607,6 +666,25 @@ def _simulator_conflicts(config: Config) -> list[tuple[str, str]]:
     return problems
 
 
+def _has_own_process(config: Config) -> bool:
+    """Tell whether an environment or a function of the user's runs in processes of its own."""
+    return config.agent.environment.family is not None or config.agent.python is not None
+
+
+def _task_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of data that should come from an environment, and cannot."""
+    problems = []
+    for key, path in (("data.path", config.data.path), ("eval.path", config.eval.path)):
+        try:
+            numbers = task_numbers(path)
+        except ValueError as error:
+            problems.append((key, str(error)))
+            continue
+        if numbers is not None and config.agent.environment.family is None:
+            problems.append((key, f"{path}: there is no environment; set agent.environment.family"))
+    return problems
+
+
 def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
     agent, problems = config.agent, []
     host, _, port = agent.gateway.bind.rpartition(":")
@@ -631,11 +709,17 @@ def _agent_conflicts(config: Config) -> list[tuple[str, str]]:
                 " set rollout.num_hosts to 1",
             )
         )
-    if agent.command is None:
+    problems += _task_conflicts(config)
+    is_environment = agent.environment.family is not None
+    if agent.path is not None and is_environment:
+        problems.append(("agent.environment", f"agent.path is {agent.path}: an episode is played by one of the two"))
+    if agent.command is None and not is_environment:
         return problems
-    if not agent.command or not agent.command[0]:
+    if agent.command is not None and (not agent.command or not agent.command[0]):
         problems.append(("agent.command", "empty: give a program and its arguments, as [python, agent.py]"))
-    if agent.path is not None:
+    if agent.command is not None and is_environment:
+        problems.append(("agent.command", "agent.environment is set: an episode is played by one of the two"))
+    if agent.command is not None and agent.path is not None:
         problems.append(("agent.command", f"agent.path is {agent.path}: an episode is played by one of the two"))
     if config.data.apply_chat_template:
         problems.append(
@@ -711,6 +795,14 @@ def _maths_conflicts(config: Config) -> list[tuple[str, str]]:
                 "algorithm.correction.kind",
                 f"rollout-ratio is the correction of algorithm.policy_loss gspo, and it is {algorithm.policy_loss}: set"
                 " tis, icepop or seq-mask-tis",
+            )
+        )
+    if algorithm.turn_credit == "own" and algorithm.estimator not in ESTIMATORS_WITH_GROUP:
+        problems.append(
+            (
+                "algorithm.turn_credit",
+                f"own needs an estimator that compares groups and does not discount, and algorithm.estimator is"
+                f" {algorithm.estimator}: set {', '.join(ESTIMATORS_WITH_GROUP)}, or turn_credit to to_go",
             )
         )
     if uses_k1_loss(config) and not kl.allow_k1_loss:
@@ -894,16 +986,9 @@ def missing(config: Config) -> list[tuple[str, str]]:
                     " also have reward.graders, reward.judge.rubric or agent.command",
                 )
             )
-        if has_judge(config) and reward.judge.url is None:
-            problems.append(
-                (
-                    "reward.judge.url",
-                    "not set: judges on an engine of the run's own are not part of this version; serve the model, for"
-                    " example with `vllm serve MODEL`, and give its address, such as http://127.0.0.1:8000/v1",
-                )
-            )
         if has_judge(config) and reward.judge.model is None:
-            problems.append(("reward.judge.model", "not set: give the name of the model at reward.judge.url"))
+            what = "a checkpoint directory or a hub name" if reward.judge.url is None else "its name at the endpoint"
+            problems.append(("reward.judge.model", f"not set: give {what}"))
         if config.algorithm.distill_coef > 0 and config.reference.model is None and not config.reference.teachers:
             problems.append(
                 ("reference.model", "not set: it is the teacher from which algorithm.distill_coef has the policy learn")

@@ -14,6 +14,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 CorrectionKind = Literal["none", "tis", "icepop", "seq-mask-tis", "seq-tis", "seq-icepop", "rollout-ratio"]
 
+_RUBRIC_TOKENS = 1024  # room for the rubric in a request to a judge's engine, unless its length is set
 MAX_KL_ERROR = 0.2  # one update of an adaptive coefficient moves by at most this share of samples / horizon
 
 
@@ -80,7 +81,9 @@ def prompt_limit(config: Config) -> tuple[str, str]:
 
 
 def max_new_tokens(config: Config) -> int:
-    """Return the most tokens that one turn may sample."""
+    """Return the most tokens that one turn may sample; agents bound it by what is left of `data.max_length`."""
+    if has_agent(config) and config.agent.turn_length == "rest":
+        return config.data.max_length - 1
     if config.rollout.max_new_tokens is not None:
         return config.rollout.max_new_tokens
     return config.data.max_length - prompt_max_length(config)
@@ -144,3 +147,9 @@ def maths_notes(config: Config) -> list[str]:
             " overlong penalty and of the aggregation constant"
         )
     return notes
+
+
+def judge_length(config: Config) -> int:
+    """Return how many tokens a request to the judge's engine and its verdict may have together."""
+    judge = config.reward.judge
+    return judge.engine.max_length or config.data.max_length + judge.max_tokens + _RUBRIC_TOKENS

@@ -29,8 +29,22 @@ def is_base_reference(config: Config) -> bool:
 
 
 def has_agent(config: Config) -> bool:
-    """Tell whether an agent makes the episodes: a file of the user's, a program, or one that acts in a simulator."""
-    return config.agent.path is not None or config.agent.command is not None or has_simulator(config)
+    """Tell whether an agent makes the episodes: a file, a program, an environment of a library, or a simulator's."""
+    if has_simulator(config):
+        return True
+    agent = config.agent
+    return agent.path is not None or agent.command is not None or agent.environment.family is not None
+
+
+def task_numbers(path: str | None) -> tuple[int, int] | None:
+    """Return the first and last number of an environment's tasks, by `environment:FIRST-LAST`; None for other data."""
+    scheme, colon, numbers = (path or "").partition(":")
+    if scheme != "environment" or not colon:
+        return None
+    first, dash, last = numbers.strip().partition("-")
+    if not (first.isdecimal() and last.isdecimal() and dash) or int(first) > int(last):
+        raise ValueError(f"{path!r}: write it as environment:0-511, from the first task to the last")
+    return int(first), int(last)
 
 
 def has_simulator(config: Config) -> bool:
@@ -63,6 +77,11 @@ def has_judge(config: Config) -> bool:
     return config.task == "rl" and config.reward.judge.rubric is not None
 
 
+def has_judge_engine(config: Config) -> bool:
+    """Return whether the model that judges runs on an engine of the run's own, instead of behind an endpoint."""
+    return has_judge(config) and config.reward.judge.url is None
+
+
 def has_accuracy(config: Config) -> bool:
     """Return whether evaluations measure accuracy: not if a reward model judges them, whose numbers have no maximum."""
     return not has_reward_model(config) or config.eval.reward is not None or bool(config.eval.graders)
@@ -89,6 +108,7 @@ def roles_of(config: Config) -> tuple[str, ...]:
         "rollout": True,
         "env": "env" in placed or has_simulator(config),
         "reward": has_reward_model(config),
+        "judge": has_judge_engine(config),
         "reference": has_reference(config),
         "inference": has_inference(config),
         "critic": has_critic(config),

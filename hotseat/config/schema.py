@@ -74,6 +74,8 @@ class ClusterConfig(Section):
     """Role, or comma-joined roles, to selection: `0-7`, `all`, `2x8`, `@actor`, `cpu*4`, `none`, `pool/0-3`."""
     node_groups: list[NodePoolConfig] = []
     """Named pools of nodes with environment variables of their own."""
+    profile: str | None = None
+    """File of `hotseat profile`, by which the seconds of a step are predicted, for the report; task rl only."""
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0
@@ -262,11 +264,34 @@ class SandboxConfig(Section):
     """Tests that run at the same time on a node; unset is its number of cores."""
 
 
+class JudgeEngineConfig(Section):
+    kind: Literal["transformers", "vllm"] = "transformers"
+    """Which engine runs the judge."""
+    num_engines: Positive | None = None
+    """Engines; unset is one per device, or per `tensor_parallel_size` devices."""
+    tensor_parallel_size: Positive = 1
+    """Devices per engine."""
+    max_length: Positive | None = None
+    """Tokens of rubric, prompt, answer and verdict; unset is `data.max_length` + `max_tokens` + 1024 for the rubric."""
+    num_slots: Positive = 64
+    """Verdicts that one transformers engine writes at a time."""
+    memory_share: Share | None = None
+    """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs."""
+    shape: dict[str, Any] | None = None
+    """As `actor.shape`, for the judge."""
+    enable_offload: bool | None = None
+    """Offload the judge's weights and cache between its turns: true always, false never, unset as needed."""
+
+
 class JudgeConfig(Section):
     url: str | list[str] | None = None
-    """Address of an OpenAI-compatible endpoint, up to and with `/v1`, or of several that share the work."""
+    """OpenAI-compatible endpoint, up to and with `/v1`, or several that share the work; unset: an engine of the run."""
     model: str | None = None
-    """Name of the judge's model at the endpoint."""
+    """Name of the judge's model at the endpoint; without `url`, a checkpoint directory or a hub name."""
+    engine: JudgeEngineConfig = JudgeEngineConfig()
+    """Engine of the judge where `url` is not set; its devices are those of the role `judge`."""
     rubric: str | None = None
     """File with the message to the judge, in which `{prompt}`, `{answer}` and `{label}` are filled in."""
     name: str = "judge"
@@ -407,13 +432,30 @@ class GatewayConfig(Section):
     """URL that programs are given instead of the address bound, for sandboxes on other machines."""
 
 
+class EnvironmentConfig(Section):
+    family: Literal["gymnasium", "openenv", "reasoning_gym", "textarena", "verifiers"] | None = None
+    """Library whose environment plays the episodes, in processes of its own; instead of `agent.path`."""
+    name: str | None = None
+    """Environment, as its library names it, or a Python file that makes it."""
+    arguments: dict[str, Any] = {}
+    """Arguments of the environment."""
+    num_processes: Positive = 1
+    """Processes of the environment per rollout host, each with many episodes at once."""
+
+
 class AgentConfig(Section):
     path: str | None = None
     """Python file with an agent; unset answers in one turn."""
     command: list[str] | None = None
     """Program that plays an episode through an OpenAI endpoint, as a list of words; instead of `path`."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """Environment of another library that plays the episodes; instead of `path`."""
+    python: str | None = None
+    """Interpreter of the environment, or of the function `play` in `path`; unset is Hotseat's own."""
     pass_env: list[str] = []
-    """Names of environment variables that the command gets beside PATH, locale and Python's own."""
+    """Names of variables that a command or an environment gets beside PATH, locale and Python's own."""
+    containers: Literal["podman", "docker"] | None = None
+    """Remove containers that the command started with `--label-file $HOTSEAT_LABEL_FILE`, by this engine."""
     sampling: Literal["override", "refuse", "untrained"] = "override"
     """A program's own temperature and the like: the run's hold, refused, or sampled that way and not learned from."""
     history: Literal["append", "render"] = "append"
@@ -424,10 +466,18 @@ class AgentConfig(Section):
     """The server through which programs reach the policy."""
     max_steps: Positive | None = None
     """Turns of an episode at most; unset leaves it to the agent."""
+    turn_length: Literal["max_new_tokens", "rest"] = "max_new_tokens"
+    """Tokens that a turn may sample: `rollout.max_new_tokens`, or all that is left of `data.max_length`."""
     max_concurrent: Positive | None = None
     """Episodes in flight per engine; unset keeps the engine full: twice its `num_slots`, or 512 with vLLM."""
     timeout_s: Seconds = 1200.0
     """Longest that an episode may take; after that it counts as failed."""
+    turn_timeout_s: Seconds | None = None
+    """Longest that the policy may take for one answer; unset is bounded by `timeout_s` alone."""
+    tool_timeout_s: Seconds | None = None
+    """Longest that environment, tools or program may take between two answers; unset is bounded by `timeout_s`."""
+    on_timeout: Literal["fail", "score"] = "fail"
+    """A policy that runs out of time fails the sample, or is cut there and scored; tools that do fail it always."""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -455,9 +505,13 @@ class DataConfig(Section):
     prompt_key: str | None = None
     """Column of the prompt that both answers share (rm, dpo)."""
     image_key: str | None = None
-    """Column of images."""
+    """Column of images, for models that see: paths, bytes, `data:` URIs, or a list of them."""
     max_images_per_prompt: NotNegative = 0
     """Images per prompt at most."""
+    max_image_pixels: Positive = 2**26
+    """Width times height of an image at most; larger ones are refused before they are decoded."""
+    max_image_bytes: Positive = 2**26
+    """Size of a stored image at most."""
     input_template: str | None = None
     """Format string with one `{}` for the prompt."""
     apply_chat_template: bool = False
@@ -555,6 +609,8 @@ class AlgorithmConfig(Section):
     """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
     time_step: Literal["token", "action", "chunk"] = "token"
     """Step of time of gae and of the ratio: a token, an action of a simulator, or a chunk of actions (or turn)."""
+    turn_credit: Literal["to_go", "own", "sum"] = "to_go"
+    """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Fraction = 1.0
     """Discount per step of time (gae and reinforce)."""
     gae_lambda: Fraction = 1.0
@@ -656,6 +712,8 @@ class TrainConfig(Section):
     """Pack sequences without padding."""
     attention: str | None = None
     """Attention of transformers for padded rows, such as `sdpa`; unset: torch's own, flash attention on GPUs."""
+    freeze_visual_encoder: bool = False
+    """Leave the visual encoder as it is, and train the rest of a model that sees images."""
     liger_kernel: bool = False
     """Liger kernels in the layers' norms and gates, on a GPU, instead of torch.compile."""
     load_in_4bit: bool = False

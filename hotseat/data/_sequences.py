@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hotseat.data._chat import ChatTemplate, Messages
 from hotseat.data._problems import BadValue
+from hotseat.data.images import RowImages
 from hotseat.errors import DataError
 
 _CHUNK = 1024  # texts tokenised in one call
@@ -26,6 +27,7 @@ class Draft:
     beginnings: tuple[str, ...] = ()  # of `text`: up to the first answer, to the end of it, up to the second, ...
     prompt: str | None = None  # the beginning of `text`; the rest is the answer
     marks: tuple[tuple[int, int], ...] = ()  # first and last + 1 character of each answer
+    images: RowImages | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class TokenSequence:
     is_truncated: bool
     num_tokens: int  # before it was cut
     first_answer_token: int  # index of the first token to learn, before it was cut
+    images: tuple[str, ...] = ()
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -137,7 +140,22 @@ class Tokeniser:
             spans = [self._to_eos(ids, span) for span in _spans_by_beginnings(draft, ids, others)]
         else:
             spans = [(0, len(ids))]
-        return self._finish(ids, spans)
+        if draft.images is None:
+            return self._finish(ids, spans)
+        ids, begins = draft.images.expand(ids, draft.key)
+        sequence = self._finish(ids, [(begins[begin], begins[end]) for begin, end in spans])
+        return self._with_images(sequence, draft.images, ids, draft.key)
+
+    def _with_images(self, sequence: TokenSequence, images: RowImages, ids: list[int], key: str) -> TokenSequence:
+        """Add images to a sequence, of which no placeholder is learned."""
+        last = max((at for at, token_id in enumerate(ids) if token_id == images.image_token_id), default=-1)
+        if last >= len(sequence.token_ids):
+            raise BadValue(
+                f"{key}: the images reach to token {last + 1}, and data.max_length {self._max_length} would cut them:"
+                " raise it, or make the images smaller"
+            )
+        mask = sequence.mask & (sequence.token_ids != images.image_token_id)
+        return replace(sequence, mask=mask, images=images.paths)
 
     def _to_eos(self, ids: list[int], span: tuple[int, int]) -> tuple[int, int]:
         """Cut off what a template adds after the end of an answer, such as a line break, which no engine samples."""

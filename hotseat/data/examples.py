@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ class Example:
     token_ids: Tensor  # [num_tokens] int64
     mask: Tensor  # [num_tokens] bool: learn this token; never the first, which has no log-prob
     where: str  # file and line of its row
+    images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def make_examples(
     max_length: int | None = None,
     multiturn: bool = False,
     pretrain_mode: bool = False,
+    image_key: str | None = None,
 ) -> tuple[list[Example], ExampleReport]:
     """Make examples in the order of the rows. The learned tokens end with one end-of-sequence token.
 
@@ -62,7 +64,8 @@ def make_examples(
       all of it is learned.
     - `pretrain_mode`: all of it is learned.
 
-    A sequence longer than `max_length` is cut, and then does not end with the end-of-sequence token.
+    A sequence longer than `max_length` is cut, and then does not end with the end-of-sequence token. image_key: the
+    rows went through `images.prepare_rows`, which left their images there.
     """
     if multiturn and not apply_chat_template:
         raise DataError("data.multiturn needs messages: set data.apply_chat_template")
@@ -71,6 +74,10 @@ def make_examples(
     tokeniser = Tokeniser(tokenizer, max_length)
 
     def draft_of(values: Mapping[str, Any]) -> Draft:
+        draft = text_draft(values)
+        return draft if image_key is None else replace(draft, images=values[image_key])
+
+    def text_draft(values: Mapping[str, Any]) -> Draft:
         if template is None:
             prompt = fill_in(input_template, text_of(values, input_key))
             if output_key is None:
@@ -97,7 +104,7 @@ def make_examples(
             continue
         num_truncated += sequence.is_truncated
         num_learned += num_tokens
-        examples.append(Example(sequence.token_ids, sequence.mask, row.where))
+        examples.append(Example(sequence.token_ids, sequence.mask, row.where, sequence.images))
     lost = count.total()
     if not examples:
         raise DataError(f"none of the {len(rows)} rows has an answer within data.max_length {max_length}{shown(lost)}")

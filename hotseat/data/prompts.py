@@ -11,6 +11,7 @@ from typing import Any
 from hotseat.data._chat import ChatTemplate, messages_of
 from hotseat.data._problems import BadValue, Problems, text_of, value_of
 from hotseat.data._sequences import encode
+from hotseat.data.images import RowImages
 from hotseat.data.lost import Lost, LostCount, LostRow, shown
 from hotseat.data.rows import Row
 from hotseat.errors import DataError
@@ -40,13 +41,15 @@ def make_prompts(
     chat_template: str | None = None,
     prompt_max_length: int | None = None,
     limit: tuple[str, str] = ("", "raise data.prompt_max_length"),
+    image_key: str | None = None,
 ) -> tuple[list[Prompt], PromptReport]:
     """Make prompts in the order of the rows; `index` counts those that are kept.
 
     With `apply_chat_template` the input is a list of messages, or a string that becomes the user's message, and
     `input_template` is not used; otherwise the input is a string that replaces the `{}` in `input_template`. A label
     that is not a string becomes its JSON text. No special tokens are added to those in the text. limit: the option that
-    sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough.
+    sets `prompt_max_length`, and how to raise it, for the message if no prompt is short enough. image_key: the rows
+    went through `images.prepare_rows`, which left their images there.
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
@@ -69,6 +72,13 @@ def make_prompts(
     count = LostCount()
     encoded = encode_in_chunks(tokenizer, [text for text, _, _ in drafts])
     for row, (text, label, source), ids in zip(rows, drafts, encoded, strict=True):
+        seen: RowImages | None = None if image_key is None else row.values[image_key]
+        if seen is not None:
+            try:
+                ids, _ = seen.expand(ids, input_key)
+            except BadValue as error:
+                problems.add(row.where, str(error))
+                continue
         if not ids:
             problems.add(row.where, f"{input_key}: the prompt {text!r} has no tokens")
             continue
@@ -76,7 +86,8 @@ def make_prompts(
         if prompt_max_length is not None and len(ids) > prompt_max_length:
             count.add(partial(LostRow, row.where, row.values, text, len(ids)), is_dropped=True)
         else:
-            prompts.append(Prompt(len(prompts), text, tuple(ids), label, source))
+            images = () if seen is None else seen.paths
+            prompts.append(Prompt(len(prompts), text, tuple(ids), label, source, images))
     problems.raise_if_any()
     lost = count.total()
     if not prompts:

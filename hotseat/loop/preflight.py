@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra, batch_algebra
 from hotseat.config.precision import with_dtype
-from hotseat.config.roles import has_critic
+from hotseat.config.roles import has_critic, has_judge_engine
 from hotseat.errors import PlacementError, TooFewDevicesError, UserError
 from hotseat.loop.planning.plan import make_plan, num_data_parallel
 from hotseat.loop.setup.refusals import refuse_at_once
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hotseat.loop.setup.inputs import SupervisedData
 
 MAX_LOGICAL_DEVICES = 64
-INDEPENDENT = ("rollout", "env")  # roles whose processes work independently of each other
+INDEPENDENT = ("rollout", "judge", "env")  # the roles whose processes work independently of each other
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,10 @@ def _missing_packages(config: Config) -> list[tuple[str, str]]:
         elif config.rollout.engine_args:
             refused = vllm_arguments.refusals(config.rollout.engine_args)
             absent += [(f"rollout.engine_args.{name}", reason) for name, reason in refused]
+    if has_judge_engine(config) and config.reward.judge.engine.kind == "vllm":
+        problem = vllm_versions.what_is_wrong()
+        if problem is not None:
+            absent.append(("reward.judge.engine.kind", problem))
     return absent
 
 

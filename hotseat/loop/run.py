@@ -13,7 +13,7 @@ from hotseat.config import Config
 from hotseat.config.maths import maths_notes
 from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, record_plan
 from hotseat.loop.planning.budgets import smaller_budget_kept
-from hotseat.loop.preflight import refuse_what_cannot_start, rl_inputs, supervised_inputs
+from hotseat.loop.preflight import INDEPENDENT, refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.saving import BACKEND, critic_folder
 from hotseat.observe import LiveView
@@ -57,6 +57,7 @@ def _start_rl(
         inputs = rl_inputs(config)
         inputs.notes.extend(notes)
         from hotseat.loop.rl.assemble import assemble, columns
+        from hotseat.loop.rl.auto_placement import record_prediction
         from hotseat.loop.rl.launch import launch_groups
         from hotseat.loop.rl.loop import train_rl
         from hotseat.loop.setup.inputs import eos_token_ids
@@ -66,8 +67,9 @@ def _start_rl(
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with on_cluster(run, inputs.plan, ("rollout",) if recording is None else (), template) as place:
+        with on_cluster(run, inputs.plan, INDEPENDENT if recording is None else (), template) as place:
             record_plan(journal, place, maths_notes(place.config))
+            record_prediction(place.config, place.plan, run.run_dir, journal.say)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))
             eos = eos_token_ids(place.config, inputs.tokenizer)
             groups = launch_groups(place, inputs.algebra, eos, run.run_dir, journal, recording)

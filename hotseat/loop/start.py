@@ -33,7 +33,7 @@ def start(config: Config, launched: bool = False) -> dict[str, float]:
     with make_view(config, launched) as view:
         notes = check_job_directory(config, Path.cwd())
         notes += [*check_reward_servers(config, view.stage), *try_rewards(config, view.stage)]
-        try_sandbox(config, view.stage)
+        notes += try_sandbox(config, view.stage)
         view.stage("loading torch and transformers")
         has_workers = not launched and config.cluster.runtime == "ray"
         env = thread_env(config.cluster.threads_per_process)

@@ -1,12 +1,13 @@
 """Output of a run: files on disk, a live view, TensorBoard, Weights & Biases."""
 
-from hotseat.observe.journal import METRICS, RECORDS, SAMPLES, Journal, Silence
+from hotseat.observe.journal import METRICS, PREDICTION, RECORDS, SAMPLES, Journal, Silence
 from hotseat.observe.live import LiveView
 from hotseat.observe.metrics import JsonLines, TensorBoard, drop_cut_line, read_lines
 from hotseat.observe.timeline import Timeline, read_timeline
 
 __all__ = [
     "METRICS",
+    "PREDICTION",
     "RECORDS",
     "SAMPLES",
     "Journal",

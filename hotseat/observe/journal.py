@@ -20,6 +20,7 @@ DISTRIBUTIONS = "distributions.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
 TIMELINE = "timeline.json"
+PREDICTION = "prediction.json"  # seconds of a step, predicted from a profile before the first
 RECORDS = (METRICS, DISTRIBUTIONS, SAMPLES, EVENTS, TIMELINE)
 
 # Descriptions of phases, shown during the first step.

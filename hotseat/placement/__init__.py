@@ -49,11 +49,12 @@ from hotseat.placement.plan import (
     PlannedRole,
     RoleSpec,
     Route,
+    label_of,
     plan,
     shares_devices,
 )
 from hotseat.placement.residency import HandOver, Holding, Move
-from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role
+from hotseat.placement.roles import PARTS_OF_ROLE, ROLES, Part, check_role, section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -125,6 +126,7 @@ __all__ = [
     "format_ranks",
     "from_hf_config",
     "known_shape",
+    "label_of",
     "locate",
     "make_steps",
     "parse_flow",
@@ -132,6 +134,7 @@ __all__ = [
     "parse_placement",
     "parse_selection",
     "plan",
+    "section_of",
     "shares_devices",
     "token_activation_bytes",
     "useful_cache_gib",

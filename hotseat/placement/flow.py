@@ -155,11 +155,16 @@ def _sync_phase(roles: frozenset[str]) -> Phase:
     return Phase("sync", _forward(roles, "actor", *targets), pushes=targets)
 
 
+def _judge(roles: frozenset[str]) -> tuple[RoleWork, ...]:
+    """Return the work of a judge, which writes its verdicts as an engine writes answers."""
+    return (RoleWork("judge", (Part.WEIGHTS, Part.KV_CACHE)),) if "judge" in roles else ()
+
+
 def _rl(roles: frozenset[str]) -> _Made:
     scorer = "inference" if "inference" in roles else "actor"
     return ("actor", "rollout"), (
         _rollout_phase(roles),
-        Phase("prepare", _forward(roles, "reward", "reference", "critic", scorer), "in_turn"),
+        Phase("prepare", _judge(roles) + _forward(roles, "reward", "reference", "critic", scorer), "in_turn"),
         Phase("update", _train(roles, "critic", "actor"), "in_turn"),
         _sync_phase(roles),
     )

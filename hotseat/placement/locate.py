@@ -16,6 +16,7 @@ from hotseat.placement.inventory import (
     Node,
     format_ranks,
 )
+from hotseat.placement.roles import section_of
 from hotseat.placement.selection import (
     CpuProcesses,
     DeviceBlocks,
@@ -388,8 +389,8 @@ def _check_said(request: RoleRequest, spots: _Spots, counts: Sequence[int]) -> N
         if width != request.engine_size:
             raise PlacementError(
                 f"{request.role}: {request.selection} gives an engine {width} device{'s' * (width > 1)}, tensor"
-                f" parallel size is {request.engine_size}: set {request.role}.tensor_parallel_size to {width} or write"
-                f" the ranks without processes"
+                f" parallel size is {request.engine_size}: set {section_of(request.role)}.tensor_parallel_size to"
+                f" {width} or write the ranks without processes"
             )
 
 
@@ -406,7 +407,7 @@ def _engine_layout(request: RoleRequest, spots: _Spots, size: int, target: str) 
             owner = target if target != role else role
             raise PlacementError(
                 f"{role}: {what} {_devices(len(piece))} cannot be cut into engines of tensor parallel size {size}: set"
-                f" {role}.tensor_parallel_size to {_divisor_at_most(len(piece), size)}, or"
+                f" {section_of(role)}.tensor_parallel_size to {_divisor_at_most(len(piece), size)}, or"
                 f" cluster.component_placement.{owner} to {'blocks' if is_blocks else 'a number of devices'} that"
                 f" {size} divides"
             )
@@ -419,11 +420,15 @@ def _engines_do_not_match(request: RoleRequest, size: int, num_devices: int, tar
     why = "with colocated roles they must be equal" if target != role else "they must be equal"
     fixes = []
     if num_devices % size == 0:
-        fixes.append(f"set {role}.num_engines to {num_devices // size}")
+        fixes.append(f"set {section_of(role)}.num_engines to {num_devices // size}")
     if num_devices % num_engines == 0:
-        fixes.append(f"{'' if fixes else 'set '}{role}.tensor_parallel_size to {num_devices // num_engines}")
+        fixes.append(
+            f"{'' if fixes else 'set '}{section_of(role)}.tensor_parallel_size to {num_devices // num_engines}"
+        )
     if not fixes:
-        fixes.append(f"set {role}.num_engines to {num_devices} and {role}.tensor_parallel_size to 1")
+        fixes.append(
+            f"set {section_of(role)}.num_engines to {num_devices} and {section_of(role)}.tensor_parallel_size to 1"
+        )
     return (
         f"{role}: {quantity(num_engines, 'engine')} x tp {size} {'needs' if num_engines == 1 else 'need'}"
         f" {quantity(num_engines * size, 'device')}, {owner} has {num_devices}:"
@@ -449,8 +454,8 @@ def _one_node(inventory: Inventory, request: RoleRequest, rank: int, devices: tu
         raise PlacementError(
             f"{request.role}: engine {rank} of tensor parallel size {request.engine_size} would span nodes"
             f" {format_ranks(nodes)} (devices {format_ranks(devices)}): an engine stays on one node;"
-            f" set {request.role}.tensor_parallel_size to {fits}, or choose ranks so that {request.engine_size} in a"
-            " row are on one"
+            f" set {section_of(request.role)}.tensor_parallel_size to {fits}, or choose ranks so that"
+            f" {request.engine_size} in a row are on one"
         )
     raise PlacementError(
         f"{request.role}: process {rank} would have devices {format_ranks(devices)} on nodes {format_ranks(nodes)}:"

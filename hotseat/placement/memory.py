@@ -31,6 +31,10 @@ FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
 STEP_BYTES = 4  # per parameter of a rank's optimizer shard: fp32 gradients that exist in DeepSpeed's optimizer step
+MUON_BUCKET_ENTRIES = (
+    2**26
+)  # entries of matrices that Muon orthogonalises between two messages, as `train/muon.py` has it
+MUON_COPIES = 6  # of a matrix in bf16 that exist while it is orthogonalised
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step at most (max_num_batched_tokens)
 USEFUL_CACHE = 2  # times what an engine's sequences need at their full length: as much again for cached prefixes
 ENGINE_BUFFERS_GIB = 1.0  # attention workspace, sampler and input buffers that an engine keeps; measured
@@ -76,6 +80,7 @@ class TrainMemory:
     master_bytes: int = 4
     moment_bytes: int = 4
     num_moments: int = 2
+    has_muon: bool = False  # Muon, with one moment, steps the matrices inside the layers
     optimizer_offload: bool = False  # moments and master weights live on the host, always
     weight_offload: bool = False  # weights live on the host and stream through
     gradient_checkpointing: bool = True
@@ -99,6 +104,14 @@ class TrainMemory:
     def num_trained(self, model: ModelShape) -> int:
         """Count the parameters that have gradients and optimizer state."""
         return model.num_adapter_parameters(self.adapter_rank) if self.adapter_rank else model.num_parameters
+
+    def num_muon(self, model: ModelShape) -> int:
+        """Count the parameters that Muon steps: matrices inside the layers, or adapters, all of which are matrices."""
+        if not self.has_muon:
+            return 0
+        if not self.adapter_rank:
+            return model.num_matrix_parameters
+        return self.num_trained(model) - (model.hidden_size if model.head == "scalar" else 0)
 
     def accumulates(self, num_ranks: int) -> bool:
         """Return whether an optimizer step may take several micro-batches. num_ranks: those with different samples."""
@@ -126,6 +139,7 @@ class ForwardMemory:
     chunked_logprobs: bool = True
     sequence_parallel: int = 1
     is_guest: bool = False  # in the processes of another role, whose context it shares
+    num_waiting: int = 0  # parameters of further models, which wait in host memory for their turn on the device
 
     def __post_init__(self) -> None:
         _check_positive("a scoring model", self, "max_tokens", "micro_batch", "sequence_parallel")
@@ -297,6 +311,11 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         weights.append(share("16-bit copy of the weights", memory.compute_bytes, 1, Part.WEIGHTS))
     gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
     moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
+    num_muon = memory.num_muon(model)
+    if num_muon:
+        entries = memory.num_moments * (memory.num_trained(model) - num_muon) + num_muon
+        formula = f"({_n(num_muon)} + {memory.num_moments} x {_n(memory.num_trained(model) - num_muon)} of AdamW)"
+        moments = share("optimizer moments", memory.moment_bytes, optimizer_cut, Part.OPTIMIZER, (entries, formula))
     state = [moments]
     if memory.master_bytes:
         state.append(share("master weights", memory.master_bytes, optimizer_cut, Part.OPTIMIZER))
@@ -343,6 +362,11 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
                 f"{trained[1]} x {STEP_BYTES} B{_per(optimizer_cut, 'ranks')}",
             )
         ]
+    if num_muon:
+        bucket = min(num_muon, max(MUON_BUCKET_ENTRIES, 0 if memory.adapter_rank else model.num_largest_matrix))
+        largest = min(bucket, model.num_largest_matrix)
+        formula = f"{_n(bucket)} entries x (2 + {FP32}) B + {_n(largest)} of the largest matrix x {MUON_COPIES} x 2 B"
+        step.append(_bytes(role, "orthogonalisation", bucket * (2 + FP32) + largest * MUON_COPIES * 2, formula))
     forward_batch = memory.forward_micro_batch or memory.micro_batch
     forward = [*gathered, *_forward_terms(role, model, memory, forward_batch, memory.compute_bytes, tp)]
     working: dict[Activity, tuple[Term, ...]] = {
@@ -519,6 +543,10 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
     formula = f"{what} x {memory.weight_bytes} B{_per(shards, 'ranks')}"
     weights = _bytes(role, "weights", held * memory.weight_bytes / shards, formula, Part.WEIGHTS)
     host = [] if memory.is_guest else [process_on_host(role)]
+    if memory.num_waiting:
+        what = f"{_n(memory.num_waiting)} parameters x {memory.weight_bytes} B{_per(tp * shards, 'ranks')}"
+        waiting = memory.num_waiting * memory.weight_bytes / tp / shards
+        host.append(_bytes(role, "other models, waiting (pinned)", waiting, what))
     terms: list[Term] = []
     if shards > 1 or memory.weight_offload:
         live = min(n, model.num_embedding_parameters + FSDP_LIVE_LAYERS * model.num_layer_parameters)

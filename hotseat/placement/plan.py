@@ -39,7 +39,7 @@ from hotseat.placement.residency import (
     working_terms,
     works_here,
 )
-from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role
+from hotseat.placement.roles import PARTS_OF_ROLE, Part, check_role, section_of
 from hotseat.placement.selection import Elsewhere, InPools, RankSelection, Selection, parse_selection
 from hotseat.placement.shapes import ModelShape
 
@@ -75,7 +75,7 @@ class RoleSpec:
     @property
     def is_engine(self) -> bool:
         """One process uses several devices, instead of one process per device."""
-        return self.name == "rollout" or isinstance(self.memory, EngineMemory)
+        return self.name in ("rollout", "judge") or isinstance(self.memory, EngineMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def plan(inventory: Inventory, roles: Sequence[RoleSpec], flow: Flow) -> Plan:
         groups=groups,
         hosts=hosts,
         routes=_routes(flow, located),
-        label=_label(located),
+        label=label_of(located),
         verdict=_overall(groups, hosts),
         warnings=tuple(_warnings(inventory, specs, selections, located, groups)),
     )
@@ -426,11 +426,11 @@ def _group(
 
 def _stuck(stuck: Stuck, step: str, devices: str, capacity: float, shares: Mapping[str, float]) -> str:
     why = (
-        f"{stuck.role}.enable_offload is false: unset it, or set it to true"
+        f"{section_of(stuck.role)}.enable_offload is false: unset it, or set it to true"
         if stuck.mode == "never"
         else "its backend cannot offload that: use one that can"
     )
-    others = "".join(f", or set {role}.memory_share to {share:g}" for role, share in shares.items())
+    others = "".join(f", or set {section_of(role)}.memory_share to {share:g}" for role, share in shares.items())
     return (
         f"{stuck.role}: its {stuck.part} ({stuck.gib:.1f} GiB) must leave {devices} in step {step}, which needs"
         f" {stuck.needed_gib:.1f} of {capacity:.1f} GiB and finds {stuck.free_gib:.1f} free, but {why}{others}, or give"
@@ -458,7 +458,7 @@ def _check_shares(settings: Mapping[str, Settings], steps: Sequence[PhaseStep], 
                 for role, claim in claims.items()
             )
             fix = (
-                f"set {largest}.memory_share to at most {int((rest / count + _ROUNDING) * 100) / 100:g}"
+                f"set {section_of(largest)}.memory_share to at most {int((rest / count + _ROUNDING) * 100) / 100:g}"
                 if rest / count >= 0.01
                 else "lower several of them"
             )
@@ -606,7 +606,7 @@ def _routes(flow: Flow, located: Mapping[str, Located]) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def _label(located: Mapping[str, Located]) -> Label:
+def label_of(located: Mapping[str, Located]) -> Label:
     """Name the placement by whether roles share all, none or some devices. Roles without devices do not count."""
     sets = [frozenset(place.devices) for place in located.values() if place.devices]
     if len(set(sets)) <= 1:

@@ -26,11 +26,18 @@ PARTS_OF_ROLE: dict[str, frozenset[Part]] = {
     "critic": _TRAINED,
     "reference": _FORWARD,
     "reward": _TRAINED,
+    "judge": frozenset({Part.WEIGHTS, Part.KV_CACHE}),
     "rollout": frozenset({Part.WEIGHTS, Part.KV_CACHE}),
     "env": frozenset({Part.SIMULATOR}),
     "inference": _FORWARD,
 }
 ROLES: tuple[str, ...] = tuple(PARTS_OF_ROLE)
+_SECTIONS = {"judge": "reward.judge.engine"}
+
+
+def section_of(role: str) -> str:
+    """Return the name of the section that holds a role's options, for messages."""
+    return _SECTIONS.get(role, role)
 
 
 def nearest(word: str, choices: tuple[str, ...]) -> str | None:

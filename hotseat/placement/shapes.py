@@ -81,6 +81,21 @@ class ModelShape:
         layers = (self.num_layers - self.num_dense_layers) * self.num_layer_parameters
         return self.num_embedding_parameters + layers + self.num_dense_layers * self.num_dense_layer_parameters
 
+    @property
+    def num_matrix_parameters(self) -> int:
+        """Parameters of the matrices inside the layers. The experts of a mixture are stacked and count as none."""
+        h = self.hidden_size
+        attention = h * (2 * self.q_size + 2 * self.kv_size)
+        num_plain = self.num_dense_layers if self.num_experts else self.num_layers
+        mixture = h * self.num_experts + 3 * h * self.shared_expert_size + h * self.shared_expert_gate
+        mlps = num_plain * 3 * h * self.intermediate_size + (self.num_layers - num_plain) * mixture
+        return self.num_layers * attention + mlps
+
+    @property
+    def num_largest_matrix(self) -> int:
+        """Parameters of the largest matrix inside the layers that is not of experts."""
+        return self.hidden_size * max(self.q_size, self.intermediate_size)
+
     def num_adapter_parameters(self, rank: int) -> int:
         """Count the parameters of low-rank adapters on every linear layer: rank x (in + out) each.
 

@@ -54,8 +54,8 @@ def number(answers: Sequence[str], options: Sequence[dict[str, Any]], labels: Se
         elif expected is None:
             verdicts.append((None, f"the label has no number: {_shown(label)}"))
         else:
-            given = _final_number(answer)
-            verdicts.append((float(given is not None and _math.isclose(given, expected, rel_tol=1e-9)), None))
+            number = _final_number(answer)
+            verdicts.append((float(number is not None and _math.isclose(number, expected, rel_tol=1e-9)), None))
     return verdicts
 
 
@@ -73,8 +73,8 @@ def math(answers: Sequence[str], options: Sequence[dict[str, Any]], labels: Sequ
         if not expected:
             verdicts.append((None, f"math-verify cannot read the label: {_shown(label)}"))
             continue
-        given = parse(_after_hashes(answer), parsing_timeout=None)
-        verdicts.append((float(verify(expected, given, timeout_seconds=None)), None))
+        parsed = parse(_after_hashes(answer), parsing_timeout=None)
+        verdicts.append((float(verify(expected, parsed, timeout_seconds=None)), None))
     return verdicts
 
 

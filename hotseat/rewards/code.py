@@ -84,18 +84,18 @@ def read_tests(label: str | None) -> Iterator[CodeTest]:
             raise ValueError(f"test {number} of the label is neither {_FORM.replace(' or ', ' nor ')}")
 
 
-def is_equal(given: Any, expected: Any) -> bool:
+def is_equal(returned: Any, expected: Any) -> bool:
     """Compare values of JSON: numbers with a relative tolerance of 1e-9, lists and objects member by member."""
-    if isinstance(given, bool) or isinstance(expected, bool):
-        return given is expected
-    if isinstance(given, float) or isinstance(expected, float):
-        is_number = isinstance(given, int | float) and isinstance(expected, int | float)
-        return is_number and math.isclose(given, expected, rel_tol=1e-9, abs_tol=1e-12)
-    if isinstance(given, list) and isinstance(expected, list):
-        return len(given) == len(expected) and all(map(is_equal, given, expected))
-    if isinstance(given, dict) and isinstance(expected, dict):
-        return given.keys() == expected.keys() and all(is_equal(given[key], expected[key]) for key in given)
-    return bool(given == expected)
+    if isinstance(returned, bool) or isinstance(expected, bool):
+        return returned is expected
+    if isinstance(returned, float) or isinstance(expected, float):
+        is_number = isinstance(returned, int | float) and isinstance(expected, int | float)
+        return is_number and math.isclose(returned, expected, rel_tol=1e-9, abs_tol=1e-12)
+    if isinstance(returned, list) and isinstance(expected, list):
+        return len(returned) == len(expected) and all(map(is_equal, returned, expected))
+    if isinstance(returned, dict) and isinstance(expected, dict):
+        return returned.keys() == expected.keys() and all(is_equal(returned[key], expected[key]) for key in returned)
+    return bool(returned == expected)
 
 
 def _lines(text: str) -> list[str]:

@@ -322,17 +322,25 @@ def _sum(parts: Sequence[tuple[Grader, Part]], own: Part | None, ids: Sequence[s
 def _sum_of_sample(
     verdicts: Sequence[tuple[Grader, Score | Failed]], own: Score | Failed | None, sample: str
 ) -> Score | Failed:
-    if isinstance(own, Failed):
+    total: Score | Failed = Score(0.0, 0.0, {})
+    if isinstance(own, Score):
+        total = Score(own.reward, own.score, {**own.extra, "function": own.reward})
+    elif own is not None:
         return own
-    reward, score = (0.0, 0.0) if own is None else (own.reward, own.score)
-    extra = {} if own is None else {**own.extra, "function": own.reward}
     for grader, verdict in verdicts:
-        if isinstance(verdict, Failed):
-            named = "" if f"sample {sample}" in verdict.reason else f" (sample {sample})"
-            return Failed(f"grader {grader.name}: {verdict.reason}{named}")
-        if grader.name in extra:
-            return Failed(f"extra_logs of the reward function has {grader.name!r}, the name of a grader: rename one")
-        reward += grader.weight * verdict.reward
-        score += grader.weight * verdict.score
-        extra[grader.name] = verdict.reward
-    return Score(reward, score, extra)
+        total = add_verdict(total, grader, verdict, sample)
+    return total
+
+
+def add_verdict(total: Score | Failed, grader: Grader, verdict: Score | Failed, sample: str) -> Score | Failed:
+    """Add the verdict of one more grader to the reward of a sample. A failure stays one."""
+    if isinstance(total, Failed):
+        return total
+    if isinstance(verdict, Failed):
+        named = "" if f"sample {sample}" in verdict.reason else f" (sample {sample})"
+        return Failed(f"grader {grader.name}: {verdict.reason}{named}")
+    if grader.name in total.extra:
+        return Failed(f"extra_logs of the reward function has {grader.name!r}, the name of a grader: rename one")
+    reward = total.reward + grader.weight * verdict.reward
+    score = total.score + grader.weight * verdict.score
+    return Score(reward, score, {**total.extra, grader.name: verdict.reward})

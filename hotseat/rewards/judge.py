@@ -1,4 +1,4 @@
-"""A model as judge: asks an OpenAI-compatible endpoint for verdicts on answers, by a rubric.
+"""A model as judge: asks for verdicts on answers, by a rubric, at an OpenAI-compatible endpoint or on an engine.
 
 Each answer is put into the rubric and sent as one chat message, once for each vote. The verdict is read from the last
 match of a pattern in what the judge writes, and lies within the scale; anything else is no verdict. Verdicts are kept
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hotseat.failed import Failed
 from hotseat.rewards._posting import Poster, ServerKind, excerpt
@@ -34,21 +34,22 @@ _MAX_SHOWN = 120
 _KIND = ServerKind("judge", "reward.judge.url", TOKEN)
 
 
-class Judge:
-    """Scores samples by the votes of a judge. A score is 0 at the low end of the scale and 1 at the high end.
+class WritesVerdicts(Protocol):
+    """The model that judges, wherever it runs."""
 
-    A sample is `Failed` if its rubric needs a label that it lacks, if no endpoint answers (see `Poster`), or if a vote
-    has no verdict after three requests. The threads are those of `Poster`.
-    """
+    def ask(self, body: Mapping[str, Any], name: str) -> Future[str | Failed]:
+        """Send a chat completion request for the sample `name`; return what the judge writes, "" if it is cut off."""
+
+    def close(self) -> None:
+        """End all requests; what waits for them raises an error."""
+
+
+class Endpoints:
+    """A judge behind OpenAI-compatible endpoints, which share the work. The threads are those of `Poster`."""
 
     def __init__(
         self, settings: JudgeSettings, *, back_off_s: float = 0.5, report: Callable[[str], object] | None = None
     ):
-        self._settings = settings
-        self._pattern = re.compile(settings.pattern)
-        self._verdicts = VerdictFile(None if settings.cache is None else Path(settings.cache))
-        self._lock = threading.Lock()
-        self._asked: dict[str, Future[float | Failed]] = {}  # requests without an answer yet, by key
         self._poster = Poster(
             _KIND,
             [f"{url.rstrip('/')}/chat/completions" for url in settings.urls],
@@ -59,6 +60,28 @@ class Judge:
             back_off_s=back_off_s,
             report=report,
         )
+
+    def ask(self, body: Mapping[str, Any], name: str) -> Future[str | Failed]:
+        return self._poster.post(_json(body), [name], _read)
+
+    def close(self) -> None:
+        self._poster.close()
+
+
+class Judge:
+    """Scores samples by the votes of a judge. A score is 0 at the low end of the scale and 1 at the high end.
+
+    A sample is `Failed` if its rubric needs a label that it lacks, if the model does not answer (see `Poster`), or if a
+    vote has no verdict after three requests. Verdicts are read in the threads of `model`.
+    """
+
+    def __init__(self, settings: JudgeSettings, model: WritesVerdicts):
+        self._settings = settings
+        self._model = model
+        self._pattern = re.compile(settings.pattern)
+        self._verdicts = VerdictFile(None if settings.cache is None else Path(settings.cache))
+        self._lock = threading.Lock()
+        self._asked: dict[str, Future[float | Failed]] = {}  # requests without an answer yet, by key
 
     def submit(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str | None], ids: Sequence[Any]
@@ -81,7 +104,7 @@ class Judge:
 
     def close(self) -> None:
         """End all requests. Unfinished futures raise an error. A second call does nothing."""
-        self._poster.close()
+        self._model.close()
         self._verdicts.close()
 
     def __enter__(self) -> Judge:
@@ -152,7 +175,7 @@ class Judge:
                 vote.set_result(result)
 
         try:
-            answer = self._poster.post(_json(self._body(text, number, num_tries)), [name], _read)
+            answer = self._model.ask(self._body(text, number, num_tries), name)
         except BaseException as error:
             self._forget(key)
             vote.set_exception(error)

@@ -13,10 +13,18 @@ Combine = Literal["mean", "median", "majority"]
 
 
 @dataclass(frozen=True)
+class JudgeEngine:
+    """Limits of the judge's engines. num_slots: requests that each takes at a time."""
+
+    max_length: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
 class JudgeSettings:
     """Settings of a judge."""
 
-    urls: tuple[str, ...]  # up to and including /v1
+    urls: tuple[str, ...]  # up to and including /v1; none with an engine
     model: str
     rubric: str  # text, with {answer} in it
     name: str = "judge"  # of its verdicts in metrics and samples
@@ -33,6 +41,7 @@ class JudgeSettings:
     retries: int = 4
     max_open: int = 64
     token: str | None = field(default=None, repr=False)
+    engine: JudgeEngine | None = None  # None: it is behind endpoints
     cache: str | None = None  # the file of verdicts; None: they are kept in memory only
 
 

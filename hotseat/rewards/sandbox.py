@@ -2,7 +2,8 @@
 
 The code sees the interpreter, the system's libraries and an empty folder in memory. It has no network, another user
 than root, and nothing of this process's environment. Its memory and CPU time are summed over its processes from
-outside; with its first process everything ends that it started, because they share a namespace of process ids.
+outside; where control groups can be made, the kernel bounds the memory, too. With its first process everything ends
+that it started, because they share a namespace of process ids.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from hotseat.errors import SandboxError, UserError
+from hotseat.rewards._control_groups import MemoryGroup, MemoryGroups, find_parent
 from hotseat.rewards._seccomp import system_call_filter
 
 _INSIDE = Path(__file__).with_name("_inside.py")
@@ -49,6 +51,10 @@ except OSError:
     devices = []
 print(os.getuid(), os.path.exists(sys.stdin.readline().strip()), [name for name in devices if name != "lo"])
 """
+
+
+_HELD = """kill -STOP $$; exec "$@\""""  # waits until it is in its control group
+_TRIAL_BYTES = 64 * 2**20  # largest limit of a program that is to exceed it
 
 
 class SandboxClosed(Exception):
@@ -96,9 +102,14 @@ class Sandbox:
         self._settings = settings
         self._is_closed = threading.Event()
         self._python: _Interpreter | None = None
+        self._lock = threading.Lock()
+        self._memory: MemoryGroups | str | None = None  # a text: why there are no control groups; None: not known yet
 
-    def probe(self) -> None:
-        """Run a small program. Raises `UserError` if the sandbox does not work on this machine, with the cause."""
+    def probe(self) -> str:
+        """Run a small program, and return how memory is bounded here, for the user.
+
+        Raises `UserError` if the sandbox does not work on this machine, with the cause.
+        """
         settings = self._settings
         try:
             self._check_machine()
@@ -114,12 +125,45 @@ class Sandbox:
                 f"the sandbox for generated code does not work on {platform.node()}: its trial ended by {run.end} with"
                 f" code {run.exit_code}; user, whether it sees files outside, network devices: {text or 'no output'}"
             )
+        groups = self._memory_groups()
+        if isinstance(groups, str):
+            every = f"every {_LOOK_EVERY_S * 1000:.0f} ms"
+            return f"sandbox: memory is summed over all processes of a program {every}, since {groups}"
+        return (
+            f"sandbox: the kernel bounds memory over all processes of a program, by control groups in {groups.parent}"
+        )
 
     def run(self, program: str, stdin: str = "", call: str | None = None) -> Run:
         """Run a program, or evaluate an expression after it, whose value is then the output as JSON.
 
         Raises `SandboxError` if the program could not be run, and `SandboxClosed` after `close`.
         """
+        groups = self._memory_groups()
+        if isinstance(groups, str):
+            return self._run(program, stdin, call, None)
+        with groups.make(self._settings.max_memory_bytes) as group:
+            return self._run(program, stdin, call, group)
+
+    def _memory_groups(self) -> MemoryGroups | str:
+        """Return what makes control groups; if they do not work, a text that says why. Tries once, by a program."""
+        with self._lock:
+            if self._memory is None:
+                parent = find_parent()
+                self._memory = parent if isinstance(parent, str) else self._tried(MemoryGroups(parent))
+            return self._memory
+
+    def _tried(self, groups: MemoryGroups) -> MemoryGroups | str:
+        size = min(_TRIAL_BYTES, self._settings.max_memory_bytes // 2)
+        program = f"block = bytearray({size}); block[::4096] = bytes([1]) * len(block[::4096])"
+        try:
+            with groups.make(size) as group:
+                self._run(program, "", None, group)
+                is_bounded = group.was_exceeded
+        except SandboxError as error:
+            return str(error)
+        return groups if is_bounded else "a program that exceeded the limit of its control group was not ended"
+
+    def _run(self, program: str, stdin: str, call: str | None, group: MemoryGroup | None) -> Run:
         with tempfile.TemporaryDirectory(prefix="hotseat-sandbox-") as name:
             folder = Path(name)
             runner = self._runner(folder)
@@ -133,7 +177,7 @@ class Sandbox:
                 path.chmod(0o755)  # the code's user is another one
             with (folder / "stdin").open("rb") as file:
                 (folder / "stdin").unlink()
-                return _Running(runner, file, self._settings, self._is_closed).result()
+                return _Running(runner, file, self._settings, self._is_closed, group).result()
 
     def close(self) -> None:
         """End all running programs."""
@@ -299,8 +343,16 @@ def _has_capability(number: int) -> bool:
 class _Running:
     """One run: starts the runner, reads its output, watches its processes, and ends all of them."""
 
-    def __init__(self, runner: _Runner, stdin: IO[bytes], settings: SandboxSettings, is_closed: threading.Event):
+    def __init__(
+        self,
+        runner: _Runner,
+        stdin: IO[bytes],
+        settings: SandboxSettings,
+        is_closed: threading.Event,
+        group: MemoryGroup | None,
+    ):
         self._settings = settings
+        self._group = group
         self._is_closed = is_closed
         self._runner = runner
         self._stdin = stdin
@@ -313,9 +365,13 @@ class _Running:
         with contextlib.ExitStack() as stack:
             process, info = self._start(stack)
             try:
+                if self._group is not None:
+                    self._begin_in(self._group, process, deadline_s)
                 end = self._watch(process, info, deadline_s)
             finally:
                 self._end(process)
+        if self._group is not None and self._group.was_exceeded:
+            end = "memory"
         if not self._output.startswith(_STARTED):
             raise SandboxError(self._problem(process.returncode, end))
         return Run(end, process.returncode if end == "exited" else None, bytes(self._output[len(_STARTED) :]))
@@ -339,6 +395,8 @@ class _Running:
             command[1:1] = ["--seccomp", str(readable), "--info-fd", str(info_end)]
             if self._runner.outer_user is not None:
                 more = {"user": self._runner.outer_user, "group": self._runner.outer_user, "extra_groups": ()}
+        if self._group is not None:
+            command = ["/bin/sh", "-c", _HELD, "sh", *command]
         try:
             process = subprocess.Popen(
                 command,
@@ -357,6 +415,16 @@ class _Running:
                 os.close(info_end)
         stack.enter_context(process)
         return process, info
+
+    def _begin_in(self, group: MemoryGroup, process: subprocess.Popen[bytes], deadline_s: float) -> None:
+        """Put the process, which has stopped itself, into its control group, and let it run the command."""
+        while process.poll() is None and _state(process.pid) != "T":
+            if time.monotonic() >= deadline_s:
+                raise SandboxError(f"/bin/sh did not begin within {self._settings.timeout_s:g} s")
+            time.sleep(0.001)
+        if process.poll() is None:
+            group.add(process.pid)
+            os.kill(process.pid, signal.SIGCONT)
 
     def _watch(
         self, process: subprocess.Popen[bytes], info: int | None, deadline_s: float
@@ -490,6 +558,13 @@ def _children(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return children
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process: `T` if it is stopped, "" if it is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _cpu_s(pid: int) -> float:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import NotBuiltError
 from hotseat.rollout._slot_cache import ROWS, Prefix, SlotCache, causal_bias, cut_prefixes, padded
+from hotseat.vision import Vision, set_attention
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -67,6 +69,8 @@ class AnySlots:
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
         self._model = model
+        self._vision = Vision.of(model)
+        self.sees_images = self._vision is not None
         if fp32_head:
             _widen_head(model)
         config = model.config.get_text_config()
@@ -78,7 +82,7 @@ class AnySlots:
             )
         check_config(model.config, max_length)
         if getattr(config, "attn_logit_softcapping", None) is not None:
-            model.set_attn_implementation("eager")  # transformers' other kernels leave out the cap of the scores
+            set_attention(model, "eager")  # transformers' other kernels leave out the cap of the scores
         self._window = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -134,11 +138,11 @@ class AnySlots:
     def _eager_logits(self, tokens: Tensor) -> Tensor:
         """Compute logits by eager attention: in its faster kernels transformers leaves out score caps and sinks."""
         used = self._model.config.get_text_config()._attn_implementation
-        self._model.set_attn_implementation("eager")
+        set_attention(self._model, "eager")
         try:
             logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
         finally:
-            self._model.set_attn_implementation(used)
+            set_attention(self._model, used)
         return logits
 
     def _masks(self, positions: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
@@ -157,13 +161,13 @@ class AnySlots:
     def release(self) -> None:
         pass
 
-    def decode(self, tokens: Tensor, positions: Tensor, num_keys: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
         at = self.cache.rows_at(positions)
         for layer in self._slot_layers:
             layer.at, layer.num_keys = at, num_keys
         output: Any = self._model(
             input_ids=tokens[:, None],
-            position_ids=positions[:, None],
+            position_ids=(positions if shifts is None else positions + shifts)[:, None],
             attention_mask=self._masks(positions, num_keys),
             past_key_values=Cache(layers=list(self._slot_layers)),
             use_cache=True,
@@ -171,15 +175,38 @@ class AnySlots:
         logits: Tensor = output.logits[:, -1]
         return logits.float()
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> list[Prefix]:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str] = ()) -> list[Prefix]:
         cache: Any = DynamicCache()
-        self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        arguments = self._seen(tokens, lengths, images)
+        self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **arguments)
         return cut_prefixes([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers], lengths)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: Sequence[str] = ()) -> Tensor:
         # Logits already: what stands between the last layer and them differs from model to model.
-        logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        if images:  # the last token predicts nothing, and may be a placeholder that was sampled
+            tokens = tokens.index_fill(1, torch.tensor([lengths[0] - 1], device=tokens.device), 0)
+        arguments = self._seen(tokens, lengths, images)
+        logits: Tensor = self._model(input_ids=tokens, use_cache=False, **arguments).logits
         return logits
+
+    def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
+        """Return how far the positions of tokens after these are from their number: an image's may be fewer."""
+        if self._vision is None or not self._vision.has_axes or not images:
+            return 0
+        return int(self._vision.positions(torch.tensor(token_ids), images).max()) + 1 - len(token_ids)
+
+    def _seen(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str]) -> dict[str, Tensor]:
+        """Return arguments for the images of one row of tokens: [1, padded length]."""
+        if not images:
+            return {}
+        assert self._vision is not None, "images for a model that sees none"
+        [length] = lengths
+        arguments = self._vision.arguments(images, tokens.device)
+        if self._vision.has_axes:
+            positions = self._vision.positions(tokens[0, :length].cpu(), images)
+            padding = (0, tokens.shape[1] - length)
+            arguments["position_ids"] = functional.pad(positions, padding)[:, None].to(tokens.device)
+        return arguments
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float()

@@ -28,7 +28,9 @@ class EngineHooks(ABC):
         """Take in waiting requests, sample for those that run, and complete those that end."""
 
     @abstractmethod
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
         """Score sequences as `Engine.score` promises."""
 
     @abstractmethod

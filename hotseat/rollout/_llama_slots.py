@@ -154,6 +154,7 @@ class LlamaSlots:
     """
 
     max_forward_tokens = 4096
+    sees_images = False
 
     def __init__(self, model: Any, num_slots: int, max_length: int, device: torch.device, fp32_head: bool):
         config = model.config
@@ -220,7 +221,8 @@ class LlamaSlots:
         if self._graphs is not None:
             self._graphs.clear()
 
-    def decode(self, tokens: Tensor, positions: Tensor, num_keys: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
+        assert shifts is None, "positions of images for a model that sees none"
         if self._graphs is None:
             return self._decode(tokens, positions, num_keys)
         return self._graphs.decode(tokens, positions, num_keys)
@@ -260,11 +262,16 @@ class LlamaSlots:
             x = self._rest(layer, x, attended.transpose(1, 2).reshape(batch * length, -1))
         return x, keys, values
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> list[Prefix]:
+    def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
+        return 0
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str] = ()) -> list[Prefix]:
+        assert not images, "images for a model that sees none"
         _, keys, values = self._forward(tokens, with_prefix=True)
         return cut_prefixes(keys, values, lengths)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: Sequence[str] = ()) -> Tensor:
+        assert not images, "images for a model that sees none"
         return self._forward(tokens, with_prefix=False)[0].view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -118,24 +118,35 @@ class SlotModel(Protocol):
     cache: SlotCache
     vocab_size: int
     max_forward_tokens: int  # of one prefill or scoring forward, unless a single sequence is longer
+    sees_images: bool
 
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         """Return the numbers of rows and keys to call `decode` with, at least these."""
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int]) -> list[Prefix]:
-        """Compute the prefix of each row of [batch, padded length] tokens, cut to its length."""
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str] = ()) -> list[Prefix]:
+        """Compute the prefix of each row of [batch, padded length] tokens, cut to its length.
 
-    def decode(self, tokens: Tensor, positions: Tensor, num_keys: int) -> Tensor:
+        images: those of the only row.
+        """
+
+    def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
         """Append one token to each of the first slots. [rows], [rows] -> [rows, vocab] float32 logits.
 
-        num_keys: how many keys of each slot to look at; past its position a row's keys are masked.
+        num_keys: how many keys of each slot to look at; past its position a row's keys are masked. shifts [rows]: to
+        add to the positions that the model computes angles from.
         """
+
+    def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
+        """Return the shift of tokens after these."""
 
     def release(self) -> None:
         """Forget what refers to the memory of weights and cache: it is about to move."""
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Compute what `logits` takes, for scoring: [batch, padded length] -> [batch, padded length, ...]."""
+    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: Sequence[str] = ()) -> Tensor:
+        """Compute what `logits` takes, for scoring: [batch, padded length] -> [batch, padded length, ...].
+
+        images: those of the only row, whose length is given.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits from rows of `hidden`: [rows, ...] -> [rows, vocab] float32."""

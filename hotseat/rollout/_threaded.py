@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import torch
 from torch import Tensor
 
-from hotseat.errors import DeadlineError, HotseatError
+from hotseat.errors import DeadlineError, HotseatError, UserError
 from hotseat.placement.roles import Part
 from hotseat.rollout._engine_thread import EngineThread, Work
 from hotseat.rollout._hooks import EngineHooks
@@ -34,6 +34,9 @@ class ThreadedEngine(EngineHooks):
     num_slots: sequences that run at once. vocab_size: of the model. num_threads: of the thread that computes; None
     leaves it to torch.
     """
+
+    sees_images = False
+    placeholder_ids: frozenset[int] = frozenset()  # end every answer (see `hotseat.vision`)
 
     def __init__(
         self,
@@ -99,9 +102,14 @@ class ThreadedEngine(EngineHooks):
                 ) from None
             raise
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, images: Sequence[Sequence[str]] = ()
+    ) -> list[list[float]]:
         check_scoring(sequences, temperature, self._max_length, self._vocab_size)
-        return self._thread.call("score", lambda: self._score_if_ready(sequences, temperature))
+        if any(images) and not self.sees_images:
+            raise UserError("score: images, and the model of this engine sees none")
+        seen = images or [()] * len(sequences)
+        return self._thread.call("score", lambda: self._score_if_ready(sequences, temperature, seen))
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[str]:
         ids = None if request_ids is None else list(request_ids)
@@ -166,7 +174,10 @@ class ThreadedEngine(EngineHooks):
         """Check a request and make its sequence."""
         check_request(request, self._max_length, self._vocab_size)
         sampling = request.sampling
+        if request.images and not self.sees_images:
+            raise UserError(f"request {request.id!r}: it has images, and the model of this engine sees none")
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
+        stop_ids |= self.placeholder_ids
         max_new_tokens = min(sampling.max_new_tokens, self._max_length - len(request.token_ids))
         return EngineSequence(request, stop_ids, max_new_tokens)
 
@@ -176,9 +187,11 @@ class ThreadedEngine(EngineHooks):
         return len(self._requests) > 0 and not self._serving.is_held()
 
     @torch.inference_mode()
-    def _score_if_ready(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _score_if_ready(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
         self._serving.raise_unless_scorable(self.scores_with)
-        return self._score(sequences, temperature)
+        return self._score(sequences, temperature, images)
 
     def _abort(self, request_ids: list[str] | None) -> list[str]:
         chosen, aborted_ids = self._requests.stop_waiting(request_ids)

@@ -76,8 +76,13 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request], timeout_s: float = ...) -> list[Completion]:
         """Return all completions, in the order of the requests. After a failure or `timeout_s` the rest is aborted."""
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
-        """Score sequences: entry t is the log-prob of token t after those before it, at `temperature`; entry 0 is 0."""
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, images: Sequence[Sequence[str]] = ()
+    ) -> list[list[float]]:
+        """Score sequences: entry t is the log-prob of token t after those before it, at `temperature`; entry 0 is 0.
+
+        images: those of each sequence; empty: no sequence has any.
+        """
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[str]:
         """End these requests, or all, with the tokens they have. Returns the ids that were waiting or running."""

@@ -27,12 +27,16 @@ from hotseat.rollout._slots import Prefix, check_config, padded, slot_model
 from hotseat.rollout._threaded import ThreadedEngine
 from hotseat.rollout.engine import PARTS
 from hotseat.types import Completion
+from hotseat.vision import placeholder_ids
 
 __all__ = ["SlotOptions", "TransformersEngine", "check_config"]
 
 
+Context = tuple[tuple[int, ...], tuple[str, ...]]  # token ids, and the images of their placeholders
+
+
 class _PrefixCache:
-    """A cache of prefixes by their exact tokens; the least recently used goes first.
+    """A cache of prefixes by their exact tokens and images; the least recently used goes first.
 
     A part of a longer prefix never serves: it would be computed by other kernels than the whole, and the last bits of a
     sample would depend on what was asked before.
@@ -40,28 +44,29 @@ class _PrefixCache:
 
     def __init__(self, max_tokens: int):
         self.max_tokens = max_tokens
-        self._prefixes: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[Context, Prefix] = OrderedDict()
         self._num_tokens = 0
         self.num_bytes = 0
 
-    def __contains__(self, token_ids: tuple[int, ...]) -> bool:
-        return token_ids in self._prefixes
+    def __contains__(self, context: Context) -> bool:
+        return context in self._prefixes
 
-    def get(self, token_ids: tuple[int, ...]) -> Prefix | None:
-        prefix = self._prefixes.get(token_ids)
+    def get(self, context: Context) -> Prefix | None:
+        prefix = self._prefixes.get(context)
         if prefix is not None:
-            self._prefixes.move_to_end(token_ids)
+            self._prefixes.move_to_end(context)
         return prefix
 
-    def put(self, token_ids: tuple[int, ...], prefix: Prefix) -> None:
-        if len(token_ids) > self.max_tokens:
+    def put(self, context: Context, prefix: Prefix) -> None:
+        num_tokens = len(context[0])
+        if num_tokens > self.max_tokens:
             return
-        self._prefixes[token_ids] = prefix
-        self._num_tokens += len(token_ids)
+        self._prefixes[context] = prefix
+        self._num_tokens += num_tokens
         self.num_bytes += prefix.num_bytes
         while self._num_tokens > self.max_tokens:
             oldest, evicted = self._prefixes.popitem(last=False)
-            self._num_tokens -= len(oldest)
+            self._num_tokens -= len(oldest[0])
             self.num_bytes -= evicted.num_bytes
 
     def clear(self) -> None:
@@ -146,6 +151,9 @@ class TransformersEngine(ThreadedEngine):
             version=version,
             call_timeout_s=call_timeout_s,
         )
+        self.sees_images = self._slots.sees_images
+        if self.sees_images:
+            self.placeholder_ids = frozenset(placeholder_ids(model.config))
         self._weights = LiveWeights(model)
         kept = options.prefix_cache_tokens
         self._prefixes = _PrefixCache(8 * max_length if kept is None else kept)
@@ -155,6 +163,7 @@ class TransformersEngine(ThreadedEngine):
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)  # to be appended next
         self._positions = torch.zeros_like(self._tokens)  # of that token
         self._first = torch.zeros_like(self._tokens)  # position of the last prompt token
+        self._shifts = torch.zeros_like(self._tokens) if self._slots.sees_images else None  # see `SlotModel.decode`
         self._temperatures = torch.ones(rows, device=self._device)
         self._is_greedy = torch.zeros(rows, dtype=torch.bool, device=self._device)
         self._uniforms = torch.zeros(rows, max_length, dtype=torch.float64, device=self._device)
@@ -177,7 +186,8 @@ class TransformersEngine(ThreadedEngine):
         faults.reach("generation.during")
         rows, num_keys = self._slots.step_shape(len(running), max(s.num_keys for s in running if s is not None))
         positions = self._positions[:rows]
-        logits = self._slots.decode(self._tokens[:rows], positions, num_keys)
+        shifts = None if self._shifts is None else self._shifts[:rows]
+        logits = self._slots.decode(self._tokens[:rows], positions, num_keys, shifts)
 
         logits = logits / self._temperatures[:rows, None]
         filters = [(i, s.request.sampling) for i, s in enumerate(running) if s is not None and s.is_filtered]
@@ -232,19 +242,21 @@ class TransformersEngine(ThreadedEngine):
 
     def _fill(self, slots: list[int], sequences: list[EngineSequence]) -> None:
         """Put prompts into slots, without the last token: it is decoded with the others and gives the first logits."""
-        prefixes = self._prefill(list(dict.fromkeys(s.prompt[:-1] for s in sequences if len(s.prompt) > 1)))
-        slots_of: dict[tuple[int, ...], list[int]] = {prefix: [] for prefix in prefixes}
+        prefixes = self._prefill(list(dict.fromkeys(_context(s) for s in sequences if len(s.prompt) > 1)))
+        slots_of: dict[Context, list[int]] = {context: [] for context in prefixes}
         for slot, sequence in zip(slots, sequences, strict=True):
             if len(sequence.prompt) > 1:
-                slots_of[sequence.prompt[:-1]].append(slot)
-        for prompt, chosen in slots_of.items():
+                slots_of[_context(sequence)].append(slot)
+        for context, chosen in slots_of.items():
             if chosen:
-                self._slots.cache.write(chosen, prefixes[prompt])
+                self._slots.cache.write(chosen, prefixes[context])
 
         column = self._column
         at = column(slots, torch.int64)
         self._tokens[at] = column([s.prompt[-1] for s in sequences], torch.int64)
         self._positions[at] = self._first[at] = column([len(s.prompt) - 1 for s in sequences], torch.int64)
+        if self._shifts is not None:
+            self._shifts[at] = column([self._slots.shift(s.prompt, s.request.images) for s in sequences], torch.int64)
         self._temperatures[at] = column([s.request.sampling.temperature or 1.0 for s in sequences], torch.float32)
         self._is_greedy[at] = column([s.is_greedy for s in sequences], torch.bool)
         num_steps = max(s.max_new_tokens for s in sequences)
@@ -254,50 +266,55 @@ class TransformersEngine(ThreadedEngine):
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], Prefix]:
-        prefixes_of = {prompt: prefix for prompt in prompts if (prefix := self._prefixes.get(prompt)) is not None}
-        new = [prompt for prompt in prompts if prompt not in prefixes_of]
+    def _prefill(self, contexts: list[Context]) -> dict[Context, Prefix]:
+        prefixes_of = {context: prefix for context in contexts if (prefix := self._prefixes.get(context)) is not None}
+        new = [context for context in contexts if context not in prefixes_of]
         if new:
             new += self._upcoming(new)
         for batch, tokens in self._batches(new):
-            prefixes = self._slots.prefill(tokens, [len(new[i]) for i in batch])
+            prefixes = self._slots.prefill(tokens, [len(new[i][0]) for i in batch], new[batch[0]][1])
             for i, prefix in zip(batch, prefixes, strict=True):
                 prefixes_of[new[i]] = prefix
                 self._prefixes.put(new[i], prefix)
         return prefixes_of
 
-    def _upcoming(self, new: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """List prompts of waiting requests that fit into forwards that `new` needs anyway, and into half the cache."""
-        lengths = Counter(padded(len(prompt)) for prompt in new)
+    def _upcoming(self, new: list[Context]) -> list[Context]:
+        """List contexts of waiting requests that fit into forwards that `new` needs anyway, and into half the cache.
+
+        A context with images has a forward of its own.
+        """
+        lengths = Counter(padded(len(token_ids)) for token_ids, images in new if not images)
         rows_left = {length: -count % self._batch_size(length) for length, count in lengths.items()}
         tokens_left = self._prefixes.max_tokens // 2
         waiting = self._requests.upcoming(4 * self._num_slots)
-        upcoming: list[tuple[int, ...]] = []
-        for prompt in dict.fromkeys(s.prompt[:-1] for s in waiting):
-            length = padded(len(prompt))
-            fits = rows_left.get(length, 0) > 0 and len(prompt) <= tokens_left
-            if prompt and fits and prompt not in new and prompt not in self._prefixes:
-                upcoming.append(prompt)
+        upcoming: list[Context] = []
+        for context in dict.fromkeys(_context(s) for s in waiting if not s.request.images):
+            num_tokens = len(context[0])
+            length = padded(num_tokens)
+            fits = rows_left.get(length, 0) > 0 and num_tokens <= tokens_left
+            if num_tokens and fits and context not in new and context not in self._prefixes:
+                upcoming.append(context)
                 rows_left[length] -= 1
-                tokens_left -= len(prompt)
+                tokens_left -= num_tokens
         return upcoming
 
     def _batch_size(self, length: int) -> int:
         return max(1, self._slots.max_forward_tokens // length)
 
-    def _batches(self, sequences: Sequence[Sequence[int]]) -> Iterable[tuple[list[int], Tensor]]:
-        """Batch sequences that are equally long once padded: yield their indices and tokens [batch, padded length].
+    def _batches(self, contexts: Sequence[tuple[Sequence[int], Sequence[str]]]) -> Iterable[tuple[list[int], Tensor]]:
+        """Batch contexts that are equally long once padded: yield their indices and tokens [batch, padded length].
 
-        Padding to the length of others would change the attention kernel's blocks, and with them last bits.
+        Padding to the length of others would change the attention kernel's blocks, and with them last bits. One with
+        images is a batch by itself.
         """
-        by_length: dict[int, list[int]] = {}
-        for index, token_ids in enumerate(sequences):
-            by_length.setdefault(padded(len(token_ids)), []).append(index)
-        for length, indices in sorted(by_length.items()):
+        by_length: dict[tuple[int, int], list[int]] = {}
+        for index, (token_ids, images) in enumerate(contexts):
+            by_length.setdefault((padded(len(token_ids)), index if images else -1), []).append(index)
+        for (length, _), indices in sorted(by_length.items()):
             size = self._batch_size(length)
             for start in range(0, len(indices), size):
                 batch = indices[start : start + size]
-                rows = [[*sequences[i], *[0] * (length - len(sequences[i]))] for i in batch]
+                rows = [[*contexts[i][0], *[0] * (length - len(contexts[i][0]))] for i in batch]
                 yield batch, torch.tensor(rows, dtype=torch.int64, device=self._device)
 
     def _move(self, source: int, target: int) -> None:
@@ -311,6 +328,7 @@ class TransformersEngine(ThreadedEngine):
             self._temperatures,
             self._is_greedy,
             self._uniforms,
+            *(() if self._shifts is None else (self._shifts,)),
         ):
             state[target] = state[source]
         self._clear(source)
@@ -318,13 +336,18 @@ class TransformersEngine(ThreadedEngine):
     def _clear(self, slot: int) -> None:
         for state in (self._tokens, self._positions, self._first):
             state[slot] = 0
+        if self._shifts is not None:
+            self._shifts[slot] = 0
 
     # --- what is asked between steps --------------------------------------------------------------------------------
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
         scores: list[list[float]] = [[] for _ in sequences]
-        for batch, tokens in self._batches(sequences):
-            hidden = self._slots.hidden(tokens).flatten(0, 1)
+        for batch, tokens in self._batches(list(zip(sequences, images, strict=True))):
+            lengths = [len(sequences[i]) for i in batch]
+            hidden = self._slots.hidden(tokens, lengths, images[batch[0]]).flatten(0, 1)
             targets = tokens.roll(-1, 1).flatten()
             chunk = padded(self._slots.max_forward_tokens // 8)
             parts = []
@@ -408,16 +431,21 @@ class TransformersEngine(ThreadedEngine):
         self._is_cache_old = False
         # The newest token of a sequence is decoded in the next step; its keys come then.
         filled = {
-            slot: (*sequence.prompt, *sequence.token_ids)[:-1]
+            slot: ((*sequence.prompt, *sequence.token_ids)[:-1], sequence.request.images)
             for slot, sequence in enumerate(self._running)
             if sequence is not None and sequence.num_keys > 1
         }
         prefixes = self._prefill(list(dict.fromkeys(filled.values())))
-        for slot, tokens in filled.items():
-            self._slots.cache.write([slot], prefixes[tokens])
+        for slot, context in filled.items():
+            self._slots.cache.write([slot], prefixes[context])
 
     def _missing(self) -> list[str]:
         return self._weights.missing()
 
     def _digest(self, names: Collection[str] | None) -> dict[str, int]:
         return self._weights.digest(names)
+
+
+def _context(sequence: EngineSequence) -> Context:
+    """Return what is prefilled for a sequence: its prompt without the last token, and its images."""
+    return sequence.prompt[:-1], sequence.request.images

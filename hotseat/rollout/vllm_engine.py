@@ -148,7 +148,9 @@ class VllmEngine(ThreadedEngine):
 
     # --- what is asked between steps ----------------------------------------------------------------------------------
 
-    def _score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[float]]:
+    def _score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, images: Sequence[Sequence[str]]
+    ) -> list[list[float]]:
         longest = max(map(len, sequences), default=0)
         if longest >= self._core.max_length:
             raise UserError(
@@ -156,7 +158,7 @@ class VllmEngine(ThreadedEngine):
                 f" {self._core.max_length}: at most {self._core.max_length - 1}"
             )
         self._pause()
-        if self._running:
+        if self._running and not self._core.has_room_for(sorted(map(len, sequences))[-SCORED_AT_ONCE:]):
             self._core.forget_cache()  # requests in flight give up their keys, and compute them again afterwards
         self._core.call("hotseat_score_at", temperature, timeout_s=self._call_timeout_s)
         scores: list[list[float]] = [[0.0] for _ in sequences]

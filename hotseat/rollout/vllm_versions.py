@@ -288,6 +288,13 @@ class Core:
             for request in waiting:
                 scheduler.waiting.add_request(request)
 
+    def has_room_for(self, lengths: Sequence[int]) -> bool:
+        """Tell whether sequences of these lengths fit into the cache beside the requests in flight."""
+        scheduler = self._core.scheduler
+        num_groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        num_blocks = sum(length // scheduler.block_size + 1 for length in lengths) * num_groups
+        return num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
     def forget_cache(self) -> None:
         """Forget keys and values of prefixes and of requests in flight, which compute theirs again afterwards."""
         self._client.reset_prefix_cache(reset_running_requests=True)

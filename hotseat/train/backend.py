@@ -122,6 +122,8 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
+    freeze_visual_encoder: bool = False  # of a model that sees images
+    filler_image: str | None = None  # prepared, for ranks without images; None: the model sees none
     layout: LayoutKind = "auto"  # see `packing`
     attention: str | None = None  # an implementation of transformers, for padded rows; None: see `attention`
     is_deterministic: bool = False  # deterministic kernels only

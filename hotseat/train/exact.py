@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hotseat.errors import RunError
 from hotseat.train.models import logit_changes
+from hotseat.vision import Vision, policy_class
 
 _MARGIN_BYTES = 1 << 30  # device memory left for others
 _ALIVE = 8  # tensors of the widest kind that a layer has at one time
@@ -53,12 +54,13 @@ def exact_log_probs(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool = False,
+    images: Sequence[Sequence[str]] = (),
 ) -> ExactScores:
     """Score all tokens after the context of each sequence, with the policy that has these weights, in float32.
 
     model: a folder or hub name, for its shape alone. named_tensors: every weight, in any type, as `Backend.weights`
     yields them. num_context: tokens at the beginning of each sequence that are not scored, at least 1. dtype: to round
-    logits to.
+    logits to. images: those of each sequence.
     """
     with torch.device(device):
         policy = _untrained(model, trust_remote_code).eval()
@@ -74,8 +76,8 @@ def exact_log_probs(
         if missing:
             raise RunError(f"the trainer holds no {min(missing)}, which {type(policy).__name__} has")
         scored = [
-            _scores(policy, torch.tensor(sequence, device=device), start, temperature, dtype)
-            for sequence, start in zip(sequences, num_context, strict=True)
+            _scores(policy, torch.tensor(sequence), start, temperature, dtype, seen)
+            for sequence, start, seen in zip(sequences, num_context, images or [()] * len(sequences), strict=True)
         ]
     exact, rounded = torch.cat(scored, dim=1).tolist()
     return ExactScores(exact, rounded)
@@ -88,12 +90,20 @@ def _untrained(model: str | Path, trust_remote_code: bool) -> PreTrainedModel:
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
         options["attn_implementation"] = "eager"  # transformers leaves the cap of scores out of faster ones
     with no_init_weights():
-        return AutoModelForCausalLM.from_config(config, **options)
+        return policy_class(config).from_config(config, **options)
 
 
-def _scores(policy: PreTrainedModel, tokens: Tensor, start: int, temperature: float, dtype: torch.dtype) -> Tensor:
+def _scores(
+    policy: PreTrainedModel, tokens: Tensor, start: int, temperature: float, dtype: torch.dtype, images: Sequence[str]
+) -> Tensor:
     """Score the tokens from `start` on, exactly and with rounded logits: [2, num_tokens - start]."""
-    hidden = policy.base_model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0, start - 1 :]
+    device, vision = policy.device, Vision.of(policy) if images else None
+    arguments = {} if vision is None else vision.arguments(images, device)
+    if vision is not None and vision.has_axes:
+        arguments["position_ids"] = vision.positions(tokens[:-1], images)[:, None].to(device)
+    tokens = tokens.to(device)
+    output = policy.base_model(input_ids=tokens[None, :-1], use_cache=False, **arguments)
+    hidden = output.last_hidden_state[0, start - 1 :]
     logits = policy.get_output_embeddings()(hidden)  # [num_tokens - start, vocab_size]
     scale, cap = logit_changes(policy.config)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hotseat.observe.noise import without_deepspeeds_greeting
 from hotseat.train.backend import TrainOptions
+from hotseat.vision import copy_processor, sees_images
 
 
 def write_model(
@@ -34,3 +35,5 @@ def write_model(
         setattr(shell.config, name, fact)
     with without_deepspeeds_greeting():
         shell.save_pretrained(directory, state_dict=dict(weights))
+    if sees_images(model.config) and model.name_or_path:
+        copy_processor(model.name_or_path, directory)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from hotseat.train.backend import Outputs
 from hotseat.train.experts import balancing_loss
-from hotseat.train.packing import LayoutKind, model_input
+from hotseat.train.packing import LayoutKind, join, model_input
 from hotseat.train.sequence import SequenceGroup
 from hotseat.types import MicroBatch
+from hotseat.vision import Vision
 
 
 @dataclass
@@ -24,6 +25,8 @@ class ForwardPass:
     device: torch.device
     sequence: SequenceGroup
     dropouts: Sequence[nn.Module] = ()  # in front of adapters; all others are off for good
+    vision: Vision | None = None  # of a model that sees images
+    filler: MicroBatch | None = None  # for micro-batches without images, where other ranks may have some
 
     def set_dropout(self, is_on: bool) -> None:
         for dropout in self.dropouts:
@@ -40,6 +43,9 @@ class ForwardPass:
         with_routing: bool = False,
     ) -> Outputs:
         """Run `module` on `model_batch` and return the outputs of its first `num_tokens` tokens."""
+        has_filler = self.filler is not None and not model_batch.images
+        if self.filler is not None and has_filler:
+            model_batch = join([replace(model_batch, fields={}), self.filler])
         inputs = model_input(
             model_batch,
             self.layout,
@@ -47,6 +53,7 @@ class ForwardPass:
             has_flash=self.has_flash,
             group=self.sequence,
             with_counts=with_routing,
+            vision=self.vision,
         )
         outputs: dict[str, Tensor] = module(inputs, temperature, with_entropy)
         routing = outputs.pop("routing", None)
@@ -54,6 +61,9 @@ class ForwardPass:
 
         def flat(values: Tensor) -> Tensor:
             mine = values.new_zeros(model_batch.num_tokens).index_copy(0, inputs.tokens, values)
-            return self.sequence.add_up(mine)[:num_tokens]
+            whole = self.sequence.add_up(mine)
+            if has_filler:  # its gradient is zero, but goes all the way to the visual encoder
+                return whole[:num_tokens] + 0.0 * whole[num_tokens:].sum()
+            return whole[:num_tokens]
 
         return Outputs(**{name: flat(values) for name, values in outputs.items()}, aux_loss=aux_loss)

@@ -79,6 +79,7 @@ class FSDPBackend(Trainer):
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,
             attention=options.attention,
+            freeze_visual_encoder=options.freeze_visual_encoder,
         )
         for weight in loaded.parameters():
             if weight.requires_grad and options.precision == "bf16_master":

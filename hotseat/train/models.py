@@ -22,7 +22,6 @@ from torch._dynamo import maybe_mark_dynamic
 from torch.utils._triton import has_triton
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -40,6 +39,7 @@ from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.train.sequence import check_heads, check_ranks
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, check_cut
 from hotseat.types import MicroBatch
+from hotseat.vision import encoder_of, language_part, policy_class, set_attention
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
 _LARGE_LOGIT = 40.0
@@ -95,7 +95,10 @@ class ValueModel(nn.Module):
 
 def _hidden(model: PreTrainedModel, inputs: ModelInput) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the hidden state in front of each scored token, [num_scored, hidden_size]; and routing if asked for."""
-    arguments = {} if inputs.blocks is None else {"position_ids": inputs.position_ids, BLOCKS: inputs.blocks}
+    arguments: dict[str, Any] = {} if inputs.position_ids is None else {"position_ids": inputs.position_ids}
+    if inputs.blocks is not None:
+        arguments[BLOCKS] = inputs.blocks
+    arguments |= inputs.pixels
     if inputs.counts is not None:
         arguments["output_router_logits"] = True
     output = model.base_model(input_ids=inputs.input_ids, use_cache=False, **arguments)
@@ -133,7 +136,7 @@ def load_model(
     check_fit(config, *fit)
     common = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
     if options.head == "policy":
-        return AutoModelForCausalLM.from_pretrained(source, **common)
+        return policy_class(config).from_pretrained(source, **common)
     return _load_value_model(source, options, common)
 
 
@@ -305,6 +308,7 @@ def prepare_model(
     lora: LoraOptions | None = None,
     liger_on: torch.device | None = None,
     attention: str | None = None,
+    freeze_visual_encoder: bool = False,
 ) -> tuple[Policy | ValueModel, LayoutKind]:
     """Wrap a loaded model so that it gives log-probs or values; return it and the layout that it can run.
 
@@ -323,10 +327,12 @@ def prepare_model(
                 setattr(module, name, 0.0)
     if lora is not None:
         add_adapters(model, lora, head)
+    if freeze_visual_encoder:
+        encoder_of(model).requires_grad_(False)
     can_pack = attention is None and bool(getattr(model, "_supports_attention_backend", False))
     plain = _use_own_attention(model) if can_pack else None
     if attention is not None:
-        model.set_attn_implementation(attention)
+        set_attention(model, attention)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -362,7 +368,7 @@ def compile_layers(model: PreTrainedModel, compiler: Compiler) -> None:
     # chosen by: a dozen variants of one layer are normal. Beyond the limit torch runs a layer without compiling it,
     # which is slow, and fatal where a compiled forward is recomputed so: it saves other tensors.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
-    for layer in layers(model):
+    for layer in layers(language_part(model)):
         layer.forward = _of_any_size(torch.compile(layer.forward, backend=compiler))
 
 
@@ -413,9 +419,9 @@ def _use_own_attention(model: PreTrainedModel) -> AttentionRecord:
             return model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state.float()
 
     model.eval()
-    model.set_attn_implementation("eager")  # with capped scores and sinks, which transformers leaves out of others
+    set_attention(model, "eager")  # with capped scores and sinks, which transformers leaves out of others
     expected = hidden()
-    model.set_attn_implementation(ATTENTION)
+    set_attention(model, ATTENTION)
     with recorded_attention() as watch:
         ours = hidden()
     is_alike = _is_close(ours / expected.abs().max(), expected / expected.abs().max(), model.dtype)

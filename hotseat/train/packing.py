@@ -16,9 +16,10 @@ Sequence-parallel ranks (`sequence`) each get a slice of the packed or shared ro
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ from hotseat.errors import BatchError
 from hotseat.train.attention import Blocks
 from hotseat.train.sequence import SequenceGroup, Slice
 from hotseat.types import MicroBatch, segment_offsets, to_device
+from hotseat.vision import Vision, tokens_of
 
 LayoutKind = Literal["auto", "padded", "packed", "shared"]
 
@@ -114,6 +116,7 @@ def take(batch: MicroBatch, segments: Sequence[int]) -> MicroBatch:
             for name, values in batch.fields.items()
         },
         sample_ids=tuple(batch.sample_ids[segment] for segment in segments),
+        images=_any_images(batch.images[segment] for segment in segments) if batch.images else (),
     )
 
 
@@ -128,7 +131,14 @@ def join(batches: Sequence[MicroBatch]) -> MicroBatch:
         weights=torch.cat([batch.weights for batch in batches]),
         fields={name: torch.cat([batch.fields[name] for batch in batches]) for name in first.fields},
         sample_ids=tuple(sample_id for batch in batches for sample_id in batch.sample_ids),
+        images=_any_images(images for batch in batches for images in batch.images or ((),) * batch.num_segments),
     )
+
+
+def _any_images(images: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Return the images of each segment; nothing if no segment has any."""
+    listed = tuple(images)
+    return listed if any(listed) else ()
 
 
 def with_ends(batch: MicroBatch) -> MicroBatch:
@@ -143,7 +153,7 @@ def with_ends(batch: MicroBatch) -> MicroBatch:
     mask[ends] = True
     token_ids = torch.zeros(len(mask), dtype=batch.token_ids.dtype)
     token_ids[~mask] = batch.token_ids
-    return MicroBatch(token_ids, offsets, mask, torch.zeros(len(mask)), {}, batch.sample_ids)
+    return MicroBatch(token_ids, offsets, mask, torch.zeros(len(mask)), {}, batch.sample_ids, batch.images)
 
 
 def _members(batch: MicroBatch, units: Sequence[Hashable] | None) -> list[list[int]]:
@@ -205,12 +215,15 @@ class ModelInput:
     """Tokens in the layout that the model runs, and which of its outputs predict the tokens that are scored."""
 
     input_ids: Tensor  # [num_segments, longest] or [1, num_rows]
-    position_ids: Tensor | None  # [1, num_rows] when packed; None: counted from the left
+    # [1, num_rows] when packed; None: counted from the left. Where images have positions in three dimensions:
+    # [3, 1, num_rows] or [3, num_segments, longest].
+    position_ids: Tensor | None
     blocks: Blocks | None  # how packed tokens fall into segments; None when padded
     rows: Tensor  # [num_scored]: the row of the flattened output that predicts each scored token
     targets: Tensor  # [num_scored]: that token
     tokens: Tensor  # [num_scored]: where it stands in the micro-batch
     counts: Tensor | None = None  # [rows of the flattened output] float: tokens of each, 0: padding; if asked for
+    pixels: Mapping[str, Tensor] = field(default_factory=dict)  # arguments of a model that sees images
 
 
 def model_input(
@@ -221,11 +234,13 @@ def model_input(
     has_flash: bool = False,
     group: SequenceGroup | None = None,
     with_counts: bool = False,
+    vision: Vision | None = None,
 ) -> ModelInput:
     """Lay a micro-batch out for the model.
 
     Scored are the tokens under the mask that something precedes in their segment; only they are projected. With a
-    `group` of several ranks the layout is packed, and cut to this rank's slice.
+    `group` of several ranks the layout is packed, and cut to this rank's slice. `vision` prepares the arguments for
+    segments with images.
     """
     token_ids, offsets, mask = (tensor.cpu() for tensor in (batch.token_ids, batch.offsets, batch.mask))
     all_lengths = offsets[1:] - offsets[:-1]
@@ -239,8 +254,12 @@ def model_input(
     scored = (mask & (torch.arange(batch.num_tokens) > offsets[each])).nonzero().squeeze(-1)
     before = starts[each[scored]] + scored - 1 - offsets[each[scored]]  # the input token that predicts it
     longest = int(lengths.max())
+    axes = None  # [3, num_inputs]: positions in three dimensions
+    if batch.images:
+        assert vision is not None, "images for a model that sees none"
+        axes = _axes(vision, batch, [token_ids[inputs[a:b]] for a, b in itertools.pairwise(starts.tolist())])
 
-    owners = _owners(token_ids, offsets, mask, lengths, starts) if kind in ("auto", "shared") else None
+    owners = _owners(batch, token_ids, offsets, mask, lengths, starts, vision) if kind in ("auto", "shared") else None
     if kind == "auto":
         num_padded = batch.num_segments * longest if group is None or group.size == 1 else math.inf
         kind = _cheapest(num_padded, len(inputs), owners, has_flash)
@@ -248,12 +267,16 @@ def model_input(
         input_ids = torch.zeros(batch.num_segments, longest, dtype=torch.int64)
         input_ids[segment, position] = token_ids[inputs]
         position_ids, blocks = None, None
+        if axes is not None:
+            position_ids = torch.zeros(3, *input_ids.shape, dtype=torch.int64)
+            position_ids[:, segment, position] = axes
         rows = segment[before] * longest + position[before]
         counts = torch.bincount(segment * longest + position, minlength=input_ids.numel()).float()
     else:
         place = torch.arange(len(inputs)) if kind == "packed" or owners is None else owners
         first, row_of = torch.unique(place, return_inverse=True)  # the input token of each row, the row of each input
-        input_ids, position_ids, rows = token_ids[inputs[first]][None], position[first][None], row_of[before]
+        input_ids, rows = token_ids[inputs[first]][None], row_of[before]
+        position_ids = position[first][None] if axes is None else axes[:, None, first]
         is_shared, counts = len(first) < len(inputs), torch.bincount(row_of, minlength=len(first)).float()
         if has_flash and (group is None or group.size == 1):
             num_filler = _num_missing(len(first) + is_shared) + is_shared  # one row at least, if rows are gathered
@@ -272,12 +295,27 @@ def model_input(
             counts = part.of(counts[None])[0]
             is_mine = (rows >= part.first) & (rows < part.first + part.length)
             rows, scored = rows[is_mine] - part.first, scored[is_mine]
+    pixels: dict[str, Tensor] = {}
+    if batch.images and vision is not None:
+        # A shared context, and the images in it, stands where its first segment begins.
+        owned = list(range(batch.num_segments))
+        if kind == "shared" and owners is not None:
+            owned = [index for index, start in enumerate(starts[:-1].tolist()) if int(owners[start]) == start]
+        pixels = vision.arguments([image for index in owned for image in batch.images[index]], device)
     targets = token_ids[scored]
     if device is not None and device.type != "cpu":
         input_ids, rows, targets, scored = (to_device(tensor, device) for tensor in (input_ids, rows, targets, scored))
         position_ids = None if position_ids is None else to_device(position_ids, device)
     counted = to_device(counts, device) if with_counts else None
-    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted)
+    return ModelInput(input_ids, position_ids, blocks, rows, targets, scored, counted, pixels)
+
+
+def _axes(vision: Vision, batch: MicroBatch, segments: Sequence[Tensor]) -> Tensor | None:
+    """Return positions in three dimensions, segment after segment: [3, num_inputs]; None: the model has one."""
+    if not vision.has_axes:
+        return None
+    each = zip(segments, batch.images, strict=True)
+    return torch.cat([vision.positions(token_ids, images) for token_ids, images in each], dim=1)
 
 
 def _num_missing(num_rows: int) -> int:
@@ -295,13 +333,22 @@ def _cut(num_tokens: int, longest: int) -> Tensor:
     return torch.tensor([longest] * (num_tokens // longest) + [rest] * (rest > 0), dtype=torch.int64)
 
 
-def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, starts: Tensor) -> Tensor | None:
+def _owners(
+    batch: MicroBatch,
+    token_ids: Tensor,
+    offsets: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    vision: Vision | None,
+) -> Tensor | None:
     """Find the input token that stands for each, in the first segment with the same context: [num_inputs].
 
-    A context is what precedes the first token under the mask. None if all are different.
+    A context is what precedes the first token under the mask, with all images of the segment. None if all are
+    different.
     """
     owners = np.arange(int(starts[-1]))  # slices of an array take a tenth of the time of a tensor's
-    seen: dict[bytes, int] = {}
+    seen: dict[tuple[bytes, tuple[str, ...]], int] = {}
     tokens, is_sampled = token_ids.numpy(), mask.numpy()
     is_any = False
     bounds, sizes, firsts = offsets.tolist(), lengths.tolist(), starts.tolist()
@@ -310,7 +357,12 @@ def _owners(token_ids: Tensor, offsets: Tensor, mask: Tensor, lengths: Tensor, s
         size = min(int(sampled.argmax()) if sampled.any() else len(sampled), sizes[segment])
         if size == 0:
             continue
-        owner = seen.setdefault(tokens[begin : begin + size].tobytes(), segment)
+        images = batch.images[segment] if batch.images else ()
+        if images and vision is not None:
+            rest = tokens[begin + size : begin + sizes[segment]]
+            if (rest == vision.image_token_id).any():
+                continue  # its images stand after the context, too
+        owner = seen.setdefault((tokens[begin : begin + size].tobytes(), images), segment)
         if owner != segment:
             is_any = True
             owners[firsts[segment] : firsts[segment] + size] = np.arange(firsts[owner], firsts[owner] + size)
@@ -325,6 +377,17 @@ def _cheapest(num_padded: float, num_packed: int, owners: Tensor | None, has_fla
         "shared": num_shared * (1 + _COST_OF_GATHERING),
     }
     return min(costs, key=lambda kind: costs[kind])
+
+
+def image_filler(image: str) -> MicroBatch:
+    """Make a micro-batch with a prepared image that counts for nothing.
+
+    A rank whose micro-batch has no image runs it too: its visual encoder takes part in what all ranks do together.
+    """
+    token_ids = torch.tensor([*tokens_of(image), 0])
+    mask = torch.arange(len(token_ids)) == len(token_ids) - 1
+    offsets = torch.tensor([0, len(token_ids)])
+    return MicroBatch(token_ids, offsets, mask, torch.zeros(len(token_ids)), {}, ("",), ((image,),))
 
 
 def filler_batch() -> MicroBatch:

@@ -56,11 +56,12 @@ from hotseat.train.models import exported_name
 from hotseat.train.nonfinite import NonFiniteGuard
 from hotseat.train.offload import PartResidency
 from hotseat.train.outgoing import OutgoingWeights
-from hotseat.train.packing import LayoutKind, filler_batch
+from hotseat.train.packing import LayoutKind, filler_batch, image_filler
 from hotseat.train.ranks import Ranks
 from hotseat.train.sequence import SequenceGroup
 from hotseat.train.update_facts import UpdateFacts
 from hotseat.types import MicroBatch, Moved
+from hotseat.vision import Vision
 
 Result = TypeVar("Result")
 
@@ -97,7 +98,11 @@ class Trainer(TrainerHooks):
         self._model = model
         sequence = SequenceGroup(options.sequence_parallel_size, options.timeout_s)
         has_adapters = options.lora is not None
-        self._forward_pass = ForwardPass(layout, has_flash, device, sequence, dropouts(model) if has_adapters else [])
+        self._forward_pass = ForwardPass(
+            layout, has_flash, device, sequence, dropouts(model) if has_adapters else [], Vision.of(model)
+        )
+        if options.filler_image is not None and ranks.size > 1:
+            self._forward_pass.filler = image_filler(options.filler_image)
         self._outgoing = OutgoingWeights(model, find_adapters(model) if has_adapters else {}, options.precision)
         self._residency = PartResidency(device)
         self._guard = NonFiniteGuard(options.max_non_finite)

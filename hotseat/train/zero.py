@@ -152,6 +152,7 @@ class ZeroBackend(Trainer):
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,
             attention=options.attention,
+            freeze_visual_encoder=options.freeze_visual_encoder,
         )
         if self._is_whole and compiler is not None:
             wrapped.compiler = compiler  # for logits, which are no part of the graph

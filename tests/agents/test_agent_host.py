@@ -10,7 +10,7 @@ import pytest
 import torch
 from agent_cases import KEY, SAMPLING, TOKENIZER, WAIT_S, Script, completion_of, marked, play, prompt_of
 
-from hotseat.agents import Agent, AgentHost, SingleTurn, Transcript
+from hotseat.agents import Agent, AgentHost, Deadlines, Environment, MultiTurn, SingleTurn, Step, Transcript
 from hotseat.errors import RunError, UserError, WorkerError
 from hotseat.types import Episode, Failed, SampleKey, Sampling, ScoredEpisode, Segment
 
@@ -366,3 +366,137 @@ def test_the_same_sample_again_has_another_request_but_the_same_seed():
     assert first.id != second.id
     assert first.seed == second.seed == KEY.seed(9, 0)
     assert play(SingleTurn(TOKENIZER), Script(["b"])).key == KEY
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """An engine that answers nothing until it is told to end, and then what it has sampled: one token."""
+
+    def __init__(self, *prompt_answers):
+        self.answers = list(prompt_answers)
+        self.waiting = {}
+
+    def __call__(self, request):
+        future = self.waiting[request.id] = Future()
+        future.request = request
+        if self.answers:
+            future.set_result(completion_of(request, self.answers.pop(0)))
+        return future
+
+    def abort(self, names):
+        for name in names:
+            future = self.waiting[name]
+            future.set_result(completion_of(future.request, "c", "abort"))
+
+
+class Counts(Environment):
+    """Rewards each action by its length, and never ends."""
+
+    def step(self, action):
+        return Step("|", reward=float(len(action)))
+
+
+def played(engine, environment=Counts, timeout_s=WAIT_S, **deadlines):
+    agent = MultiTurn(environment, TOKENIZER, max_length=100)
+    limits = Deadlines(**deadlines)
+    with AgentHost(agent, engine, run_seed=5, timeout_s=timeout_s, abort=engine.abort, deadlines=limits) as host:
+        return host.submit(prompt_of("q"), KEY, SAMPLING).result(WAIT_S)
+
+
+def test_an_answer_that_takes_too_long_fails_the_sample_by_name():
+    reason = played(Slow("ab"), turn_s=0.05).reason
+    assert reason.endswith("the policy took longer than 0.05 s for one answer (agent.turn_timeout_s)")
+
+
+def test_an_answer_that_takes_too_long_is_cut_and_scored_where_that_is_configured():
+    engine = Slow("ab")
+    engine.abort = lambda names, abort=engine.abort: (engine.answers.extend(["de"] * 40), abort(names))
+    scored = played(engine, turn_s=0.05, scores_policy=True)
+    assert marked(scored.episode)[0].startswith("q[ab]|[c]|[de]|[de]|")  # it goes on after the cut
+    assert scored.turn_rewards[:3] == (2.0, 1.0, 2.0)
+
+
+def test_a_policy_that_runs_out_of_time_is_scored_where_that_is_configured():
+    scored = played(Slow("ab"), timeout_s=0.3, scores_policy=True)
+    assert marked(scored.episode) == ["q[ab]|[c]"]
+    assert scored.turn_rewards == (2.0, 1.0)
+    assert scored.episode.is_truncated
+
+
+def test_a_tool_that_takes_too_long_fails_the_sample_even_where_the_policy_is_scored():
+    class Blocks(Counts):
+        def step(self, action):
+            released.wait(WAIT_S)
+            return super().step(action)
+
+    released = threading.Event()
+    failed = [
+        played(Slow("ab"), Blocks, tool_s=0.1, scores_policy=True),
+        played(Slow("ab"), Blocks, timeout_s=0.2, scores_policy=True),
+    ]
+    released.set()
+    assert "took longer than 0.1 s between answers (agent.tool_timeout_s)" in failed[0].reason
+    assert failed[1].reason.endswith("the agent took longer than 0.2 s")
+
+
+def test_a_policy_that_sampled_nothing_in_time_fails():
+    engine = Slow()
+    engine.abort = lambda names: [
+        engine.waiting[name].set_result(completion_of(engine.waiting[name].request, "", "abort")) for name in names
+    ]
+    assert "its time was over before a token was sampled" in played(engine, turn_s=0.02, scores_policy=True).reason
+    engine.abort = lambda names: [engine.waiting[name].cancel() for name in names]
+    assert "did not return what it had sampled" in played(engine, turn_s=0.02, scores_policy=True).reason
+
+
+def test_tools_that_block_do_not_block_other_episodes():
+    released = threading.Event()
+
+    class Blocks(Counts):
+        def reset(self, prompt, label):
+            if label == "blocks":
+                released.wait(WAIT_S)
+
+        def step(self, action):
+            return Step("", reward=1.0, done=True)
+
+    agent = MultiTurn(Blocks, TOKENIZER, max_length=100)
+    with AgentHost(agent, Script(lambda request: "a"), run_seed=5, timeout_s=WAIT_S) as host:
+        stuck = host.submit(prompt_of("q", "blocks"), KEY, SAMPLING)
+        others = [host.submit(prompt_of("q"), SampleKey(0, 3, at), SAMPLING) for at in range(20)]
+        assert {other.result(WAIT_S).reward for other in others} == {1.0}
+        assert not stuck.done()
+        released.set()
+        assert stuck.result(WAIT_S).reward == 1.0
+
+
+def test_an_environment_gets_the_seed_of_its_episode():
+    seeds = []
+
+    class Seeded(Counts):
+        def reset(self, prompt, label, seed):
+            seeds.append(seed)
+
+        def step(self, action):
+            return Step(done=True, reward=0.0)
+
+    agent = MultiTurn(Seeded, TOKENIZER, max_length=100, run_seed=3)
+    for _ in range(2):
+        with AgentHost(agent, Script(lambda request: "a"), run_seed=3) as host:
+            for at in range(2):
+                host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING).result(WAIT_S)
+    assert seeds[:2] == seeds[2:]
+    assert seeds[0] != seeds[1]
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_an_episode_says_when_each_turn_was_asked_for_and_answered():
+    facts = played(Slow("ab", "c", "d"), timeout_s=0.3, scores_policy=True).episode.facts
+    assert len(facts.turns) == 4
+    times = [time for turn in facts.turns for time in (turn.asked_s, turn.answered_s)]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    assert 0.3 <= times[-1] <= facts.took_s
+    assert facts.waited_s >= 0

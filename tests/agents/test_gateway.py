@@ -16,11 +16,11 @@ import pytest
 from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
-from hotseat.agents import AgentHost, ProgramSettings
+from hotseat.agents import AgentHost, Deadlines, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.conversation import Conversation, ConversationError
 from hotseat.errors import UserError
-from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
+from hotseat.types import Completion, Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
 pytestmark = pytest.mark.slow
 QUESTION = [{"role": "user", "content": "bad?"}]
@@ -394,6 +394,34 @@ def test_a_client_that_hangs_up_ends_its_request_and_may_ask_again_for_the_same(
     assert len(learned(outcome.episode.segments, outcome.episode.turn_lengths)) == 1
 
 
+def test_of_equal_requests_at_once_a_retry_gets_the_answer_of_the_one_that_was_given_up():
+    async def program(prompt, client):
+        engine.is_holding = True
+        body = {"messages": QUESTION}
+        gives_up, stays = (asyncio.ensure_future(post(client, "/chat/completions", body)) for _ in range(2))
+        while len(engine.requests) < 2:
+            await asyncio.sleep(0.01)
+        gives_up.cancel()
+        while not any(held.cancelled() for held in engine.held):
+            await asyncio.sleep(0.01)
+        engine.is_holding = False
+        retried = await post(client, "/chat/completions", body, **{"x-stainless-retry-count": "1"})
+        [waiting] = [held for held in engine.held if not held.cancelled()]
+        ids = tuple(tokenizer_of("smollm2")("other<|im_end|>", add_special_tokens=False)["input_ids"])
+        waiting.set_result(Completion("x", ids, (-1.0,) * len(ids), (0,) * len(ids), "stop"))
+        answers = [reply["choices"][0]["message"]["content"] for _, reply in (retried, await stays)]
+        again = await post(client, "/chat/completions", body, **{"x-stainless-retry-count": "2"})
+        assert again[1]["choices"][0]["message"]["content"] in answers
+        return {"reward": 0.0, "extra": {"differ": answers == ["cab", "other"]}}
+
+    engine = Engine()
+    outcome = play(program, engine)
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert outcome.extra == {"differ": 1.0}
+    given_up = next(request for request, held in zip(engine.requests, engine.held, strict=False) if held.cancelled())
+    assert engine.requests[2].seed == given_up.seed
+
+
 def test_an_engine_that_fails_ends_the_episode_whatever_the_program_does():
     async def program(prompt, client):
         with pytest.raises(openai.InternalServerError, match="the engine died"):
@@ -413,7 +441,10 @@ def test_a_program_that_asks_for_nothing_is_a_failed_sample():
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
-        ({"rewards": 1}, "the result has rewards; it may have reward, score, extra"),
+        ({"rewards": 1}, "the result has rewards; it may have reward, score, extra, turn_rewards"),
+        ({"turn_rewards": [1, 2]}, "turn_rewards of the result is 2 numbers, not one for each of the 1 answers"),
+        ({"turn_rewards": 1}, "turn_rewards of the result is a int, not one for each of the 1 answers"),
+        ({"turn_rewards": [1], "reward": 2}, "sum up to 1, but its reward is 2: leave one out"),
         ({"extra": {"a": 1}}, "the result has extra without a reward; the run's own reward has its own"),
         ("good", "the reward of the result is a str, not one number"),
         ({"reward": float("nan")}, "the reward of the result is nan"),
@@ -428,6 +459,53 @@ def test_a_result_that_is_no_reward_fails_the_sample(result, reason):
     outcome = play(program, Engine())
     assert isinstance(outcome, Failed)
     assert outcome.reason.endswith(reason)
+
+
+def test_a_program_may_reward_each_of_its_turns_and_they_follow_their_tokens():
+    async def program(prompt, client):
+        _, first = await post(client, "/chat/completions", {"messages": QUESTION})
+        answer = first["choices"][0]["message"]
+        await post(client, "/chat/completions", {"messages": [{"role": "user", "content": "else, at some length?"}]})
+        await post(client, "/chat/completions", {"messages": [*QUESTION, answer, *QUESTION]})
+        return {"turn_rewards": [1, 2, 4]}
+
+    scored = play(program, Engine("a", "bb", "ccc"))
+    assert isinstance(scored, ScoredEpisode)
+    assert scored.reward == scored.score == 7.0
+    # The first segment is that of the second answer, because the conversation of the first ends last.
+    assert scored.turn_rewards == (2.0, 1.0, 4.0)
+    turns = scored.episode.facts.turns
+    assert len(turns) == 3
+    assert turns[1].answered_s <= turns[0].asked_s <= turns[0].answered_s <= turns[2].asked_s
+
+
+def test_a_program_whose_policy_runs_out_of_time_is_told_so_and_what_was_sampled_is_scored():
+    refused = []
+
+    async def program(prompt, client):
+        for text in ("one", "two", "three"):
+            refused.append(await post(client, "/chat/completions", {"messages": [{"role": "user", "content": text}]}))
+        raise RuntimeError("it cannot go on without the policy")
+
+    engine = Engine("a")
+    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+
+    def abort(names):  # the second request had sampled two tokens
+        request = engine.requests[1]
+        engine.held[0].set_result(Completion(request.id, (5, 6), (-1.0, -1.0), (0, 0), "abort"))
+
+    def ask(request):
+        engine.is_holding = bool(engine.requests)
+        return engine(request)
+
+    limits = Deadlines(scores_policy=True)
+    with AgentHost(agent, ask, run_seed=5, timeout_s=1.0, abort=abort, deadlines=limits) as host:
+        episode = host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
+    assert isinstance(episode, Episode), episode
+    assert episode.is_truncated
+    assert sorted(episode.turn_lengths) == [2, 2]
+    assert refused[1][1]["choices"][0]["finish_reason"] == "length"
+    assert refused[2][1]["error"]["code"] == "timeout"
 
 
 def test_a_program_that_samples_only_by_its_own_settings_is_a_failed_sample():
@@ -472,6 +550,18 @@ def test_too_many_requests_at_once_are_told_to_wait(monkeypatch):
     outcome = play(program, Engine())
     assert isinstance(outcome, ScoredEpisode), outcome
     assert outcome.reward > 0
+
+
+def test_an_episode_has_so_many_bytes_of_open_requests_at_most(monkeypatch):
+    monkeypatch.setattr("hotseat.agents.gateway.server._MAX_OPEN_BYTES", 2 << 20)
+
+    async def program(prompt, client):
+        status, reply = await post(client, "/chat/completions", b" " * (3 << 20))
+        assert (status, reply["error"]["message"]) == (429, "the episode has 2 MiB of open requests")
+        assert (await post(client, "/chat/completions", {"messages": QUESTION}))[0] == 200
+        return 1.0
+
+    assert play(program, Engine()).reward == 1.0
 
 
 def test_a_plain_function_may_block_and_leave_the_reward_to_the_run():

@@ -1,6 +1,7 @@
 """Agent files written for OpenRLHF, in every form that its documents show."""
 
 import asyncio
+import builtins
 import sys
 
 import pytest
@@ -154,6 +155,46 @@ def test_each_episode_of_a_step_function_sees_its_own_globals(load):
         futures = [host.submit(prompt_of("q"), SampleKey(0, 0, at), SAMPLING) for at in range(40)]
         assert {len(future.result(WAIT_S).turn_rewards) for future in futures} == {3}
     assert "hotseat_agent" not in sys.modules
+
+
+LOADED = """
+import builtins, re
+builtins.num_loaded += 1
+PATTERN = re.compile("a")
+LIMIT = 3
+UNUSED = []
+{more}
+def helper(text):
+    {use}
+    return PATTERN.sub("", text), LIMIT
+class Tool:
+    @staticmethod
+    def use():
+        {inner}
+def step(state, action, label, **kwargs):
+    helper(action)
+    return 1.0, state + action, True, {{}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "use", "inner", "is_shared"),
+    [
+        ("", "pass", "pass", True),
+        ("COUNT = 0", "global COUNT; COUNT += 1", "pass", False),
+        ("COUNT = 0", "pass", "global COUNT; COUNT = 1", False),
+        ("SEEN = {}", "SEEN[text] = 1", "pass", False),
+        ("class Env: pass\nENV = Env()", "ENV.text = text", "pass", False),
+    ],
+)
+def test_a_file_is_executed_once_for_all_episodes_unless_its_globals_may_change(
+    load, monkeypatch, more, use, inner, is_shared
+):
+    monkeypatch.setattr("builtins.num_loaded", 0, raising=False)
+    agent = load(LOADED.format(more=more, use=use, inner=inner))
+    for _ in range(3):
+        assert play(agent, Script(["a"])).reward == 1.0
+    assert builtins.num_loaded == (1 if is_shared else 4)
 
 
 def test_a_plain_step_function_that_takes_three_arguments(load):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -13,7 +18,9 @@ import pytest
 from chat_templates import tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
-from hotseat.agents import AgentHost, ProgramSettings, load_agent
+from hotseat.agents import AgentHost, ProgramSettings, _reaper, load_agent
+from hotseat.agents._confinement import Confinement, namespaces, own_groups, works
+from hotseat.agents._programs import ProgramHost
 from hotseat.errors import UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -127,6 +134,172 @@ def wait_until_gone(pid: int) -> None:
             return
         if state == "Z":
             return
+
+
+# --- what programs start ----------------------------------------------------------------------------------------------
+
+DAEMON = """
+import os, subprocess, sys
+child = subprocess.Popen(['sleep', '1000'], start_new_session=True, env={'PATH': os.environ['PATH']})
+marked = subprocess.Popen(['sleep', '1000'], start_new_session=True)
+os.makedirs('locked/inner'); open('locked/inner/file', 'w').close(); os.chmod('locked/inner', 0); os.chmod('locked', 0)
+open('started', 'w').write(' '.join(sorted(os.listdir('/proc/self/ns'))))
+"""
+
+
+def confinement_of(name: str) -> Confinement:
+    """One of the ways, if it works on this system."""
+    if name == "process group":
+        return Confinement(name)
+    groups = own_groups()
+    if name == "control group":
+        found = [Confinement(name, groups=groups)] if groups else []
+    else:
+        found = [Confinement("PID namespace", prefix) for prefix in namespaces() if prefix[0].endswith(name)]
+    for confinement in filter(works, found):
+        return confinement
+    pytest.skip(f"this system allows no {name}")
+
+
+def processes_of(folder: Path) -> set[int]:
+    """Processes that work in a folder."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{name}/cwd").startswith(str(folder)):
+                found.add(int(name))
+    return found
+
+
+@pytest.mark.parametrize("name", ["control group", "unshare", "bwrap", "process group"])
+def test_what_a_program_started_ends_with_it_whatever_session_it_is_in(name, tmp_path, monkeypatch):
+    confinement = confinement_of(name)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    programs = ProgramHost(confinement=confinement)
+
+    async def main():
+        async with programs.folder() as folder:
+            code, written = await programs.run([sys.executable, "-c", DAEMON], folder, dict(os.environ), b"")
+            assert code == 0, written
+            assert (folder.path / "started").exists()
+            # In a namespace they end with the program itself; elsewhere they are left, to be found.
+            assert confinement.kind == "PID namespace" or processes_of(tmp_path)
+        return folder.path
+
+    folder = asyncio.run(main())
+    assert not folder.exists()
+    if confinement.kind == "process group":  # one of them hides: it has removed the mark
+        [hidden] = processes_of(tmp_path)
+        os.kill(hidden, signal.SIGKILL)
+    while processes_of(tmp_path):
+        threading.Event().wait(0.01)
+    programs.close()
+    assert os.listdir(tmp_path) == []
+
+
+HOST = """
+import asyncio, os, sys, types
+agents = sys.modules['hotseat.agents'] = types.ModuleType('hotseat.agents')  # without torch, which takes seconds
+agents.__path__ = [sys.argv[3]]
+from hotseat.agents._programs import ProgramHost
+
+async def main():
+    programs = ProgramHost()
+    async def one(at):
+        async with programs.folder() as folder:
+            program = "import os, subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True);"
+            program += f"open({sys.argv[1]!r} + '/began.{at}', 'w').close(); os.system('sleep 1000')"
+            await programs.run([sys.executable, '-c', program], folder, dict(os.environ), b'')
+    await asyncio.gather(*map(one, range(int(sys.argv[2]))))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(200, marks=pytest.mark.long)])
+def test_programs_of_a_host_that_was_killed_end_and_their_folders_are_removed(tmp_path, number):
+    began, folders = tmp_path / "began", tmp_path / "folders"
+    began.mkdir()
+    folders.mkdir()
+    env = {**os.environ, "TMPDIR": str(folders)}
+    host = subprocess.Popen(
+        [sys.executable, "-c", HOST, str(began), str(number), str(Path(_reaper.__file__).parent)], env=env
+    )
+    beat = threading.Event()
+    while len(os.listdir(began)) < number:
+        assert host.poll() is None
+        beat.wait(0.01)
+    assert processes_of(folders)
+    host.kill()
+    host.wait()
+    while processes_of(folders) or os.listdir(folders):
+        beat.wait(0.01)
+
+
+def test_locked_folders_are_removed_also_without_the_rights_of_root(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == 0 and folder != Path("/") and not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    os.chown(mine, 65534, 65534)
+    code = (
+        "import os, sys; from pathlib import Path; sys.path.insert(0, sys.argv[2]); import _reaper\n"
+        "folder = Path(sys.argv[1]) / 'folder'; (folder / 'locked/inner').mkdir(parents=True)\n"
+        "(folder / 'locked/inner/file').touch(); (folder / 'locked/link').symlink_to('/')\n"
+        "(folder / 'locked/inner').chmod(0o500); (folder / 'locked').chmod(0); folder.chmod(0o500)\n"
+        "_reaper.remove_folder(folder); sys.exit(folder.exists())"
+    )
+    package = tmp_path / "package"
+    package.mkdir()
+    shutil.copy(_reaper.__file__, package / "_reaper.py")
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if python is None:
+        pytest.skip("needs a Python that other users may run")
+    assert subprocess.run([python, "-c", code, str(mine), str(package)], user=65534, group=65534).returncode == 0
+
+
+def test_containers_with_the_label_of_an_episode_are_removed(tmp_path, monkeypatch):
+    """Here by a stand-in for podman, which keeps containers as files."""
+    engine = tmp_path / "engine"
+    engine.write_text(
+        f"#!/bin/sh\ncd {tmp_path}/containers\ncase $1 in\n"
+        '  ps) grep -l -- "${5#label=}" * ;;\n  rm) shift 3; rm -- "$@" ;;\nesac\n'
+    )
+    engine.chmod(0o755)
+    (tmp_path / "containers").mkdir()
+    (tmp_path / "containers" / "other").write_text("hotseat.episode=other.1\n")
+    programs = ProgramHost(str(engine))
+    run = "import os, shutil; shutil.copy(os.environ['HOTSEAT_LABEL_FILE'], {!r})"
+
+    async def main():
+        async with programs.folder() as folder:
+            code = run.format(str(tmp_path / "containers" / "mine"))
+            assert (await programs.run([sys.executable, "-c", code], folder, dict(os.environ), b""))[0] == 0
+            assert (tmp_path / "containers" / "mine").exists()
+
+    asyncio.run(main())
+    assert os.listdir(tmp_path / "containers") == ["other"]
+    (tmp_path / "containers" / "left").write_text(f"hotseat.host={programs.name}\n")
+    programs.close()
+    assert os.listdir(tmp_path / "containers") == ["other"]
+
+
+@pytest.mark.long
+def test_podmans_containers_with_the_label_are_removed(tmp_path):
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    labels = tmp_path / "labels"
+    labels.write_text(f"hotseat.host=test{os.getpid()}\n")
+    # Created and not running: to run one needs more of the system than to remove one.
+    create = ["podman", "create", "--label-file", str(labels), "--rootfs", str(tmp_path), "sleep", "1000"]
+    made = subprocess.run(create, capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip(f"podman cannot make a container here: {made.stderr}")
+    _reaper.remove_containers("podman", f"hotseat.host=test{os.getpid()}")
+    assert subprocess.run(["podman", "container", "exists", made.stdout.strip()]).returncode == 1
 
 
 def test_folders_of_episodes_are_removed(tmp_path, monkeypatch):

@@ -435,6 +435,87 @@ def test_the_first_token_sees_the_sum_of_turn_and_episode_rewards(estimator, epi
     assert_close(by_turn.returns[first], by_sum.returns[first], 1e-9)
 
 
+def oracle_of_own_turns(estimator, episodes, groups, rewards, turn_rewards):
+    """Advantages by a walk over lists, in Python's own floats: each turn against the same turn of its siblings."""
+    turns = []  # of each episode: its turns, each the flat positions of its tokens
+    position = 0
+    for episode in episodes:
+        mine = []
+        for segment in episode:
+            was_sampled = False
+            for sampled in segment:
+                if sampled and not was_sampled:
+                    mine.append([])
+                if sampled:
+                    mine[-1].append(position)
+                was_sampled, position = bool(sampled), position + 1
+        turns.append(mine)
+    given = iter(turn_rewards)
+    rows = [[next(given) for _ in mine] for mine in turns]
+    most = max(len(row) for row in rows)
+    advantages = [0.0] * position
+    for at, mine in enumerate(turns):
+        siblings = [other for other in range(len(episodes)) if groups[other] == groups[at]]
+        totals = [sum(rows[other]) + rewards[other] for other in siblings]
+        mean = sum(totals) / len(totals)
+        std = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
+
+        def against(value, of_siblings, std=std):
+            centred = value - sum(of_siblings) / len(of_siblings)
+            if estimator == "rloo":
+                return centred * len(of_siblings) / (len(of_siblings) - 1)
+            return centred / (std + 1e-9) if estimator == "group_norm" else centred
+
+        def reward(other, turn):
+            return rows[other][turn] if turn < len(rows[other]) else 0.0
+
+        for turn in range(most):
+            value = against(reward(at, turn), [reward(other, turn) for other in siblings])
+            for token in mine[min(turn, len(mine) - 1)]:
+                advantages[token] += value
+        for token in mine[-1]:
+            advantages[token] += against(rewards[at], [rewards[other] for other in siblings])
+    return advantages
+
+
+@pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo"])
+@few
+@given(episodes=episode_lists(4, 6), seed=seeds)
+def test_turns_credited_with_their_own_rewards_equal_a_walk_over_lists(estimator, episodes, seed):
+    episodes = [[[1, *episode[0]], *episode[1:]] for episode in episodes]
+    layout, groups = make_layout(episodes), pairs_of_groups(len(episodes))
+    rewards, turn_rewards = numbers(seed, len(episodes)), numbers(seed + 1, len(turn_ends(layout)))
+    ours = compute_advantages(
+        estimator, layout, rewards, groups=groups, turn_rewards=turn_rewards, turn_credit="own"
+    ).advantages
+    walked = oracle_of_own_turns(estimator, episodes, groups.tolist(), rewards.tolist(), turn_rewards.tolist())
+    assert_close(ours, torch.tensor(walked, dtype=torch.float64), 1e-9)
+
+
+def test_a_turn_may_be_credited_with_its_own_reward_or_with_the_sum():
+    # As above: compared with the siblings' turns, first episode -1, 1, -2, the last two of them on its last turn.
+    layout = make_layout([[[0, 1, 1, 0, 1]], [[0, 1]]])
+    inputs = {
+        "layout": layout,
+        "rewards": torch.tensor([0.0, 4.0], dtype=torch.float64),
+        "groups": torch.tensor([0, 0]),
+        "turn_rewards": torch.tensor([1.0, 2.0, 3.0]),
+    }
+    own = compute_advantages("dr_grpo", **inputs, turn_credit="own")
+    assert_close(own.advantages, [0, -1, -1, 0, -1, 0, 2])
+    summed = compute_advantages("dr_grpo", **inputs, turn_credit="sum")
+    assert_close(summed.advantages, [0, -2, -2, 0, -2, 0, 2])
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", lambda rewards, groups: rewards])
+def test_estimators_that_cannot_credit_turns_with_their_own_rewards_are_named(estimator):
+    name = estimator if isinstance(estimator, str) else "of your own"
+    with pytest.raises(UserError, match=f"estimator '{name}' cannot credit turns .* use .*group_norm, dr_grpo, rloo"):
+        compute_advantages(
+            estimator, make_layout([[[1]], [[1]]]), torch.zeros(2), groups=torch.tensor([0, 0]), turn_credit="own"
+        )
+
+
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_an_episode_without_sampled_tokens_is_in_no_baseline(estimator):
     """Scenario 37."""

@@ -31,6 +31,23 @@ class Head:
     second: subprocess.Popen | None = None
 
 
+def _started(command: list[str], env: dict[str, str], folder: Path) -> subprocess.Popen:
+    """Start a head. Ray gives its raylet 30 s to begin, which a busy machine may not keep to: then it starts again."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    for is_last in (False, False, True):
+        head, lines = subprocess.Popen(command, env=env, cwd=folder, **pipes), []
+        for line in head.stdout:
+            lines.append(line)
+            if "Ray runtime started" in line:
+                return head
+        _end(head)
+        end_marked(MARK, [env[MARK]])
+        assert lines, "ray start printed nothing"
+        assert "timed out during startup" in "".join(lines), "".join(lines)
+        assert not is_last, "".join(lines)
+    raise AssertionError
+
+
 @contextlib.contextmanager
 def ray_head(folder: Path, num_gpus: int, num_gpus_of_second: int = 0, **variables: str) -> Iterator[Head]:
     """Start `ray start --head` in a folder. variables: more environment, of the cluster and of commands."""
@@ -52,16 +69,8 @@ def ray_head(folder: Path, num_gpus: int, num_gpus_of_second: int = 0, **variabl
             *("--object-store-memory=200000000", "--min-worker-port=0", "--max-worker-port=0"),
             *("--dashboard-agent-listen-port=0", f"--ray-client-server-port={free_port('127.0.0.1')}"),
         ]
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        head = subprocess.Popen(command, env=env, cwd=folder, **pipes)
+        head = _started(command, env, folder)
         try:
-            lines = []
-            for line in head.stdout:
-                lines.append(line)
-                if "Ray runtime started" in line:
-                    break
-            assert lines, "ray start printed nothing"
-            assert "Ray runtime started" in lines[-1], "".join(lines)
             started = Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", folder, env)
             if num_gpus_of_second:
                 with add_node(started, num_gpus_of_second) as second:

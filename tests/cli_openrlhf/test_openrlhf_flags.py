@@ -103,26 +103,40 @@ WITHOUT_A_FLAG = {
     "algorithm.correction.reject_low",
     "algorithm.distill_coef",
     "algorithm.mask_truncated",
+    "algorithm.turn_credit",
     "data.sampler",
+    "data.max_image_pixels",
+    "data.max_image_bytes",
     "algorithm.dpo.gamma",
     "algorithm.dpo.length_normalised",
     "algorithm.dpo.precompute",
     "actor.shape",
     "agent.command",
+    "agent.containers",
+    "agent.environment.arguments",
+    "agent.environment.family",
+    "agent.environment.name",
+    "agent.environment.num_processes",
     "agent.gateway.advertise_url",
     "agent.gateway.bind",
     "agent.history",
     "agent.max_concurrent",  # OPENRLHF_ASYNC_NUM_TASKS
     "agent.pass_env",
+    "agent.python",
     "agent.sampling",
     "agent.timeout_s",
+    "agent.on_timeout",
     "agent.tool_parser",
+    "agent.tool_timeout_s",
+    "agent.turn_length",  # set beside --agent_func_path
+    "agent.turn_timeout_s",
     "algorithm.aggregation",  # set beside --advantage_estimator dr_grpo
     "algorithm.kl.allow_k1_loss",  # set beside --use_kl_loss --kl_estimator k1
     "checkpoint.background",
     "cluster.call_timeout_s",
     "cluster.node_groups",
     "cluster.num_nodes",
+    "cluster.profile",
     "cluster.runtime",
     "cluster.silence_timeout_s",
     "cluster.threads_per_process",
@@ -327,7 +341,7 @@ def test_the_table_is_for_users():
     assert rows["--remote_rm_url"].endswith("or the address of a reward server. |")
     assert rows["--load_in_4bit"].startswith("refused: 4-bit weights")
     unbuilt = {name for name, meaning in rows.items() if "not built yet" in meaning.lower()}
-    assert unbuilt == {"--freeze_visual_encoder", "--image_key", "--max_images_per_prompt"}
+    assert unbuilt == set()
     assert rows["--flash_attn"].startswith("no effect: ")
     assert rows["--local_rank"] == "set by `deepspeed` and `torchrun` for each process |"
     assert all(meaning.strip(" |") for meaning in rows.values())

@@ -80,13 +80,12 @@ def test_without_vllm_a_command_says_what_to_install_in_flags(tmp_path, monkeypa
 
 
 def test_what_is_not_built_prints_but_does_not_start(capsys):
-    text = COMPLETE["train_ppo_ray"] + " --freeze_visual_encoder --use_ms"
+    text = COMPLETE["train_ppo_ray"] + " --use_ms"
     assert go("train_ppo_ray", text + " --print_config")[0] == 0
     assert loads(capsys.readouterr().out).use_modelscope
     assert go("train_ppo_ray", text) == (2, [])
     said = capsys.readouterr().err
     assert said.startswith("train_ppo_ray: not part of this version:\n")
-    assert "  --freeze_visual_encoder: training without the visual encoder\n" in said
     assert "  --use_ms: ModelScope; fetch the model with `modelscope download`, and give its folder\n" in said
 
 
@@ -290,7 +289,7 @@ def test_flags_are_where_people_look_for_them():
     assert groups["--zero_stage"] == groups["--actor_learning_rate"] == groups["--local_rank"] == "Training"
     assert groups["--save_steps"] == groups["--use_wandb"] == "Evaluation, checkpoints and logging"
     assert groups["--colocate_all_models"] == groups["--vllm_enable_sleep"] == "Placement"
-    assert groups["--load_in_4bit"] == groups["--freeze_visual_encoder"] == NOT_BUILT
+    assert groups["--load_in_4bit"] == groups["--use_ms"] == NOT_BUILT
     assert groups["--flash_attn"] == NO_EFFECT
 
 

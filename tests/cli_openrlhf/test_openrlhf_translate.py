@@ -537,9 +537,15 @@ def test_lora_modules_are_names_or_all():
 
 
 def test_images_have_a_column_once_there_may_be_any():
-    config = split("--max_images_per_prompt 2 --advantage_estimator rloo").config
+    given = "--max_images_per_prompt 2 --advantage_estimator rloo --engine transformers --actor.freeze_visual_encoder"
+    config = split(given).config
     assert (config.data.image_key, config.data.max_images_per_prompt) == ("images", 2)
-    assert split("--image_key pictures").no_effect == [("--image_key", "--max_images_per_prompt is 0")]
+    assert config.train.freeze_visual_encoder
+    why = "--max_images_per_prompt is 0"
+    no_effect = split("--image_key pictures --freeze_visual_encoder").no_effect
+    assert no_effect == [("--image_key", why), ("--freeze_visual_encoder", why)]
+    with pytest.raises(ConfigError, match="--engine: vllm is not built for images yet: set it to transformers"):
+        split("--max_images_per_prompt 2 --advantage_estimator rloo")
 
 
 def test_a_template_without_a_place_for_the_prompt_is_left_out():
@@ -752,9 +758,8 @@ def test_a_group_of_one_prints_but_does_not_start():
 
 
 def test_what_is_not_built_is_named_by_flag_and_default():
-    found = split("--advantage_estimator gae --actor.freeze_visual_encoder --use_ms")
+    found = split("--advantage_estimator gae --use_ms")
     assert dict(found.not_built) == {
-        "--actor.freeze_visual_encoder": "training without the visual encoder",
         "--use_ms": "ModelScope; fetch the model with `modelscope download`, and give its folder",
     }
     for command in ("train_dpo", "train_rm"):

@@ -118,3 +118,14 @@ def test_a_node_in_use_that_ray_has_lost_is_reported_once_and_others_are_not():
     watch.close()
     assert told == [watch.lost()]
     assert str(told[0]).startswith("Ray has lost node 1 (b, 10.0.0.2): the processes of this run there are gone")
+
+
+def test_a_node_is_known_to_be_lost_as_soon_as_somebody_asks():
+    """A process that died with its node is not taken for one that died alone, however long the watch sleeps."""
+    live = {0, 1}
+    watch = NodeWatch(lambda: {1: "node 1 (b, 10.0.0.2)"}, lambda: live, lambda error: None, period_s=3600.0)
+    live.discard(1)
+    assert watch.lost() is None
+    assert "Ray has lost node 1" in str(watch.lost(asks_ray=True))
+    assert watch.lost() is not None
+    watch.close()

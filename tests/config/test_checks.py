@@ -9,6 +9,7 @@ from hotseat.errors import ConfigError
 
 # A config in which the option has no effect, and a word of the reason.
 WITHOUT_EFFECT = {
+    "cluster.profile": ("task: dpo\ncluster: {profile: p.json}", "the steps of task rl alone are predicted"),
     "critic.value_clip": ("critic: {value_clip: 0.1}", "no critic"),
     "checkpoint.export_critic": ("checkpoint: {export_critic: true}", "no critic"),
     "reference.model": ("reference: {model: m}", "algorithm.kl.coef is 0"),
@@ -65,9 +66,18 @@ WITHOUT_EFFECT = {
     ),
     "rollout.fp32_head": ("train: {dtype: fp32}\nrollout: {fp32_head: false}", "so are all logits"),
     "rollout.num_slots": ("rollout: {engine: vllm, num_slots: 5}", "sizes its own batch"),
+    "algorithm.turn_credit": ("algorithm: {turn_credit: own}", "one turn"),
+    "agent.turn_length": ("agent: {turn_length: rest}", "one turn"),
     "agent.max_steps": ("agent: {max_steps: 3}", "one turn"),
     "agent.sampling": ("agent: {sampling: refuse}", "no program talks to the policy"),
-    "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "agent.command is not set"),
+    "agent.pass_env": ("agent: {path: a.py, pass_env: [A]}", "neither agent.command nor agent.environment nor"),
+    "agent.containers": ("agent: {path: a.py, containers: podman}", "agent.command is not set"),
+    "agent.environment.name": ("agent: {environment: {name: a}}", "agent.environment.family is not set"),
+    "agent.environment.num_processes": (
+        "agent: {path: a.py, environment: {num_processes: 2}}",
+        "neither agent.environment.family nor agent.python is set",
+    ),
+    "agent.python": ("agent: {command: [a], python: python3}", "it runs an agent.environment, or the function play"),
     "overlap.queue": ("overlap: {queue: 1}", "a rollout ends before"),
     "overlap.order": ("overlap: {order: arrival}", "a rollout ends before"),
     "overlap.in_flight": ("overlap: {in_flight: recompute}", "a rollout ends before"),
@@ -85,6 +95,22 @@ WITHOUT_EFFECT = {
     "reward.judge.combine": (
         "reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1', model: big, combine: median}}",
         "reward.judge.votes is 1",
+    ),
+    "reward.judge.engine.kind": (
+        "reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1', model: big, engine: {kind: vllm}}}",
+        "the judge runs elsewhere",
+    ),
+    "reward.judge.retries": (
+        "reward: {judge: {rubric: r.txt, model: big, retries: 2}}",
+        "on an engine of the run's own",
+    ),
+    "reward.judge.engine.enforce_eager": (
+        "reward: {judge: {rubric: r.txt, model: big, engine: {enforce_eager: true}}}",
+        "this is for vllm",
+    ),
+    "reward.judge.engine.num_slots": (
+        "reward: {judge: {rubric: r.txt, model: big, engine: {kind: vllm, num_slots: 4}}}",
+        "vllm, which sizes its own batch",
     ),
     "log.mlflow.uri": ("log: {mlflow: {uri: 'http://there'}}", "enabled is false"),
     "log.trackio.space": ("log: {trackio: {space: me/mine}}", "enabled is false"),
@@ -241,6 +267,10 @@ def test_every_rule_speaks_of_keys_that_exist():
         (
             "agent: {path: a.py, gateway: {bind: '0.0.0.0:8000', advertise_url: 'http://here'}}",
             "each rollout host knows only the episodes of its own: set rollout.num_hosts to 1",
+        ),
+        (
+            "agent: {path: a.py}\nalgorithm: {estimator: reinforce, turn_credit: own}",
+            "algorithm.estimator is reinforce: set rloo, reinforce_baseline, group_norm, dr_grpo, or turn_credit to",
         ),
         ("agent: {command: []}", "empty: give a program and its arguments"),
         ("agent: {command: [a], path: a.py}", "agent.path is a.py: an episode is played by one of the two"),

@@ -247,11 +247,11 @@ def test_requests_that_nobody_waits_for_are_aborted_in_one_call_per_engine():
         await until(lambda: len(engines.aborted) == 2)
         client.abort(["4", "unknown"])
         await until(lambda: len(engines.aborted) == 3)
-        assert tasks[4].cancelled()
+        assert not tasks[4].done()  # the engine returns what it has sampled
         engines.is_silent = False
-        return await asyncio.gather(tasks[3], tasks[5])
+        return await asyncio.gather(*tasks[3:])
 
-    assert [completion.request_id for completion in asyncio.run(main())] == ["3", "5"]
+    assert [completion.request_id for completion in asyncio.run(main())] == ["3", "4", "5"]
     assert engines.aborted == [(0, ["0", "2"]), (1, ["1"]), (0, ["4"])]
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from loop_cases import make_value_model, write_rows
 from reward_servers import FakeServer
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hotseat.cli.batch_inference import main as batch_inference
 from hotseat.cli.lora_combiner import main as lora_combiner
@@ -62,6 +63,32 @@ def test_answers_are_written_in_prompt_order_and_a_selection_is_taken_from_the_s
     pairs = read_lines(here / "pairs.jsonl")
     assert all(pair["prompt"] in {row["input"] for row in rows[12:]} for pair in pairs)
     assert all(pair["chosen"].count("7") > pair["rejected"].count("7") for pair in pairs)
+
+
+def test_answers_of_a_file_are_scored_by_a_reward_model_as_transformers_does(here, capsys):
+    make_value_model(here / "rm")
+    rows = [{"input": f"{a}+1=", "output": text} for a in (1, 2) for text in ("77", "1", "123")]
+    write_rows(here / "answers.jsonl", rows)
+    flags = "--eval_task rm --pretrain rm --dataset answers.jsonl --max_len 16 --micro_batch_size 4 --temperature 0.5"
+    assert batch_inference([*flags.split(), "--output_path", "scored.jsonl"]) == OK
+    said = capsys.readouterr()
+    assert "no effect here: --temperature because nothing is sampled" in said.err
+    assert "--max_len" not in said.err
+    assert "6 lines of 6 answers to 2 prompts" in said.out
+    scored = read_lines(here / "scored.jsonl")
+    assert [{"input": row["input"], "output": row["output"]} for row in scored] == rows
+    tokenizer = AutoTokenizer.from_pretrained(here / "rm")
+    model = AutoModelForSequenceClassification.from_pretrained(here / "rm")
+    for row in scored:
+        tokens = [*tokenizer(row["input"] + row["output"])["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            assert row["reward"] == pytest.approx(float(model(input_ids=torch.tensor([tokens])).logits), abs=1e-5)
+    assert batch_inference([*flags.split(), "--post_processor", "iter_dpo", "--output_path", "pairs.jsonl"]) == OK
+    for pair, group in zip(read_lines(here / "pairs.jsonl"), (scored[:3], scored[3:]), strict=True):
+        rewards = {row["output"]: row["reward"] for row in group}
+        assert pair["chosen"] == max(rewards, key=rewards.get)
+        assert pair["rejected"] == min(rewards, key=rewards.get)
+        assert pair["chosen_reward"] == rewards[pair["chosen"]]
 
 
 BLOCKING = """

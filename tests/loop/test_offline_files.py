@@ -142,6 +142,10 @@ def test_settings_without_effect_are_refused(folder):
         ("generate model rows.jsonl --output model", "model is a folder"),
         ("generate model rows.jsonl data.max_length=4096", "above the 128 positions"),
         ("generate model rows.jsonl reward.model=model", "only training runs score with reward models"),
+        (
+            "generate model rows.jsonl reward.judge.rubric=r.txt reward.judge.model=big",
+            "only training runs have engines for a judge",
+        ),
         ("eval model rows.jsonl", "no source of rewards"),
         ("eval model rows.jsonl --reward reward.py --output rows.jsonl", "rows.jsonl is a file: give a folder"),
         ("chat ./nowhere/model", "there is no folder"),
@@ -170,8 +174,8 @@ def test_adapters_that_cannot_be_merged_are_refused(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--eval_task None: give one of generate, generate_vllm"),
-        ("--eval_task rm", "--eval_task rm is not part of this version"),
+        ("", "--eval_task None: give one of generate, generate_vllm, rm"),
+        ("--eval_task rm", "set --pretrain, --dataset, --output_path"),
         ("--eval_task generate", "set --pretrain, --dataset, --output_path"),
         ("--eval_task generate GIVEN --repetition_penalty 1.1", "--repetition_penalty is not part"),
         ("--eval_task generate GIVEN --post_processor rs", "give --remote_rm_url FILE"),

@@ -17,7 +17,7 @@ from hotseat.loop.planning.plan import (
     plan_on,
     role_specs,
 )
-from hotseat.placement import EngineMemory, ForwardMemory, Part, TrainMemory
+from hotseat.placement import EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, known_shape
 
 LLAMA = {
     "hidden_size": 64,
@@ -73,6 +73,36 @@ def test_the_planner_counts_adapters_and_the_moving_average():
     assert said == "train.lora.target_modules: the figures are for adapters beside every linear layer"
 
 
+def test_muon_keeps_one_moment_of_matrices_and_adamw_two_of_the_rest():
+    """By hand: a layer of 64 wide attention with one of two heads for keys, an MLP of 128, and 100 words."""
+    shape = "{num_hidden_layers: 3, hidden_size: 64, intermediate_size: 128, num_attention_heads: 2,"
+    shape += " num_key_value_heads: 1, vocab_size: 100, tie_word_embeddings: true}"
+    text = f"actor: {{shape: {shape}, optimizer: {{kind: muon}}}}\ntrain: {{dtype: fp32}}"
+    actor = specs(text)["actor"]
+    matrices = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    others = 100 * 64 + 64 + 3 * 2 * 64  # embedding, last norm, norms of layers
+    assert actor.model.num_parameters == matrices + others
+    priced = estimate("actor", actor.memory, actor.model, Layout(1))
+    assert priced.part_gib(Part.OPTIMIZER) * 2**30 == pytest.approx(4 * (matrices + 2 * others))
+    plain = specs(text.replace("kind: muon", "kind: adamw"))["actor"]
+    assert estimate("actor", plain.memory, plain.model, Layout(1)).part_gib(Part.OPTIMIZER) * 2**30 == pytest.approx(
+        8 * (matrices + others)
+    )
+
+
+def test_every_teacher_is_counted_the_largest_on_the_device_and_the_others_on_the_host():
+    text = "reference: {teachers: {code: Qwen/Qwen2.5-7B, maths: Qwen/Qwen2.5-1.5B, chat: Qwen/Qwen2.5-0.5B}}"
+    text += "\nalgorithm: {distill_coef: 1.0}\ntrain: {dtype: bf16}"
+    reference = specs(text)["reference"]
+    assert reference.model_assumed == "Qwen2.5-7B"
+    sizes = [known_shape(f"Qwen2.5-{size}B").shape.num_parameters for size in ("7", "1.5")]
+    assert reference.memory.num_waiting == sum(sizes)  # while the smallest has its turn
+    priced = estimate("reference", reference.memory, reference.model, Layout(2))
+    [waiting] = [term for term in priced.host if "waiting" in term.name]
+    assert waiting.gib * 2**30 == pytest.approx(2 * sum(sizes) / 2)  # two bytes each, over two ranks
+    assert specs(text.replace("Qwen/Qwen2.5-0.5B", "unheard-of"))["reference"].model is None
+
+
 def test_only_the_actor_sends_weights():
     found = specs("algorithm: {estimator: gae}")
     assert found["actor"].memory.sends_weights
@@ -88,6 +118,37 @@ def test_an_engine_has_its_share_its_size_and_its_parts():
     assert spec.can_offload == {Part.WEIGHTS, Part.KV_CACHE}
     assert specs("rollout: {engine: vllm}")["rollout"].share == 0.9
     assert specs("")["rollout"].share is None
+
+
+JUDGED = "reward: {judge: {rubric: r.txt, model: Qwen/Qwen2.5-7B-Instruct, max_tokens: 256"
+
+
+def test_a_judge_without_an_endpoint_is_an_engine_with_a_model_and_a_length_of_its_own():
+    text = f"{JUDGED}, engine: {{kind: vllm, tensor_parallel_size: 2, memory_share: 0.5}}}}}}"
+    judge = specs(f"{text}\ndata: {{max_length: 1000}}\ntrain: {{dtype: bf16}}")["judge"]
+    assert judge.is_engine
+    assert (judge.on, judge.tensor_parallel, judge.share) == ("@actor", 2, 0.5)
+    assert judge.can_offload == {Part.WEIGHTS, Part.KV_CACHE}
+    assert judge.model_assumed == "Qwen2.5-7B"
+    assert judge.memory.max_tokens == 1000 + 256 + 1024  # the answer, the verdict, the rubric
+    assert "judge" not in specs(f"{JUDGED}, url: 'http://127.0.0.1:8000/v1'}}}}")
+
+
+def test_a_judge_works_between_rollout_and_the_actor_and_keeps_its_weights():
+    actor = "actor: {model: Qwen/Qwen2.5-7B-Instruct}"
+    made = make_plan(loads(f"{JUDGED}}}}}\n{actor}", ["cluster.component_placement={actor: 0-7}"]), "1x8xH100-80G")
+    order = [(step.phase, step.roles) for step in made.steps]
+    assert order.index(("prepare", ("judge",))) == order.index(("rollout", ("rollout",))) + 1
+    assert order.index(("prepare", ("judge",))) < order.index(("prepare", ("actor",)))
+    [sync] = [step for step in made.steps if step.pushes]
+    assert "judge" not in sync.roles
+    judged = [hold for step in made.groups[0].steps for hold in step.holdings if hold.role == "judge"]
+    states = {hold.state for hold in judged if hold.part == Part.WEIGHTS}
+    assert "offloaded" in states
+    assert "dropped" not in states  # nobody sends it its weights again
+    text = f"{JUDGED}, engine: {{enable_offload: false}}}}}}\n{actor}"
+    with pytest.raises(PlacementError, match=r"reward\.judge\.engine\.enable_offload is false: unset it"):
+        make_plan(loads(text, ["cluster.component_placement={actor: 0-7}", "train.micro_batch_size=1"]), "1x8xH100-80G")
 
 
 def test_a_reference_is_sharded_under_fsdp_and_zero_3_only():

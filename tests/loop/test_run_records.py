@@ -2,18 +2,33 @@
 
 import itertools
 import json
+import pickle
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from loop_cases import make_task, rl_yaml
 from transformers import AutoTokenizer
 
 from hotseat.config import loads
 from hotseat.loop.rl.ledger import read_ledger
+from hotseat.loop.rl.sample_records import ChosenSample, written
 from hotseat.loop.run import start
-from hotseat.loop.workers.records import token_texts
+from hotseat.loop.workers.experience import Share
+from hotseat.loop.workers.records import TurnRecord, record_of, token_texts
 from hotseat.observe import read_lines, read_timeline
+from hotseat.types import (
+    Episode,
+    EpisodeFacts,
+    Prompt,
+    PromptGroup,
+    SampleKey,
+    ScoredEpisode,
+    Segment,
+    TurnFacts,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -190,3 +205,17 @@ def test_samples_of_a_skipped_update_are_recorded_as_skipped(tmp_path, monkeypat
     lines = read_lines(task / "runs" / "run" / "samples.jsonl")
     assert {token["fates"] for line in lines for token in tokens_of(line)} <= {"skipped", "no gradient"}
     assert "skipped" in {token["fates"] for line in lines for token in tokens_of(line)}
+
+
+def test_a_sample_is_recorded_with_its_turns_and_times_also_after_it_was_pickled():
+    segment = Segment(torch.tensor([3, 4, 5]), torch.tensor([False, True, True]), torch.zeros(3), torch.zeros(3))
+    facts = EpisodeFacts((TurnFacts(0.5, 1.0, ("add(1)",)), TurnFacts(2.0, 2.25)), waited_s=0.125, took_s=3.0)
+    episode = Episode(SampleKey(0, 1, 2), (segment,), "query", turn_lengths=(1, 1), facts=facts)
+    prompt = Prompt(1, "q", (3,))
+    share = Share((PromptGroup(prompt, (ScoredEpisode(episode, 1.0, 1.0, {}, (0.25, 0.75)),)),), ((0,),))
+    [sample] = pickle.loads(pickle.dumps(share)).groups[0].samples
+    record = record_of(sample, prompt, SimpleNamespace(decode=lambda ids: "".join(map(str, ids))))
+    assert record.turns == (TurnRecord(1, 0.25, 0.5, 1.0, ("add(1)",)), TurnRecord(1, 0.75, 2.0, 2.25, ()))
+    assert (record.waited_s, record.took_s) == (0.125, 3.0)
+    line = written(7, ChosenSample(sample.episode.key, "trained", ""), record, None)
+    assert line["turns"][1] == {"length": 1, "reward": 0.75, "asked_s": 2.0, "answered_s": 2.25, "tool_calls": []}

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 CONFIG = """task: rl
@@ -31,7 +32,9 @@ TEXT = (
 WORDS = TEXT.split()
 
 
-def make_run(path: Path, *, num_steps=60, seed=0, learning_rate=1e-3, samples_every=5, num_tokens=90, attack=""):
+def make_run(
+    path: Path, *, num_steps=60, seed=0, learning_rate=1e-3, samples_every=5, num_tokens=90, attack="", has_agent=False
+):
     """All files of a reinforcement run. `attack` is put wherever a run has text."""
     path.mkdir(parents=True)
     chance = random.Random(seed)
@@ -41,6 +44,8 @@ def make_run(path: Path, *, num_steps=60, seed=0, learning_rate=1e-3, samples_ev
     write_lines(path / "distributions.jsonl", distributions(chance, num_steps))
     steps = [1, *range(samples_every, num_steps + 1, samples_every)]
     samples = [sample(chance, step, index, num_tokens, attack) for step in steps for index in range(6)]
+    if has_agent:
+        samples = [conversation(chance, step, index) for step in steps for index in range(2)]
     write_lines(path / "samples.jsonl", samples)
     write_lines(path / "ledger.jsonl", ledger(num_steps))
     write_lines(path / "events.jsonl", events(num_steps, attack))
@@ -170,6 +175,54 @@ def sample(chance, step, index, num_tokens, attack=""):
         }
     ]
     return record
+
+
+PLAYED = [  # (what was read, what was said, reward, tool call)
+    ("<|im_start|>user\nWhat is 17 * 23? Use the calculator.<|im_end|>\n<|im_start|>assistant\n",
+     'I will multiply. <tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 32}}</tool_call><|im_end|>',
+     -0.1, 'multiply({"a": 17, "b": 32})'),
+    ("\n<|im_start|>tool\n544<|im_end|>\n<|im_start|>assistant\n",
+     'That was 32. Again: <tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 23}}</tool_call><|im_end|>',
+     0.0, 'multiply({"a": 17, "b": 23})'),
+    ("\n<|im_start|>tool\n391<|im_end|>\n<|im_start|>assistant\n", "The answer is 391.<|im_end|>", 1.0, None),
+]  # fmt: skip
+
+
+def conversation(chance, step, index):
+    """An episode of an agent: three turns with tools, and a branch that goes back after the first."""
+    record = sample(chance, step, index, 4) | {"state": "trained", "reason": "", "reward": 0.9, "score": 0.9}
+    turns, clock = [], 0.05
+
+    def segment_of(parts, num_shared=0):
+        nonlocal clock
+        text, sampled = [], []
+        for at, (read, said, reward, call) in enumerate(parts):
+            is_shared = at < num_shared
+            for words, is_said in ((read, False), (said, not is_shared)):
+                pieces = re.findall(r"<[^>]*>|\s?\w+|\s|[^\w\s]", words)
+                text += pieces
+                sampled += [is_said] * len(pieces)
+            if not is_shared:
+                took = 0.4 + chance.random()
+                calls = [call] if call else []
+                times = {"asked_s": clock, "answered_s": clock + took}
+                turns.append(
+                    {"length": sampled[-len(pieces) :].count(True), "reward": reward, "tool_calls": calls} | times
+                )
+                clock += took + (1.3 * chance.random() if call else 0.01)
+        return {
+            "text": text,
+            "sampled": sampled,
+            "engine_log_probs": [-abs(chance.gauss(0, 0.7)) if value else None for value in sampled],
+            "trainer_log_probs": [-abs(chance.gauss(0, 0.7)) if value else None for value in sampled],
+            "advantages": [chance.choice((-0.4, 0.8)) if value else None for value in sampled],
+            "fates": ["learned" if value else None for value in sampled],
+            "versions": [step - 1 if value else None for value in sampled],
+        }
+
+    other = ("\n<|im_start|>user\nWithout tools, please.<|im_end|>\n<|im_start|>assistant\n", "About 400.", 0.0, None)
+    segments = [segment_of(PLAYED), segment_of([PLAYED[0], other], 1)]
+    return record | {"segments": segments, "turns": turns, "waited_s": 0.4, "took_s": clock + 0.2}
 
 
 def ledger(num_steps):

@@ -480,9 +480,39 @@ def test_a_sample_is_packed_without_loss():
             "advantage": [[None, 1], [0.7, 2]],
             "fate": [[None, 1], ["learned", 1], ["clipped", 1]],
             "version": [[None, 1], [11, 2]],
+            "turn": [[None, 3]],
             "first": 0,
+            "segment": 0,
+            "shared": [0, 0],
         }
     ]
+
+
+def test_turns_are_packed_with_their_tokens_and_branches_with_what_they_share():
+    times = {"asked_s": 0.5, "answered_s": 1.25}
+    packed = pack(
+        {
+            "waited_s": 0.1,
+            "took_s": 4.0,
+            "turns": [
+                {"length": 2, "reward": 1.0, "tool_calls": ["add(1)"], **times},
+                {"length": 1, "reward": None, "tool_calls": [], "asked_s": None, "answered_s": None},
+                {"length": 1, "reward": 0.5, "tool_calls": [], **times},
+            ],
+            "segments": [
+                {"text": ["q", "a", "b", "r", "c"], "sampled": [False, True, True, False, True]},
+                {"text": ["q", "a", "b", "s", "d"], "sampled": [False, False, False, False, True]},
+            ],
+        }
+    )
+    assert (packed["waited_s"], packed["took_s"]) == (0.1, 4.0)
+    assert packed["turns"][0] == {"length": 2, "reward": 1.0, "tool_calls": ["add(1)"], **times}
+    assert packed["turns"][1]["asked_s"] is None
+    assert [segment["turn"] for segment in packed["segments"]] == [
+        [[None, 1], [0, 2], [None, 1], [1, 1]],
+        [[None, 4], [2, 1]],
+    ]
+    assert [segment["shared"] for segment in packed["segments"]] == [[0, 0], [3, 0]]
 
 
 def test_a_sample_with_missing_or_short_lists_is_packed():

@@ -49,8 +49,20 @@ def reports(tmp_path_factory):
     examples.mkdir()
     (examples / "config.yaml").write_text("task: sft\n")
     write_lines(examples / "metrics.jsonl", [{"step": step, "loss": 3 / step} for step in range(1, 30)])
-    runs = {"one": [one], "several": [one, two, examples], "attack": [attack], "examples": [examples]}
+    evaluation = path / "eval"
+    evaluation.mkdir()
+    (evaluation / "config.yaml").write_text("task: rl\n")
+    write_lines(evaluation / "metrics.jsonl", [{"step": 0, "eval/accuracy": 0.5}])
+    write_lines(evaluation / "answers.jsonl", [{"input": "1+1=", "output": "2"}])
+    runs = {
+        "evaluation": [evaluation],
+        "one": [one],
+        "several": [one, two, examples],
+        "attack": [attack],
+        "examples": [examples],
+    }
     runs |= {"changed": [changed], "unchanged": [make_run(path / "unchanged", num_steps=20)]}
+    runs |= {"agent": [make_run(path / "agent", num_steps=10, has_agent=True)]}
     return {name: write_report(run_dirs, path / f"{name}.html") for name, run_dirs in runs.items()}
 
 
@@ -236,6 +248,34 @@ def test_a_sample_shows_its_tokens_and_their_facts(open_report):
     assert page.evaluate("document.activeElement.dataset.index") == "31"
 
 
+def test_an_episode_of_an_agent_is_a_conversation_with_its_rewards_tools_branches_and_times(open_report):
+    page = open_report("agent")
+    samples = page.locator("#samples")
+    said, read = samples.locator(".talk-said"), samples.locator(".talk-read")
+    assert [said.nth(at).locator(".talk-head b").inner_text() for at in range(said.count())] == [
+        "Turn 1", "Turn 2", "Turn 3", "Turn 4",
+    ]  # fmt: skip
+    assert "reward −0.1" in said.nth(0).inner_text()
+    assert said.nth(0).locator(".tool-call").inner_text() == 'multiply({"a": 17, "b": 32})'
+    assert "544" in read.nth(1).inner_text()
+    heads = samples.locator(".talk-segment").all_inner_texts()
+    assert heads == ["Segment 1", "Segment 2, a branch of segment 1"]
+    assert "tokens as in segment 1" in read.nth(3).inner_text()
+    assert samples.locator(".time-turn").count() == 4
+    assert "environment and tools" in samples.locator(".time-legend").inner_text()
+    assert samples.locator(".token").count() == 0
+    said.nth(2).locator("summary").click()  # token by token, where that is asked for
+    said.nth(2).locator(".token").first.hover()
+    assert '"The"' in said.nth(2).locator(".token-facts").inner_text()
+    samples.get_by_role("button", name="Token by token", exact=True).click()
+    assert said.count() == 0
+    assert samples.locator(".token").count() > 100
+    samples.get_by_role("button", name="Conversation").click()
+    assert said.count() == 4
+    samples.locator(".time-turn").nth(3).click()
+    assert "About 400" in page.evaluate("document.activeElement.innerText")
+
+
 def test_arrows_move_through_the_list(open_report):
     page = open_report("one")
     page.locator("#samples .sample-list").focus()
@@ -299,6 +339,14 @@ def test_a_run_of_examples_says_what_is_absent(open_report):
     assert page.locator("#curves canvas").count() == 1
     for section in ("timeline", "phases", "memory", "distributions", "gap", "samples"):
         assert page.locator(f"#{section} .absent").count() == 1, section
+
+
+def test_an_evaluation_has_no_sections_of_training(open_report):
+    page = open_report("evaluation")
+    shown = ("overview", "curves", "distributions", "samples", "setup")
+    assert page.eval_on_selector_all("main section", "sections => sections.map((each) => each.id)") == list(shown)
+    assert page.locator("#nav a").count() == len(shown)
+    assert page.locator("#setup h3").all_inner_texts() == ["Config"]
 
 
 def test_text_of_a_model_is_shown_and_not_run(open_report):

@@ -33,7 +33,8 @@ json.dump({"reward": last["content"].count("7")}, open(os.environ["HOTSEAT_RESUL
 """
 
 
-def test_a_driver_and_then_a_host_die_while_programs_play_and_no_bit_changes(tmp_path):
+@pytest.mark.parametrize("num_episodes", [8, 200])  # of a step
+def test_a_driver_and_then_a_host_die_while_programs_play_and_no_bit_changes(tmp_path, num_episodes):
     task = make_faulty_task(tmp_path)
     (task / "program.py").write_text(PROGRAM)
     overrides = [
@@ -42,8 +43,9 @@ def test_a_driver_and_then_a_host_die_while_programs_play_and_no_bit_changes(tmp
         f"data.chat_template={json.dumps(TEMPLATE)}",
         "data.max_length=24",
         "reward.function=null",
-        "rollout.samples_per_prompt=2",
-        "train.batch_size=8",
+        f"rollout.samples_per_prompt={num_episodes // 4}",
+        f"agent.max_concurrent={num_episodes}",
+        f"train.batch_size={num_episodes}",
     ]
     undisturbed = run_undisturbed(task, num_passes=2, overrides=overrides)
     with Faulty(task, num_passes=2, overrides=overrides) as run:

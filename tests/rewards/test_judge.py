@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from reward_servers import WAIT_S, FakeServer, HeldPort, written
+from reward_servers import WAIT_S, HeldPort, written
 
 from hotseat.config import loads
 from hotseat.config.checks import missing
@@ -14,29 +14,11 @@ from hotseat.failed import Failed
 from hotseat.loop.setup.judge import judge_obstacles, judge_of
 from hotseat.loop.setup.reward_servers import check_reward_servers
 from hotseat.rewards import Grader, Graders, Score
-from hotseat.rewards.judge import Judge, VerdictFile, combined
+from hotseat.rewards.judge import Endpoints, Judge, VerdictFile, combined
 from hotseat.rewards.rubrics import JudgeSettings
 
 RUBRIC = "Question: {prompt}\nExpected: {label}\nAnswer: {answer}\nWrite `Score:` and 0 to 10."
 PATTERN = loads("").reward.judge.pattern
-
-
-@pytest.fixture
-def opened():
-    """Closes everything that is put there."""
-    things = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
-
-
-@pytest.fixture
-def server(opened):
-    def start(respond) -> FakeServer:
-        opened.append(FakeServer(respond))
-        return opened[-1]
-
-    return start
 
 
 @pytest.fixture
@@ -46,7 +28,7 @@ def judge(opened):
     def make(server, **options) -> Judge:
         options = {"rubric": RUBRIC, "pattern": PATTERN, "timeout_s": WAIT_S, "retries": 0, **options}
         settings = JudgeSettings((server.judge_url,), "big", **options)
-        opened.append(Judge(settings, back_off_s=0.001, report=lambda line: None))
+        opened.append(Judge(settings, Endpoints(settings, back_off_s=0.001, report=lambda line: None)))
         return opened[-1]
 
     return make
@@ -346,11 +328,13 @@ def test_names_and_sources_are_told_apart(tmp_path):
     assert "pw" not in str(error.value)
 
 
-def test_a_judge_without_an_endpoint_is_refused_by_name():
+def test_a_judge_needs_a_model_with_or_without_an_endpoint():
     found = dict(missing(loads("reward: {judge: {rubric: r.txt}}")))
-    assert "judges on an engine of the run's own are not part of this version" in found["reward.judge.url"]
-    assert "not set" in found["reward.judge.model"]
+    assert found["reward.judge.model"] == "not set: give a checkpoint directory or a hub name"
     assert "reward.function" not in found  # it is a source of rewards
+    elsewhere = dict(missing(loads("reward: {judge: {rubric: r.txt, url: 'http://127.0.0.1:8000/v1'}}")))
+    assert elsewhere["reward.judge.model"] == "not set: give its name at the endpoint"
+    assert "reward.judge.url" not in found
 
 
 def test_an_endpoint_that_is_not_there_is_found_before_anything_heavy_starts(tmp_path, opened):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import reward_servers
 from aiohttp import web
-from reward_servers import WAIT_S, FakeServer, HeldPort, sevens
+from reward_servers import WAIT_S, HeldPort, sevens
 
 from hotseat.errors import RunError, UserError
 from hotseat.failed import Failed
@@ -20,26 +20,6 @@ from hotseat.rewards.service import RewardService
 
 SHORT_S = 0.2  # of what is waited for in vain
 LONGER_S = 3.0  # likewise, where other requests have to be answered within it
-
-
-@pytest.fixture
-def opened():
-    """Closes everything that is put there."""
-    things = []
-    yield things
-    for thing in reversed(things):
-        thing.close()
-
-
-@pytest.fixture
-def server(opened):
-    """Starts servers."""
-
-    def start(*arguments) -> FakeServer:
-        opened.append(FakeServer(*arguments))
-        return opened[-1]
-
-    return start
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -18,6 +19,7 @@ from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Sandbox, SandboxSettings
 from hotseat.rewards import sandbox as sandbox_module
+from hotseat.rewards._control_groups import MemoryGroups, find_parent
 from hotseat.rewards._seccomp import system_call_filter
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Run, SandboxClosed
@@ -396,6 +398,84 @@ def test_another_runner_and_all_it_started_are_ended(tmp_path):
     run = Sandbox(SandboxSettings(command=(str(runner), "{folder}"), timeout_s=3.0)).run("print(1)")
     assert run.end == "time"
     assert set(descendants()) <= before
+
+
+# --- control groups ---------------------------------------------------------------------------------------------------
+
+
+class FakeGroups(MemoryGroups):
+    """Groups in a plain folder, where files do nothing. events: the content of `memory.events` in each."""
+
+    events = ""
+
+    @contextlib.contextmanager
+    def make(self, max_bytes):
+        with super().make(max_bytes) as group:
+            (group.path / "memory.events").write_text(self.events)
+            yield group
+
+    def _remove(self, path):
+        self.written = {file.name: file.read_text() for file in path.iterdir()}
+        shutil.rmtree(path)
+
+
+def control_groups(folder: Path, own: str, given: dict[str, str]) -> Path | str:
+    """find_parent on a machine with these groups, each with the controllers that it gives to its children."""
+    for name, controllers in given.items():
+        group = folder / "cgroup" / name
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "cgroup.subtree_control").write_text(controllers)
+        (group / "cgroup.procs").write_text("")
+    (folder / "own").write_text(own)
+    mounts = f"24 1 0:22 / /proc rw - proc proc rw\n30 1 0:26 / {folder}/cgroup rw shared:4 - cgroup2 cgroup2 rw\n"
+    (folder / "mounts").write_text(mounts)
+    return find_parent(folder / "own", folder / "mounts")
+
+
+def test_groups_are_made_below_the_nearest_ancestor_that_gives_memory_to_its_children(tmp_path):
+    given = {"": "cpu memory pids", "user.slice": "memory pids", "user.slice/session": ""}
+    assert control_groups(tmp_path, "0::/user.slice/session\n", given) == tmp_path / "cgroup" / "user.slice"
+    given["user.slice"] = "pids"
+    assert control_groups(tmp_path, "1:name=systemd:/\n0::/user.slice/session\n", given) == tmp_path / "cgroup"
+    given[""] = "cpu pids"
+    assert "gives the memory controller" in control_groups(tmp_path, "0::/user.slice/session\n", given)
+    assert "is not visible here" in control_groups(tmp_path, "0::/../elsewhere\n", given)
+    assert "no control groups of version 2" in control_groups(tmp_path, "4:memory:/somewhere\n", given)
+
+
+def test_a_program_begins_in_its_group_and_a_limit_that_the_kernel_kept_is_one_of_memory(tmp_path):
+    sandbox, groups = Sandbox(SandboxSettings(command=(sys.executable, "{folder}/main.py"))), FakeGroups(tmp_path)
+    sandbox._memory = groups
+    run = sandbox.run("import os; print(os.getpid())")
+    assert (run.end, run.exit_code) == ("exited", 0)
+    assert groups.written["cgroup.procs"] == run.output.decode().strip()  # the shell becomes the program
+    assert groups.written["memory.max"] == str(512 * 2**20)
+    assert groups.written["memory.oom.group"] == "1"
+    groups.events = "low 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n"
+    assert sandbox.run("print(1)").end == "memory"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_that_do_not_bound_memory_are_not_used(tmp_path, monkeypatch):
+    """As here, where a plain folder stands for the groups: the program that takes too much is not ended."""
+    monkeypatch.setattr("hotseat.rewards.sandbox.find_parent", lambda: tmp_path)
+    monkeypatch.setattr("hotseat.rewards.sandbox.MemoryGroups", FakeGroups)
+    sandbox = Sandbox(SandboxSettings(command=(sys.executable, "{folder}/main.py")))
+    assert "since a program that exceeded the limit of its control group was not ended" in sandbox.probe()
+    monkeypatch.setattr("hotseat.rewards.sandbox.find_parent", lambda: tmp_path / "gone")
+    sandbox = Sandbox(SandboxSettings(command=(sys.executable, "{folder}/main.py")))
+    assert "since no control group can be made in" in sandbox.probe()
+
+
+@pytest.mark.skipif(isinstance(find_parent(), str), reason="no control groups can be made here")
+@pytest.mark.slow
+def test_the_kernel_bounds_the_memory_of_all_processes_together():
+    settings = SandboxSettings(max_memory_bytes=256 * 2**20)
+    sandbox = Sandbox(settings)
+    if "the kernel bounds memory" not in sandbox.probe():
+        pytest.skip("no control groups can be made here")
+    forks = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        break\n"
+    assert sandbox.run(f"{forks}block = b'x' * {100 * 2**20}\ntime.sleep(30)").end == "memory"
 
 
 def test_the_filter_refuses_where_it_should():

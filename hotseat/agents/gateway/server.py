@@ -7,7 +7,8 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from aiohttp import web
 from hotseat.agents.gateway import anthropic_messages, chat, responses
 from hotseat.agents.gateway.asking import BadRequest
 from hotseat.agents.gateway.reply import Reply
+from hotseat.agents.gateway.retries import Replies
 from hotseat.agents.gateway.session import Session
 from hotseat.errors import UserError
 
@@ -23,10 +25,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 32 << 20
 _MAX_OPEN = 512  # requests of one episode at a time
-_MAX_KEPT = 4096  # replies of one episode, for retries
+_MAX_OPEN_BYTES = 64 << 20  # of their bodies together
 _SHUTDOWN_S = 1.0
+_BACKLOG = 4096  # connections that wait to be accepted; where there is no room, a client tries again after a second
+_ACCEPTED = 16  # of them at a time: each takes as long as a small request
+_STREAM_BYTES = 1 << 16  # of a stream that are written at a time
 
-Handler = Callable[[Mapping[str, Any], Session], Awaitable[Reply]]
+Handler = Callable[[Mapping[str, Any], Session], Coroutine[Any, Any, Reply]]
 
 _HANDLERS: dict[str, Handler] = {
     "/v1/chat/completions": chat.chat,
@@ -50,21 +55,13 @@ class Address:
 
 
 @dataclass(eq=False)
-class _Shared:
-    """The work on a request, which a retry of it may wait for too."""
-
-    task: asyncio.Task[Reply]
-    digest: bytes
-    num_waiting: int = 0
-
-
-@dataclass(eq=False)
 class _Open:
-    """An episode that can be reached, and its replies by what identifies a request."""
+    """An episode that can be reached, and its replies."""
 
     session: Session
-    replies: dict[str, _Shared] = field(default_factory=dict)
+    replies: Replies = field(default_factory=Replies)
     num_open: int = 0
+    num_open_bytes: int = 0
 
 
 class Gateway:
@@ -95,8 +92,8 @@ class Gateway:
     def end(self, address: Address) -> None:
         """End an episode: its token is worth nothing from now on, and requests in progress are given up."""
         episode = self._episodes.pop(address.token, None)
-        for shared in episode.replies.values() if episode is not None else ():
-            shared.task.cancel()
+        if episode is not None:
+            episode.replies.cancel()
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -104,16 +101,15 @@ class Gateway:
             await runner.cleanup()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors])
+        app = web.Application(middlewares=[_errors])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name}", self._models)
         for path in _HANDLERS:
             app.router.add_post(path, self._answer)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
-        site = web.TCPSite(runner, self._host, self._port)
         try:
-            await site.start()
+            await _listen(runner, self._host, self._port)
         except OSError as error:
             await runner.cleanup()
             where = f"{self._host}:{self._port}" if self._port else self._host
@@ -145,45 +141,53 @@ class Gateway:
         if episode.num_open >= _MAX_OPEN:
             raise BadRequest(f"the episode has {_MAX_OPEN} open requests", status=429, code="rate_limit_exceeded")
         episode.num_open += 1
+        raw = bytearray()
         try:
-            raw = await request.read()
-            body = _parse(raw)
-            reply = await self._reply(episode, request, raw, body)
-            if not body.get("stream"):
-                return web.json_response(reply.body())
-            return await _stream(request, reply)
+            await _read(request, episode, raw)
+            return await self._reply(episode, request, bytes(raw), _parse(raw))
         finally:
             episode.num_open -= 1
+            episode.num_open_bytes -= len(raw)
 
-    async def _reply(self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]) -> Reply:
-        """Answer a request, or hand out the first answer to a request that is sent again.
-
-        The work goes on as long as somebody waits for it. What nobody waits for is given up and not remembered.
-        """
+    async def _reply(
+        self, episode: _Open, request: web.Request, raw: bytes, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Answer a request, or hand out the first answer to a request that is sent again."""
         digest = hashlib.blake2b(request.path.encode() + b"\0" + raw, digest_size=16).digest()
         idempotency_key = request.headers.get("Idempotency-Key")
         name = f"key {idempotency_key}" if idempotency_key else f"body {digest.hex()}"
         is_again = bool(idempotency_key) or _retry_count(request) > 0
-        shared = episode.replies.get(name) if is_again else None
-        if shared is not None and shared.digest != digest:
+        work = episode.replies.find(name) if is_again else None
+        if work is not None and work.digest != digest:
             raise BadRequest(f"the Idempotency-Key {idempotency_key!r:.80} was used for another request", status=422)
-        if shared is None:
-            task = asyncio.ensure_future(_HANDLERS[request.path](body, episode.session))
-            shared = episode.replies[name] = _Shared(task, digest)
-            if len(episode.replies) > _MAX_KEPT:
-                episode.replies.pop(next(iter(episode.replies)))
-        shared.num_waiting += 1
-        try:
-            return await asyncio.shield(shared.task)
-        finally:
-            shared.num_waiting -= 1
-            task = shared.task
-            is_given_up = not task.done() and shared.num_waiting == 0
-            has_failed = task.done() and (task.cancelled() or task.exception() is not None)
-            if is_given_up:
-                task.cancel()
-            if (is_given_up or has_failed) and episode.replies.get(name) is shared:
-                del episode.replies[name]
+        if work is None:
+            work = episode.replies.begin(name, digest, _HANDLERS[request.path](body, episode.session))
+        send = _stream if body.get("stream") else _whole
+        return await episode.replies.wait(name, work, lambda reply: send(request, reply))
+
+
+async def _read(request: web.Request, episode: _Open, raw: bytearray) -> None:
+    """Read the body of a request piece by piece, within the bounds of a request and of its episode."""
+    async for piece in request.content.iter_any():
+        raw += piece
+        episode.num_open_bytes += len(piece)
+        if len(raw) > _MAX_BODY_BYTES:
+            raise BadRequest(f"the body has more than {_MAX_BODY_BYTES >> 20} MiB", status=413)
+        if episode.num_open_bytes > _MAX_OPEN_BYTES:
+            shown = f"{_MAX_OPEN_BYTES >> 20} MiB of open requests"
+            raise BadRequest(f"the episode has {shown}", status=429, code="rate_limit_exceeded")
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family)
+    try:
+        # The loop accepts as many connections in one go as it lets wait, so that is set apart.
+        await web.SockSite(runner, listening, backlog=_ACCEPTED).start()
+        listening.listen(_BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
 
 
 def _retry_count(request: web.Request) -> int:
@@ -191,7 +195,7 @@ def _retry_count(request: web.Request) -> int:
     return int(count) if count.isdecimal() else 0
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -201,11 +205,23 @@ def _parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
+async def _whole(request: web.Request, reply: Reply) -> web.StreamResponse:
+    response = web.json_response(reply.body())
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
 async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
+    events = bytearray()  # the answer is complete, so each write of its own would only take longer
     for event in reply.events():
-        await response.write(event.encode())
+        events += event.encode()
+        if len(events) > _STREAM_BYTES:
+            await response.write(bytes(events))
+            events.clear()
+    await response.write(bytes(events))
     await response.write_eof()
     return response
 
@@ -243,4 +259,7 @@ def _error(
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
         body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-    return web.json_response(body, status=status, headers=headers)
+    response = web.json_response(body, status=status, headers=headers)
+    if status in (401, 413, 429):
+        response.force_close()  # nothing of such a client is kept open
+    return response

@@ -6,14 +6,13 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from hotseat.agents.agent import AgentError, SampleFunction
+from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, Given
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
@@ -40,6 +39,12 @@ class Policy:
         self.special_ids = frozenset(token for token, about in added.items() if about.special)
         self._logged: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "conversations")
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Return more characters than any text has that fits into a context: a bound on what is worth tokenising."""
+        longest = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+        return 4 * longest * self.settings.max_length + (1 << 16)
 
     @cached_property
     def parser(self) -> Parser | None:
@@ -86,8 +91,10 @@ class Session:
             chat_template=policy.settings.chat_template,
             history=policy.settings.history,
             when_rewritten=policy.log_rewritten,
+            max_characters=policy.max_characters,
         )
         self.is_cut = False  # the last answer ended at a limit of tokens
+        self.is_out_of_time = False  # the episode's time is over, and a request was refused for it
         self._policy = policy
         self._sample = sample
         self._num_asked = 0
@@ -167,6 +174,11 @@ class Session:
         return replace(self.sampling, **changed), False
 
     def _context(self, asked: Asked) -> Context:
+        context = self._made_context(asked)
+        _ = context.digest  # computed here, in the thread that may take its time
+        return context
+
+    def _made_context(self, asked: Asked) -> Context:
         if asked.tools and self._policy.parser is None:
             raise BadRequest(
                 "tools: this model's answers cannot be parsed for tool calls: its tokenizer has no response_template,"
@@ -192,6 +204,9 @@ class Session:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
             raise
+        except OutOfTimeError as error:
+            self.is_out_of_time = True
+            raise BadRequest(f"{error} (agent.timeout_s): nothing more is sampled", code="timeout") from None
         except BaseException as error:
             if not self.failure.done():
                 self.failure.set_result(error)
@@ -205,13 +220,12 @@ class Session:
 
         A request that was given up leaves its number to the next one for the same context, which is often its retry.
         """
-        digest = hashlib.blake2b(array("q", context.token_ids).tobytes(), digest_size=8)
-        taken = self._turns.setdefault(digest.digest(), set())
+        taken = self._turns.setdefault(context.digest, set())
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         taken.add(number)
-        digest.update(str(number).encode())
+        turn = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
         try:
-            return await self._sample(list(context.token_ids), sampling, int.from_bytes(digest.digest(), "little") >> 1)
+            return await self._sample(list(context.token_ids), sampling, int.from_bytes(turn, "little") >> 1)
         except BaseException:
             taken.discard(number)
             raise

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hotseat.agents.conversation import History
+from hotseat.agents.environments.families import EnvironmentSettings
 
 OwnSampling = Literal["override", "refuse", "untrained"]
 
@@ -31,7 +32,9 @@ class SessionSettings:
 class ProgramSettings:
     """Settings of programs. command: None if the program is a function. bind, advertise_url: of the gateway.
 
-    passed_on: names of variables of our environment that a command gets.
+    passed_on: names of variables of our environment that a command gets. containers: the command that removes the
+    containers of an episode, such as podman. environment: what plays in processes of its own, instead of a command or a
+    function.
     """
 
     command: tuple[str, ...] | None = None
@@ -42,4 +45,6 @@ class ProgramSettings:
     bind: str = "127.0.0.1"
     advertise_url: str | None = None
     passed_on: tuple[str, ...] = ()
+    containers: str | None = None
     run_seed: int = 0
+    environment: EnvironmentSettings | None = None

@@ -343,8 +343,10 @@ def _images(draft: ConfigDraft) -> None:
     if count:
         draft.fields["data.image_key"] = draft.line["--image_key"] or "images"
         draft.fields["data.max_images_per_prompt"] = count
+        draft.fields["train.freeze_visual_encoder"] = draft.line["--freeze_visual_encoder"]
     else:
-        draft.ignore("--image_key", f"{draft.named('--max_images_per_prompt')} is 0")
+        for name in ("--image_key", "--freeze_visual_encoder"):
+            draft.ignore(name, f"{draft.named('--max_images_per_prompt')} is 0")
 
 
 # --- batches and lengths ----------------------------------------------------------------------------------------------
@@ -371,6 +373,8 @@ def _lengths(draft: ConfigDraft) -> None:
     prompt, new, both = line["--prompt_max_len"], line["--generate_max_len"], line["--max_len"]
     fields["data.prompt_max_length"] = prompt
     fields["rollout.max_new_tokens"] = new
+    if line["--agent_func_path"]:
+        fields["agent.turn_length"] = "rest"  # OpenRLHF's executors give a turn all that --max_len leaves
     fields["data.max_length"] = both if both is not None else prompt + new
 
 

@@ -395,9 +395,7 @@ _RL: tuple[Flag, ...] = (
         "score",
         ("critic.value_head_prefix", "reward.value_head_prefix"),
     ),
-    _switch(
-        "--freeze_visual_encoder", "--actor.freeze_visual_encoder", not_built="training without the visual encoder"
-    ),
+    _switch("--freeze_visual_encoder", "--actor.freeze_visual_encoder", "train.freeze_visual_encoder", by="images"),
     # optimizers
     _float("--actor_learning_rate", "--actor.adam.lr", 1e-6, "actor.optimizer.learning_rate"),
     _float("--critic_learning_rate", "--critic.adam.lr", 9e-6, "critic.optimizer.learning_rate"),

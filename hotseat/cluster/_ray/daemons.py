@@ -14,10 +14,45 @@ _DAEMON_PERIOD_S = 0.25
 _NODE_PERIOD_S = 1.0  # Ray itself takes several missed heartbeats to give a node up
 
 
-class DaemonWatch:
-    """A thread that checks whether Ray's own processes live, and calls `on_loss` once when one is gone.
+class _Watch:
+    """A thread that looks every `period_s` for what Ray has lost, and calls `on_loss` once. Woken by `close`."""
 
-    Without it a call would wait until Ray gives up, and Ray gives up by ending this process. Woken by `close`.
+    def __init__(self, name: str, period_s: float, on_loss: Callable[[ClusterError], object]):
+        self._period_s = period_s
+        self._on_loss = on_loss
+        self._error: ClusterError | None = None
+        self._lock = threading.Lock()  # held while somebody looks
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._thread.start()
+
+    def look(self) -> ClusterError | None:
+        """Return the error that says what is lost, after a look; None while all is there."""
+        with self._lock:
+            if self._error is None and not self._is_closing.is_set():
+                self._error = self._find()
+            return self._error
+
+    def close(self) -> None:
+        self._is_closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def _find(self) -> ClusterError | None:
+        """Return the error that says what is lost now."""
+        raise NotImplementedError
+
+    def _watch(self) -> None:
+        while not self._is_closing.wait(self._period_s):
+            if (error := self.look()) is not None:
+                self._on_loss(error)
+                return
+
+
+class DaemonWatch(_Watch):
+    """Checks whether Ray's own processes live.
+
+    Without it a call would wait until Ray gives up, and Ray gives up by ending this process.
     """
 
     def __init__(self, processes: Mapping[str, Sequence[Any]], on_loss: Callable[[ClusterError], object]):
@@ -27,41 +62,26 @@ class DaemonWatch:
             for name, words in _DAEMONS.items()
             for entry in processes.get(name, ())
         ]
-        self._on_loss = on_loss
-        self._error: ClusterError | None = None
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="ray-daemons", daemon=True)
-        self._thread.start()
+        super().__init__("ray-daemons", _DAEMON_PERIOD_S, on_loss)
 
-    def lost(self) -> ClusterError | None:
-        """Return the error that says which of them is gone; None while all live."""
-        if self._error is None:
-            for words, pid, started in self._watched:
-                if _guard.process_state(pid, started) == "gone":
-                    self._error = ClusterError(
-                        f"Ray's {words} (pid {pid}) died: without it no process of this run can be reached, so the run"
-                        " ends. It was killed, by hand or for want of memory (`dmesg` tells), or it crashed"
-                    )
-                    break
-        return self._error
+    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
+        """Return the error that says which of them is gone; None while all live. Looks in any case."""
+        return self.look()
 
-    def close(self) -> None:
-        self._is_closing.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-
-    def _watch(self) -> None:
-        while not self._is_closing.wait(_DAEMON_PERIOD_S):
-            if (error := self.lost()) is not None:
-                self._on_loss(error)
-                return
+    def _find(self) -> ClusterError | None:
+        for words, pid, started in self._watched:
+            if _guard.process_state(pid, started) == "gone":
+                return ClusterError(
+                    f"Ray's {words} (pid {pid}) died: without it no process of this run can be reached, so the run"
+                    " ends. It was killed, by hand or for want of memory (`dmesg` tells), or it crashed"
+                )
+        return None
 
 
-class NodeWatch:
-    """A thread that asks Ray for the nodes that it has, and calls `on_loss` once when one of ours is gone.
+class NodeWatch(_Watch):
+    """Asks Ray for the nodes that it has.
 
     Processes are bound to their nodes, so nothing on a lost one can be replaced: a start there would wait for ever.
-    Woken by `close`.
     """
 
     def __init__(
@@ -74,34 +94,25 @@ class NodeWatch:
         """`names`: returns the nodes to watch, by their ranks, as messages name them."""
         self._names = names
         self._live_nodes = live_nodes
-        self._on_loss = on_loss
-        self._period_s = period_s
-        self._error: ClusterError | None = None
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="ray-nodes", daemon=True)
-        self._thread.start()
+        super().__init__("ray-nodes", period_s, on_loss)
 
-    def lost(self) -> ClusterError | None:
-        """Return the error that says which node is gone; None while all are there. It does not ask Ray."""
-        return self._error
+    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
+        """Return the error that says which node is gone; None while all are there.
 
-    def close(self) -> None:
-        self._is_closing.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        asks_ray: ask now, because a process has died, and its node may be the cause.
+        """
+        return self.look() if asks_ray else self._error
 
-    def _watch(self) -> None:
-        while not self._is_closing.wait(self._period_s):
-            try:
-                live = self._live_nodes()
-            except Exception:
-                continue  # Ray cannot be asked at this moment; calls that need it say so
-            lost = [name for rank, name in self._names().items() if rank not in live]
-            if lost and not self._is_closing.is_set():
-                self._error = ClusterError(
-                    f"Ray has lost {' and '.join(lost)}: the processes of this run there are gone, and cannot be"
-                    " started elsewhere, so the run ends. Its machine or its raylet went down, or the network to it"
-                    " did; start Ray there again (`ray start --address ...`), then resume the run"
-                )
-                self._on_loss(self._error)
-                return
+    def _find(self) -> ClusterError | None:
+        try:
+            live = self._live_nodes()
+        except Exception:
+            return None  # Ray cannot be asked at this moment; calls that need it say so
+        lost = [name for rank, name in self._names().items() if rank not in live]
+        if not lost:
+            return None
+        return ClusterError(
+            f"Ray has lost {' and '.join(lost)}: the processes of this run there are gone, and cannot be"
+            " started elsewhere, so the run ends. Its machine or its raylet went down, or the network to it"
+            " did; start Ray there again (`ray start --address ...`), then resume the run"
+        )

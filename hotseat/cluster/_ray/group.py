@@ -72,8 +72,8 @@ class GroupOwner(Protocol):
     def forget(self, group: RayGroup[Any]) -> None:
         """Drop a group that is closed."""
 
-    def lost(self) -> ClusterError | None:
-        """Return why Ray can do nothing any more; None while it can."""
+    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
+        """Return why Ray can do nothing any more; None while it can. asks_ray: ask it now, not only the watch."""
 
 
 class RayGroup(WorkerGroup[W_co]):
@@ -133,7 +133,7 @@ class RayGroup(WorkerGroup[W_co]):
 
     def restart(self, rank: int, *, timeout_s: float | None = None) -> None:
         owner = self._owner_for("restart")
-        self._raise_if_lost()
+        self._raise_if_lost(asks_ray=True)
         if self.is_closed:
             raise worker_error(self.name, rank, "restart", "cannot be restarted: the group is closed")
         self._settle()
@@ -248,8 +248,8 @@ class RayGroup(WorkerGroup[W_co]):
                 with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was answered just now
                     future.set_exception(error)
 
-    def _raise_if_lost(self) -> None:
-        if self._owner is not None and (lost := self._owner.lost()) is not None:
+    def _raise_if_lost(self, *, asks_ray: bool = False) -> None:
+        if self._owner is not None and (lost := self._owner.lost(asks_ray=asks_ray)) is not None:
             raise lost
 
     def _start(self, method: str, arguments: Arguments, timeout_s: float, keep: bool = False) -> Pending[Any]:
@@ -272,8 +272,8 @@ class RayGroup(WorkerGroup[W_co]):
 
     def open(self, rank: int, method: str, future: Any) -> Any:
         ray = import_ray()
-        if future.exception(0) is not None:
-            self._raise_if_lost()
+        if (failure := future.exception(0)) is not None:
+            self._raise_if_lost(asks_ray=isinstance(failure, ray.exceptions.RayActorError))
         try:
             result = future.result(0)
         except ray.exceptions.RayActorError as error:

@@ -136,10 +136,10 @@ class RayRuntime:
         """Drop a group that is closed."""
         self._groups.pop(group.name, None)
 
-    def lost(self) -> ClusterError | None:
+    def lost(self, *, asks_ray: bool = False) -> ClusterError | None:
         """Return why the run cannot go on: a daemon that was started here is gone, or a node of the cluster is."""
         watch = self._daemons or self._node_watch
-        return None if watch is None else watch.lost()
+        return None if watch is None else watch.lost(asks_ray=asks_ray)
 
     def _nodes_in_use(self) -> dict[int, str]:
         """Describe the nodes that have processes of ours, by rank."""

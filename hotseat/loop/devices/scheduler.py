@@ -55,7 +55,8 @@ class DeviceScheduler:
     """Grants leases, and moves parts so that each step has the residency of the plan.
 
     `groups` holds the running roles; a role that is not in it gets no lease. A process that is gone has left its
-    devices: it is not asked to offload or onload anything, and the next call to it raises.
+    devices: it is not asked to offload or onload anything, and the next call to it raises. offloaded: the parts
+    that are off their devices now, by role; all others are resident.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class DeviceScheduler:
         is_gone: Callable[[Holder], bool] = lambda holder: False,
         measure: Callable[[int], DeviceMemory | None] = lambda device: None,
         timeline: Timeline | None = None,
+        offloaded: Mapping[str, Sequence[Part]] | None = None,
     ):
         self._plan = plan
         self._groups = groups
@@ -80,7 +82,9 @@ class DeviceScheduler:
         self._processes = {
             (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
         }
-        self._offloaded: dict[tuple[str, int], set[Part]] = {key: set() for key in self._processes}
+        self._offloaded: dict[tuple[str, int], set[Part]] = {
+            (role, rank): set((offloaded or {}).get(role, ())) for role, rank in self._processes
+        }
         self._without_weights: set[str] = set()
         self.moves: deque[PartMove] = deque(maxlen=10_000)  # the newest; the timeline has all of them
         self._spent: dict[str, float] = {}  # see `spent`

@@ -122,6 +122,7 @@ class Answerer:
             max_concurrent=self._host.max_concurrent,
             timeout_s=self._host.episode_timeout_s,
             abort=self.engine.abort,
+            deadlines=self._host.deadlines,
         )
 
     def answer(
@@ -237,7 +238,7 @@ def _group(
 ) -> dict[str, Any]:
     """Make the line of a group."""
     prompt, tokenizer = group.job.prompt, prepared.tokenizer
-    given = iter(scores or ())
+    remaining = iter(scores or ())
     rows: list[dict[str, Any]] = []
     records: list[dict[str, Any]] = []
     failures: list[tuple[int, str]] = []
@@ -246,7 +247,7 @@ def _group(
         if isinstance(outcome, ScoredEpisode):
             scored = outcome
         elif isinstance(outcome, Episode) and scores is not None:
-            score = next(given)
+            score = next(remaining)
             if isinstance(score, Failed):
                 failures.append((sample, score.reason))
                 continue

@@ -18,9 +18,8 @@ from hotseat.loop.rl.collect import evaluation_metrics
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts
 from hotseat.observe import METRICS, SAMPLES, LiveView
 from hotseat.observe.journal import histogram
-from hotseat.observe.report import write_report
+from hotseat.observe.report import EVALUATED, write_report
 
-ANSWERS = "answers.jsonl"
 REPORT = "report.html"
 
 
@@ -29,7 +28,9 @@ def evaluate(config: Config, folder: Path, view: LiveView, *, overwrite: bool = 
     prepared = prepare(config, view, is_evaluation=True)
     for note in prepared.notes:
         view.say(note)
-    with answer_all(prepared, folder / ANSWERS, view, needs_reward=True, is_evaluation=True, replace=overwrite) as file:
+    with answer_all(
+        prepared, folder / EVALUATED, view, needs_reward=True, is_evaluation=True, replace=overwrite
+    ) as file:
         groups = [_facts(group) for group in file.groups()]
         metrics = measure(groups, config.eval.samples_per_prompt)
         _write(folder, prepared.config, file, groups, metrics)
@@ -103,4 +104,4 @@ def _write(
     (folder / "distributions.jsonl").write_text(json.dumps(distributions) + "\n")
     write_lines(folder / SAMPLES, (record for group in file.groups() for record in group["records"]))
     write_lines(folder / METRICS, [{"step": 0, **metrics}])
-    write_lines(folder / ANSWERS, (row for group in file.groups() for row in group["rows"]))
+    write_lines(folder / EVALUATED, (row for group in file.groups() for row in group["rows"]))

@@ -114,6 +114,7 @@ def settings_of(config: Config, digest: str) -> dict[str, Any]:
         "reward.function": config.reward.function,
         "reward.judge.rubric": config.reward.judge.rubric,
         "agent.path": config.agent.path,
+        "agent.environment.name": config.agent.environment.name,
         **{f"agent.command[{at}]": word for at, word in enumerate(config.agent.command or ())},
     }
     for key, path in files.items():

@@ -66,8 +66,8 @@ def _check_fit(adapter: Path, base: str, shapes: dict[str, tuple[int, ...]]) -> 
     layers: set[str] = set()
     with safe_open(adapter / WEIGHTS, "pt") as stored:
         for name in stored.keys():  # noqa: SIM118  # a file, not a mapping
-            layer, found, factor = name.removeprefix(_PREFIX).partition(".lora_")
-            if not found:
+            layer, separator, factor = name.removeprefix(_PREFIX).partition(".lora_")
+            if not separator:
                 continue
             layers.add(layer)
             sizes = shapes.get(f"{layer}.weight")

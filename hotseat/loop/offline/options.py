@@ -9,7 +9,7 @@ from typing import Any
 
 from hotseat.config import Config, load
 from hotseat.config.load import loads
-from hotseat.config.roles import has_agent, has_judge
+from hotseat.config.roles import has_agent, has_judge, has_judge_engine
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import ConfigError, Problem, UserError
 from hotseat.loop.setup.refusals import num_positions, refuse_at_once
@@ -48,11 +48,11 @@ def offline_config(
     """
     _check_overrides(command, overrides)
     values = {} if file is None else _picked(command, load(file).model_dump(mode="json", exclude_defaults=True))
-    given = {"task": "rl", "actor.model": model, "data.path": data, "cluster.runtime": "local", **(flags or {})}
-    given["algorithm.estimator"] = "reinforce"  # nothing is trained: a prompt needs no group of answers
+    settings = {"task": "rl", "actor.model": model, "data.path": data, "cluster.runtime": "local", **(flags or {})}
+    settings["algorithm.estimator"] = "reinforce"  # nothing is trained: a prompt needs no group of answers
     if command == "eval":
-        given["eval.path"] = data
-    written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+        settings["eval.path"] = data
+    written = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]
     config = loads(dump(values), [*written, *overrides], forget_idle=True)
     if config.eval.reward is not None or config.eval.graders:
         graders = config.model_dump(mode="json", exclude_unset=True)["eval"].get("graders", [])
@@ -81,6 +81,11 @@ def refuse(config: Config, *, needs_reward: bool, needs_data: bool = True) -> No
     if config.reward.model is not None:
         raise UserError(
             "reward.model: only training runs score with reward models; here reward.function or reward.graders do"
+        )
+    if has_judge_engine(config):
+        raise UserError(
+            "reward.judge: only training runs have engines for a judge; here it is asked at an endpoint: serve the"
+            " model, for example with `vllm serve MODEL`, and set reward.judge.url to its address"
         )
     optional = [] if needs_reward else ["reward.function"]
     refuse_at_once(config, optional if needs_data else [*optional, "data.path"])

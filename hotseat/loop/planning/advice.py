@@ -15,6 +15,8 @@ from typing import Any
 
 from hotseat.config import Config, loads, to_yaml
 from hotseat.config.batches import batch_algebra
+from hotseat.config.roles import has_judge_engine
+from hotseat.config.schema import JudgeEngineConfig, RolloutConfig
 from hotseat.config.yaml_lines import dump
 from hotseat.errors import BatchError, UserError
 from hotseat.loop.planning.budgets import with_least_budgets, with_whole_steps
@@ -57,21 +59,27 @@ class Advice:
 
     def as_yaml(self) -> str:
         """Return the settings as YAML of a config file."""
-        tree: dict[str, Any] = {}
-        for key, value in self.settings.items():
-            *sections, leaf = key.split(".")
-            node = tree
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[leaf] = value
-        return dump(tree)
+        return as_yaml(self.settings)
 
     def as_arguments(self) -> str:
         """Return the settings as arguments of a command, quoted for a shell."""
-        return shlex.join(_overrides(self.settings))
+        return shlex.join(as_overrides(self.settings))
 
 
-def _overrides(settings: Settings) -> list[str]:
+def as_yaml(settings: Settings) -> str:
+    """Return settings as YAML of a config file."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *sections, leaf = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    return dump(tree)
+
+
+def as_overrides(settings: Settings) -> list[str]:
+    """Return settings as overrides of a config."""
     return [f"{key}={_flow(value)}" for key, value in settings.items()]
 
 
@@ -80,6 +88,8 @@ def _flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and value.startswith("@"):
+        return f'"{value}"'  # YAML reserves the sign
     return "null" if value is None else str(value)
 
 
@@ -122,7 +132,7 @@ def _with_vllm(config: Config) -> Config | None:
     if config.task != "rl" or config.rollout.engine == "vllm":
         return None
     try:
-        return loads(to_yaml(config), _overrides(_VLLM))
+        return loads(to_yaml(config), as_overrides(_VLLM))
     except UserError:
         return None
 
@@ -145,14 +155,14 @@ class _Trials:
 
     def plan(self, settings: Settings) -> Plan | None:
         """Return the plan with these settings; None if the config, the placement or the batch sizes are refused."""
-        key = str(sorted(_overrides(settings)))
+        key = str(sorted(as_overrides(settings)))
         if key not in self._plans:
             self._plans[key] = self._plan(settings)
         return self._plans[key]
 
     def _plan(self, settings: Settings) -> Plan | None:
         try:
-            config = loads(self._text, _overrides(settings))
+            config = loads(self._text, as_overrides(settings))
             made = plan_as_is(with_least_budgets(config), self._inventory)
             if made.verdict == "does_not_fit" and config.train.backend == "fsdp":
                 # A micro-batch for the whole optimizer step needs no unsharded gradients.
@@ -165,7 +175,7 @@ class _Trials:
         return made if not self._divides or _divides(config, made) else None
 
     def advice(self, settings: Settings, inventory: str | None = None) -> Advice:
-        made = make_plan(loads(self._text, _overrides(settings)), self._inventory)
+        made = make_plan(loads(self._text, as_overrides(settings)), self._inventory)
         return Advice(settings, made, inventory)
 
     def first(self, settings: Settings, knob: Sequence[Settings], is_goal: Goal) -> Settings | None:
@@ -240,6 +250,8 @@ def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
     for role in ("actor", "critic", "reference", "reward", "rollout"):
         if getattr(config, role).enable_offload is False:
             yield [{f"{role}.enable_offload": None}]
+    if config.reward.judge.engine.enable_offload is False:
+        yield [{"reward.judge.engine.enable_offload": None}]
     for name in ("train", "rollout") if is_rl else ("train",):
         section = getattr(config, name)
         if section.max_tokens_per_device is not None:
@@ -247,7 +259,9 @@ def _knobs(config: Config, plan: Plan | None) -> Iterator[Sequence[Settings]]:
         elif section.micro_batch_size != "auto":
             yield [{f"{name}.micro_batch_size": "auto"}]
     if is_rl:
-        yield from _engine_knobs(config)
+        yield from _engine_knobs("rollout", config.rollout.engine, config.rollout)
+    if has_judge_engine(config):
+        yield from _engine_knobs("reward.judge.engine", config.reward.judge.engine.kind, config.reward.judge.engine)
     if not train.packing:
         yield [{"train.packing": True}]
     if not train.gradient_checkpointing:
@@ -275,19 +289,19 @@ def _last_resorts(config: Config) -> Iterator[Sequence[Settings]]:
         yield [{"train.sequence_parallel_size": size} for size in sizes]
 
 
-def _engine_knobs(config: Config) -> Iterator[Sequence[Settings]]:
-    rollout = config.rollout
-    if rollout.engine == "vllm":
-        share = rollout.memory_share or DEFAULT_ENGINE_SHARE
+def _engine_knobs(name: str, kind: str, section: RolloutConfig | JudgeEngineConfig) -> Iterator[Sequence[Settings]]:
+    """Yield settings of engines. name: of their section."""
+    if kind == "vllm":
+        share = section.memory_share or DEFAULT_ENGINE_SHARE
         grid = [step / 20 for step in range(1, 20)]
         values = [value for value in reversed(grid) if value < share] + [value for value in grid if value > share]
-        yield [{"rollout.memory_share": value} for value in values]
-        if not rollout.enforce_eager:
-            yield [{"rollout.enforce_eager": True}]
+        yield [{f"{name}.memory_share": value} for value in values]
+        if not section.enforce_eager:
+            yield [{f"{name}.enforce_eager": True}]
     else:
-        sizes = [size for size in (32, 16, 8, 4, 2) if size < rollout.num_slots]
+        sizes = [size for size in (32, 16, 8, 4, 2) if size < section.num_slots]
         if sizes:
-            yield [{"rollout.num_slots": size} for size in sizes]
+            yield [{f"{name}.num_slots": size} for size in sizes]
 
 
 def _engines_of(config: Config, size: int) -> Settings:
@@ -328,7 +342,7 @@ def _on_more_devices(config: Config, plan: Plan | None, assumed: Settings) -> li
     num_nodes = 2 * machines.num_nodes
     while num_nodes * num_devices <= MAX_DEVICES:
         larger = f"{num_nodes}x{num_devices}x{kind.name}"
-        trials = _Trials(loads(to_yaml(config), _overrides(base)), larger)
+        trials = _Trials(loads(to_yaml(config), as_overrides(base)), larger)
         knobs = [*_knobs(config, None), *_last_resorts(config)]
         settings = {} if _fits(trials.plan({})) else _together(trials, knobs, _fits)
         if settings is not None:

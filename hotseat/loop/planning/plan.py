@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
-from hotseat.config.maths import overlap_queue
+from hotseat.config.maths import judge_length, overlap_queue
 from hotseat.config.precision import dtype_of, with_dtype
-from hotseat.config.schema import RolloutConfig, TrainConfig
+from hotseat.config.roles import has_judge_engine
+from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
@@ -43,6 +44,7 @@ from hotseat.placement import (
     parse_node_ranks,
     parse_placement,
     plan,
+    section_of,
     token_activation_bytes,
     useful_cache_gib,
 )
@@ -192,20 +194,25 @@ def plan_notes(config: Config, cluster: Any) -> list[str]:
 def without_effect_on_cpus(config: Config) -> list[str]:
     """List options that are set and have no effect without accelerators, with why."""
     notes = []
-    if _is_vllm(config) and config.rollout.enable_offload:
-        notes.append("rollout.enable_offload: no effect here: on a CPU vLLM cannot offload its weights and its cache")
-    if _is_vllm(config) and config.rollout.memory_share is not None:
-        notes.append("rollout.memory_share: no effect here: on a CPU vLLM's cache has the size that its sequences need")
+    sections: dict[str, RolloutConfig | JudgeEngineConfig] = {
+        "rollout": config.rollout,
+        "judge": config.reward.judge.engine,
+    }
+    for role in [role for role in roles_of(config) if role in sections]:
+        if engine_kind(config, role) != "vllm":
+            continue
+        if sections[role].enable_offload:
+            key = f"{section_of(role)}.enable_offload"
+            notes.append(f"{key}: no effect here: on a CPU vLLM cannot offload its weights and its cache")
+        if sections[role].memory_share is not None:
+            key = f"{section_of(role)}.memory_share"
+            notes.append(f"{key}: no effect here: on a CPU vLLM's cache has the size that its sequences need")
     return notes
-
-
-def _is_vllm(config: Config) -> bool:
-    return config.task == "rl" and config.rollout.engine == "vllm"
 
 
 def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
     """Return the role as it is on a CPU, where vLLM cannot offload."""
-    if spec.name == "rollout" and _is_vllm(config):
+    if spec.name in ("rollout", "judge") and engine_kind(config, spec.name) == "vllm":
         return replace(spec, can_offload=frozenset(), offload=None)
     return spec
 
@@ -213,15 +220,19 @@ def _without_accelerator(config: Config, spec: RoleSpec) -> RoleSpec:
 def not_described(config: Config) -> list[str]:
     """List local models whose memory cannot be computed from their config, with why."""
     notes = []
-    for name in ("actor", "critic", "reference", "reward"):
-        section = getattr(config, name)
-        local = None if section.model is None else _local_config(section.model)
-        if local is None or getattr(section, "shape", None) is not None:
+    models = {f"{name}.model": getattr(config, name) for name in ("actor", "critic", "reference", "reward")}
+    named = {key: (section.model, getattr(section, "shape", None)) for key, section in models.items()}
+    if has_judge_engine(config):
+        named["reward.judge.model"] = (config.reward.judge.model, config.reward.judge.engine.shape)
+    named |= {f"reference.teachers.{name}": (model, None) for name, model in config.reference.teachers.items()}
+    for key, (model, shape) in named.items():
+        local = None if model is None else _local_config(model)
+        if local is None or shape is not None:
             continue
         try:
             from_hf_config(local)
         except PlacementError as error:
-            notes.append(f"{name}.model: its memory is not checked: {error}")
+            notes.append(f"{key}: its memory is not checked: {error}")
     return notes
 
 
@@ -230,12 +241,6 @@ def _not_priced(config: Config) -> list[str]:
     notes = []
     if config.train.lora.rank and config.train.lora.target_modules != "all-linear":
         notes.append("train.lora.target_modules: the figures are for adapters beside every linear layer")
-    if config.reference.teachers:
-        notes.append(
-            "reference.teachers: the figures are for the first; the others wait in host memory, which is not counted"
-        )
-    if config.actor.optimizer.kind == "muon":
-        notes.append("actor.optimizer.kind: the figures are for AdamW; Muon keeps one moment less")
     return notes
 
 
@@ -284,9 +289,15 @@ def num_data_parallel(config: Config, made: Plan) -> int:
     return len(made.role("actor").processes) // config.train.num_model_parallel
 
 
-def engine_slots(config: Config) -> int:
+def engine_kind(config: Config, role: str = "rollout") -> Literal["transformers", "vllm"]:
+    """Return the kind of a role's engines."""
+    return config.rollout.engine if role == "rollout" else config.reward.judge.engine.kind
+
+
+def engine_slots(config: Config, role: str = "rollout") -> int:
     """Return how many sequences one engine decodes at a time."""
-    return config.rollout.num_slots if config.rollout.engine == "transformers" else VLLM_SLOTS
+    section = config.rollout if role == "rollout" else config.reward.judge.engine
+    return section.num_slots if engine_kind(config, role) == "transformers" else VLLM_SLOTS
 
 
 def episodes_per_engine(config: Config) -> int:
@@ -299,12 +310,14 @@ def episodes_per_engine(config: Config) -> int:
 
 def is_offloaded(made: Plan, role: str) -> bool:
     """Tell whether a role's weights are off its devices in some step of the plan."""
+    return Part.WEIGHTS in offloaded_parts(made, role)
+
+
+def offloaded_parts(made: Plan, role: str) -> list[Part]:
+    """Return the parts of a role that are off its devices in some step of the plan."""
     steps = [step for group in made.groups for step in group.steps]
-    return any(
-        holding.role == role and holding.part == Part.WEIGHTS and not holding.is_resident
-        for step in steps
-        for holding in step.holdings
-    )
+    away = {hold.part for step in steps for hold in step.holdings if hold.role == role and not hold.is_resident}
+    return sorted(away)
 
 
 def make_flow(config: Config, roles: tuple[str, ...]) -> Flow:
@@ -347,6 +360,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         "rollout": config.rollout.enable_offload,
         "env": config.env.enable_offload,
         "inference": config.inference.enable_offload,
+        "judge": config.reward.judge.engine.enable_offload,
     }[role]
     if config.task == "dpo":
         # A reference that scores once is gone when training begins.
@@ -359,20 +373,22 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         model=shape,
         model_assumed=assumed,
     )
-    if role == "rollout":
+    if role in ("rollout", "judge"):
+        section = config.rollout if role == "rollout" else config.reward.judge.engine
+        is_vllm = engine_kind(config, role) == "vllm"
         return replace(
             spec,
-            tensor_parallel=config.rollout.tensor_parallel_size,
-            num_procs=config.rollout.num_engines,
-            share=_engine_share(config),
+            tensor_parallel=section.tensor_parallel_size,
+            num_procs=section.num_engines,
+            share=(section.memory_share or DEFAULT_ENGINE_SHARE) if is_vllm else None,
             can_offload=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
             memory=EngineMemory(
-                max_tokens=config.data.max_length,
-                slots=engine_slots(config),
-                engine=config.rollout.engine,
+                max_tokens=config.data.max_length if role == "rollout" else judge_length(config),
+                slots=engine_slots(config, role),
+                engine=engine_kind(config, role),
                 weight_bytes=_BYTES[dtype_of(config)],
                 kv_bytes=_BYTES[dtype_of(config)],
-                cuda_graphs=config.rollout.engine == "vllm" and not config.rollout.enforce_eager,
+                cuda_graphs=is_vllm and not section.enforce_eager,
             ),
         )
     if role == "env":
@@ -399,6 +415,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             packing=config.train.packing,
             sequence_parallel=config.train.sequence_parallel_size,
             is_guest=config.task == "dpo",
+            num_waiting=_num_waiting(config) if role == "reference" else 0,
         ),
     )
 
@@ -425,6 +442,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         gradient_bytes=_gradient_bytes(config, compute, has_master),
         master_bytes=_master_bytes(config, compute, has_master),
         moment_bytes=4 if train.fp32_master or compute == 4 else compute,
+        has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
         is_whole=is_deepspeed and train.deepspeed.deepcompile,
@@ -477,12 +495,6 @@ def _gradient_bytes(config: Config, compute: int, has_master: bool) -> int:
     return 4 if has_master else compute
 
 
-def _engine_share(config: Config) -> float | None:
-    if config.rollout.engine != "vllm":
-        return None
-    return config.rollout.memory_share if config.rollout.memory_share is not None else DEFAULT_ENGINE_SHARE
-
-
 @dataclass(frozen=True)
 class CacheLimit:
     """Size of an engine's cache that is less than its memory share allows; with it the engine takes `share`."""
@@ -491,10 +503,10 @@ class CacheLimit:
     share: float  # of the device's memory
 
 
-def cache_limit(config: Config, made: Plan) -> CacheLimit | None:
+def cache_limit(config: Config, made: Plan, role: str = "rollout") -> CacheLimit | None:
     """Return the limit of an engine's cache: what its sequences can use. None: it fills the engine's memory share."""
-    spec = next(spec for spec in role_specs(config) if spec.name == "rollout")
-    sizes = [group.memory_gib for group in made.groups if "rollout" in group.roles]
+    spec = next(spec for spec in role_specs(config) if spec.name == role)
+    sizes = [group.memory_gib for group in made.groups if role in group.roles]
     if spec.share is None or spec.model is None or not isinstance(spec.memory, EngineMemory) or None in sizes:
         return None
     device_gib = min(size for size in sizes if size is not None)
@@ -514,14 +526,16 @@ def is_anything_offloaded(made: Plan) -> bool:
 
 def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
     """Return a role's model shape, and the public model that it is assumed to be where only its name is known."""
+    if role == "reference" and config.reference.teachers:
+        return _largest_teacher(config)
     actor = (config.actor.model, config.actor.shape)
     reward = (config.reward.model, config.reward.shape)
     critic = (config.critic.model, config.critic.shape)
-    teachers = [(name, None) for name in config.reference.teachers.values()]
     sources = {
         "critic": (critic, reward, actor),
         "reward": (reward, actor),
-        "reference": ((config.reference.model, None), *teachers, actor),
+        "reference": ((config.reference.model, None), actor),
+        "judge": ((config.reward.judge.model, config.reward.judge.engine.shape),),
         "env": (),
     }.get(role, (actor,))
     for name, written in sources:
@@ -529,16 +543,43 @@ def _shape(config: Config, role: str) -> tuple[ModelShape | None, str | None]:
             return _with_head(config, role, from_hf_config(written)), None
         if name is None:
             continue
-        local = _local_config(name)
-        if local is not None:
-            try:
-                return _with_head(config, role, from_hf_config(local)), None
-            except PlacementError:  # `not_described` lists it
-                return None, None
-        assumed = known_shape(name)
-        if assumed is not None:
-            return _with_head(config, role, assumed.shape), assumed.model
+        is_local = _local_config(name) is not None
+        shape, assumed = _shape_of(name)
+        if shape is not None:
+            return _with_head(config, role, shape), assumed
+        if is_local:  # `not_described` lists it
+            return None, None
     return None, None
+
+
+def _shape_of(name: str) -> tuple[ModelShape | None, str | None]:
+    """Return the shape of a model, and the public model that it is assumed to be where only its name is known."""
+    local = _local_config(name)
+    if local is not None:
+        try:
+            return from_hf_config(local), None
+        except PlacementError:
+            return None, None
+    assumed = known_shape(name)
+    return (None, None) if assumed is None else (assumed.shape, assumed.model)
+
+
+def _teachers(config: Config) -> list[tuple[ModelShape, str | None]]:
+    """Return shape and assumed model of every teacher; none if one is unknown."""
+    found = [_shape_of(name) for name in config.reference.teachers.values()]
+    known = [(shape, assumed) for shape, assumed in found if shape is not None]
+    return known if len(known) == len(found) else []
+
+
+def _largest_teacher(config: Config) -> tuple[ModelShape | None, str | None]:
+    """Return the teacher that takes most of a device, on which there is one at a time."""
+    return max(_teachers(config), key=lambda teacher: teacher[0].num_parameters, default=(None, None))
+
+
+def _num_waiting(config: Config) -> int:
+    """Count the parameters of teachers that are in host memory while the smallest is on the device."""
+    sizes = [shape.num_parameters for shape, _ in _teachers(config)]
+    return sum(sizes) - min(sizes, default=0)
 
 
 def _with_head(config: Config, role: str, shape: ModelShape) -> ModelShape:
@@ -560,15 +601,19 @@ def _local_config(name: str) -> Mapping[str, object] | None:
 
 
 def _with_pools(inventory: Inventory, config: Config) -> Inventory:
-    if config.cluster.num_nodes is not None and config.cluster.num_nodes > inventory.num_nodes:
+    return with_node_groups(inventory, config.cluster.num_nodes, config.cluster.node_groups)
+
+
+def with_node_groups(inventory: Inventory, num_nodes: int | None, groups: Sequence[NodePoolConfig]) -> Inventory:
+    """Return the first `num_nodes` nodes of an inventory, by default all, assigned to their groups."""
+    if num_nodes is not None and num_nodes > inventory.num_nodes:
         raise PlacementError(
-            f"cluster.num_nodes is {config.cluster.num_nodes}, the inventory has"
-            f" {quantity(inventory.num_nodes, 'node')}"
+            f"cluster.num_nodes is {num_nodes}, the inventory has {quantity(inventory.num_nodes, 'node')}"
         )
-    if config.cluster.num_nodes is not None and config.cluster.num_nodes < inventory.num_nodes:
-        inventory = Inventory(inventory.nodes[: config.cluster.num_nodes])
+    if num_nodes is not None and num_nodes < inventory.num_nodes:
+        inventory = Inventory(inventory.nodes[:num_nodes])
     pools = []
-    for group in config.cluster.node_groups:
+    for group in groups:
         nodes = parse_node_ranks(group.node_ranks, inventory.num_nodes)
         env: dict[int, dict[str, str]] = {}
         for settings in group.env_configs:

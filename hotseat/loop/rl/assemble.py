@@ -85,6 +85,7 @@ def assemble(
             is_gone=cluster.is_gone,
             measure=cluster.device_memory,
             timeline=journal.timeline,
+            offloaded=groups.offloaded,
         )
         stack.callback(scheduler.close)
         devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
@@ -125,6 +126,13 @@ def _connect(
         # Hosts first: an episode that is still waited for would fail when its request is dropped.
         connected = groups.hosts.connect(groups.engines, ranks)
         groups.engines.call(EngineWorker.drop_requests, connected)
+        if groups.judge is not None and ranks is not None:  # all: engines changed, not hosts or the judge
+            reconnect_judge(ranks)
+
+    def reconnect_judge(ranks: Sequence[int] | None = None) -> None:
+        """Connect hosts of these ranks, or all, to the judge's engines; drop requests of earlier connections."""
+        assert groups.judge is not None
+        groups.judge.call(EngineWorker.drop_requests, groups.hosts.connect_judge(groups.judge, ranks))
 
     recovery = Recovery(
         groups.engines,
@@ -136,6 +144,8 @@ def _connect(
         say=partial(journal.say, kind="fault"),
         measures_its_device=groups.measures_its_device,
         is_env="env" in groups.by_role,
+        judge=groups.judge,
+        reconnect_judge=reconnect_judge,
     )
     routes = _routes(place, groups)
     sync = SyncPhase(groups, routes, state, guard, meter, scheduler, recovery, journal.say)

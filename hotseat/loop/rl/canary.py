@@ -137,8 +137,9 @@ class CanaryState:
         """Read a state from the JSON of its `asdict`."""
         canary, first = state["canary"], state["first"]
         sequences = tuple(tuple(sequence) for sequence in canary["sequences"])
+        images = tuple(tuple(each) for each in canary.get("images", ()))
         return cls(
-            Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"])),
+            Canary(sequences, tuple(canary["num_prompt"]), float(canary["temperature"]), images),
             GapStatistics(**state["rounding"]),
             str(state["basis"]),
             Baseline(GapStatistics(**first["gap"]), GapStatistics(**first["rounding"])),
@@ -356,19 +357,20 @@ class CanaryGuard:
         while num_tokens < settings.num_tokens:
             index = len(requests)
             # Sets alternate between the two halves of the prompts, and reuse prompts where there are too few.
-            prompt = self._prompts[(number * len(self._prompts) // 2 + index) % len(self._prompts)]
+            prompt, images = self._prompts[(number * len(self._prompts) // 2 + index) % len(self._prompts)]
             length = _answer_length(prompt, settings)
             num_tokens += length
             name = f"canary/{version}/{number}/{index}"
             seed = hashlib.blake2b(f"{settings.seed}/{name}".encode(), digest_size=8).digest()
             # Sampling ignores the end token: a few long answers reach far positions, and need fewer prompts.
             sampling = Sampling(length, settings.temperature, ignore_eos=True)
-            requests.append(Request(name, prompt, sampling, int.from_bytes(seed, "little") >> 1))
+            requests.append(Request(name, prompt, sampling, int.from_bytes(seed, "little") >> 1, images))
         [answers] = self._engines.on(0).call(EngineWorker.answer, requests)
         return Canary(
             tuple(request.token_ids + tuple(answer) for request, answer in zip(requests, answers, strict=True)),
             tuple(len(request.token_ids) for request in requests),
             settings.temperature,
+            tuple(request.images for request in requests) if any(request.images for request in requests) else (),
         )
 
     def _rounding(self, canary: Canary, expected: Sequence[float]) -> tuple[GapStatistics, str]:
@@ -450,18 +452,20 @@ def _answer_length(prompt: Sequence[int], settings: CanarySettings) -> int:
     return max(1, min(ANSWER_TOKENS, settings.max_length - 1 - len(prompt)))
 
 
-def _choose_prompts(prompts: Sequence[Prompt], settings: CanarySettings) -> list[tuple[int, ...]]:
+def _choose_prompts(
+    prompts: Sequence[Prompt], settings: CanarySettings
+) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
     """Return the shortest of the first prompts, shortest first: enough for two sets of answers, if there are as many.
 
-    Prompts that leave no room for an answer are cut.
+    Each is its tokens and its images. Prompts that leave no room for an answer are cut.
     """
     longest = max(1, settings.max_length - 2)
-    different = {prompt.token_ids[:longest] for prompt in prompts[:NUM_SEARCHED]}
-    chosen: list[tuple[int, ...]] = []
+    different = {(prompt.token_ids[:longest], prompt.images) for prompt in prompts[:NUM_SEARCHED]}
+    chosen: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
     num_tokens = 0
-    for token_ids in sorted(different, key=lambda token_ids: (len(token_ids), token_ids)):
+    for token_ids, images in sorted(different, key=lambda prompt: (len(prompt[0]), prompt)):
         if num_tokens >= 2 * settings.num_tokens and len(chosen) >= 2 and len(chosen) % 2 == 0:
             break
-        chosen.append(token_ids)
+        chosen.append((token_ids, images))
         num_tokens += _answer_length(token_ids, settings)
     return chosen

@@ -31,6 +31,7 @@ class RolloutHosts:
         self._host_of: dict[GroupKey, int] = {}
         self._num_connections = 0
         self._clients: dict[int, str] = {}  # by host: the name under which it sends requests to engines
+        self._judge_clients: dict[int, str] = {}  # the same for the judge's engines
 
     def connect(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int] | None = None) -> list[str]:
         """Connect hosts of these ranks, or all, to the engines; return the names under which hosts send requests."""
@@ -42,6 +43,16 @@ class RolloutHosts:
         self.workers.on(*chosen).scatter(RolloutHost.connect, names, engines, self.workers.size)
         return list(self._clients.values())
 
+    def connect_judge(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int] | None = None) -> list[str]:
+        """Connect hosts of these ranks, or all, to the judge's engines, as `connect` does to the policy's."""
+        chosen = sorted(self.workers.ranks if ranks is None else ranks)
+        for rank in chosen:
+            self._num_connections += 1
+            self._judge_clients[rank] = f"judge-of-host-{rank}-{self._num_connections}"
+        names = [self._judge_clients[rank] for rank in chosen]
+        self.workers.on(*chosen).scatter(RolloutHost.connect_judge, names, engines, self.workers.size)
+        return list(self._judge_clients.values())
+
     def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
         """Have all hosts send requests to the engines of these ranks, which were replaced."""
         self.workers.call(RolloutHost.rejoin, engines, ranks)
@@ -49,7 +60,7 @@ class RolloutHosts:
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
-        """Have jobs answered and scored; return facts in the order of the jobs, or none if a reward model scores."""
+        """Have jobs answered and scored; return facts in the order of the jobs, or none if a model scores."""
         dealt = self._dealt(jobs, [job.key for job in jobs])
         if len(dealt) == 1:
             [(rank, mine)] = dealt.items()
@@ -111,6 +122,10 @@ class RolloutHosts:
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
         """Complete groups with a reward model's rewards, by sample id."""
         return [facts for answer in self.workers.call(RolloutHost.take_rewards, rewards) for facts in answer]
+
+    def judge(self) -> list[GroupFacts]:
+        """Have the judge's engines judge the groups that wait, and complete them with its verdicts."""
+        return [facts for answer in self.workers.call(RolloutHost.judge) for facts in answer]
 
     def sample_records(self, samples: Sequence[SampleKey]) -> list[SampleRecord]:
         """Return records of some samples, in their order."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -14,15 +15,23 @@ from hotseat import faults
 from hotseat.cluster import Process, WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
-from hotseat.config.roles import has_critic, has_inference, has_reference, has_reward_model, has_simulator
+from hotseat.config.roles import (
+    has_critic,
+    has_inference,
+    has_judge_engine,
+    has_reference,
+    has_reward_model,
+    has_simulator,
+)
 from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
-from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded
+from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded, offloaded_parts
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
 from hotseat.loop.setup import settings
+from hotseat.loop.setup.inputs import judge_eos_token_ids
 from hotseat.loop.setup.value_models import critic_model
 from hotseat.loop.state.readiness import Readiness
 from hotseat.loop.state.run_dir import LOGS
@@ -32,7 +41,7 @@ from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.teachers import TeachersWorker
 from hotseat.loop.workers.value_models import CriticWorker, RewardWorker
 from hotseat.observe import Journal
-from hotseat.placement import Plan
+from hotseat.placement import Part, Plan
 
 M = TypeVar("M", bound=Movable)
 
@@ -51,6 +60,8 @@ class Groups:
     by_role: dict[str, WorkerGroup[Movable]]
     have_gpus: bool  # the actor trains on GPUs
     measures_its_device: bool  # a starting engine takes a share of the free memory that it measures on its device
+    judge: WorkerGroup[EngineWorker] | None = None
+    offloaded: Mapping[str, Sequence[Part]] = field(default_factory=dict)  # by role: parts off its devices now
     adapters_alone: bool = False  # engines get adapters apart from the weights below them
 
     @property
@@ -85,6 +96,10 @@ def launch_groups(
     engine: EngineSettings | None = settings.engine_settings(
         config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone
     )
+    judge: EngineSettings | None = None
+    if has_judge_engine(config) and recording is None:
+        limit = cache_limit(config, place.plan, "judge") if config.reward.judge.engine.kind == "vllm" else None
+        judge = settings.judge_engine_settings(config, judge_eos_token_ids(config), run_dir / LOGS, limit=limit)
     host = settings.host_settings(place.config, run_dir)
     if recording is not None:
         folder = str(recording.folder.absolute())
@@ -102,7 +117,7 @@ def launch_groups(
         )
         engine = None
     with closing(Readiness(journal.progress)) as readiness:
-        groups = _launch(place, algebra.schedule_length, engine, host, journal, readiness)
+        groups = _launch(place, algebra.schedule_length, engine, judge, host, journal, readiness)
     return replace(groups, adapters_alone=adapters_alone)
 
 
@@ -110,6 +125,7 @@ def _launch(
     place: OnCluster,
     schedule_length: int,
     engine: EngineSettings | None,
+    judge: EngineSettings | None,
     host: HostSettings,
     journal: Journal,
     readiness: Readiness,
@@ -127,7 +143,8 @@ def _launch(
             "timeout_s": config.cluster.call_timeout_s,
         }
         # One call of every host waits for completions.
-        return options | ({"max_concurrency": EngineWorker.max_concurrency + len(places)} if role == "rollout" else {})
+        is_engine = role in ("rollout", "judge")
+        return options | ({"max_concurrency": EngineWorker.max_concurrency + len(places)} if is_engine else {})
 
     def launch(role: str, cls: type[M], *args: Any) -> WorkerGroup[M]:
         started_s = time.monotonic()
@@ -153,23 +170,39 @@ def _launch(
 
     trust = config.trust_remote_code
     vllm = None if engine is None else engine.vllm
+    vllms = [each.vllm for each in (engine, judge) if each is not None and each.vllm is not None]
     engines: WorkerGroup[EngineWorker] = (
         NoWorkers("rollout") if engine is None else launch("rollout", EngineWorker, engine)
     )
     # Where vLLM fills its memory share, it measures free memory: no other process may use the device meanwhile.
     # Trainers' processes start and load their libraries, but not their models.
-    fills_share = vllm is not None and vllm.cache_gib is None
-    needs_room = vllm is not None and is_anything_offloaded(plan)
+    fills_share = any(each.cache_gib is None for each in vllms)
+    needs_room = bool(vllms) and is_anything_offloaded(plan)
     measures_its_device = (fills_share or needs_room) and not are_devices_logical(cluster)
+    judges: WorkerGroup[EngineWorker] | None = None
+    judge_away = [] if judge is None else offloaded_parts(plan, "judge")
     early_hosts = launch_hosts() if measures_its_device else None
     if measures_its_device:
         for role, cls in _trainers(config).items():
             cluster.prepare(role, cls, **options_of(role))
         start_up(engines, say_fault)
+        if judge is not None:
+            # The two engines take turns: the judge's measures the device while the other is off it.
+            away = offloaded_parts(plan, "rollout")
+            if away:
+                engines.call(EngineWorker.offload, away)
+            judges = launch("judge", EngineWorker, judge)
+            start_up(judges, say_fault)
+            if judge_away:
+                judges.call(EngineWorker.offload, judge_away)
+            if away:
+                engines.call(EngineWorker.onload, away)
         for device in sorted({d for process in plan.role("rollout").processes for d in process.devices}):
             memory = cluster.device_memory(device)
             if memory is not None:
                 journal.say(f"device {device}: {memory.used / 2**30:.1f} GiB in use after the engines started")
+    if judge is not None and judges is None:
+        judges = launch("judge", EngineWorker, judge)
     options = settings.train_options(config, schedule_length)
     actor = launch("actor", ActorWorker, config.actor.model, options, settings.engine_dtype(config), trust)
     critic = reference = reward = inference = None
@@ -198,6 +231,10 @@ def _launch(
         warming = [group.start(ModelWorker.warm_up, config.data.max_length) for group in (actor, reference) if group]
     start_up(engines, say_fault)
     start_up(hosts, say_fault)
+    if judges is not None and not measures_its_device:
+        start_up(judges, say_fault)
+        if judge_away:
+            judges.call(EngineWorker.offload, judge_away)
     for role, group in by_role.items():
         if role != "env":  # started above
             group.ready()
@@ -208,6 +245,8 @@ def _launch(
     rollout_hosts = RolloutHosts(hosts)
     if engine is not None:
         rollout_hosts.connect(engines)
+    if judges is not None:
+        rollout_hosts.connect_judge(judges)
     have_gpus = actor.call(ActorWorker.device_type)[0] == "cuda"
     return Groups(
         engines,
@@ -220,6 +259,8 @@ def _launch(
         by_role,
         have_gpus,
         measures_its_device,
+        judges,
+        {} if judges is None else {"judge": judge_away},
     )
 
 

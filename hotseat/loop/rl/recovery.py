@@ -1,4 +1,4 @@
-"""Replaces engines and rollout hosts that die, and repeats what they were doing.
+"""Replaces engines and rollout hosts that die, and the judge's engines, and repeats what they were doing.
 
 Neither holds state of its own: an engine's weights are the trainer's, and a sample that is requested again from the
 same weights comes out the same. So a synchronous run continues bit for bit as if nothing had happened, unless processes
@@ -30,6 +30,7 @@ class Recovery:
     weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send requests to them.
     measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
     is_env: hosts are the role env, which has devices.
+    reconnect_judge: connects all hosts to the current processes of `judge`.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class Recovery:
         say: Callable[[str], object],
         measures_its_device: bool = False,
         is_env: bool = False,
+        judge: WorkerGroup[Any] | None = None,
+        reconnect_judge: Callable[[], object] = lambda: None,
     ):
         self._engines = engines
         self._hosts = hosts
@@ -55,6 +58,8 @@ class Recovery:
         self._say = say
         self._measures_its_device = measures_its_device
         self._is_env = is_env
+        self._judge = judge
+        self._reconnect_judge = reconnect_judge
         self._num_deaths = 0
         self.num_restarts = 0  # of engines
         self.num_host_restarts = 0
@@ -80,11 +85,11 @@ class Recovery:
             self._rejoin(sorted(self._new_engines))
             self._new_engines.clear()
 
-    def _find_dead(self, error: RunError) -> tuple[list[int], list[int]]:
-        """Return ranks of dead engines and of dead hosts. A death may be reported before the process is gone."""
+    def _find_dead(self, error: RunError) -> tuple[list[int], list[int], list[int]]:
+        """Return ranks of dead engines, hosts and judges. A death may be reported before the process is gone."""
         until = time.monotonic() + (DYING_S if reports_death(error) else 0.0)
         while True:
-            dead = _dead(self._engines), _dead(self._hosts)
+            dead = _dead(self._engines), _dead(self._hosts), [] if self._judge is None else _dead(self._judge)
             if any(dead) or time.monotonic() >= until:
                 return dead
             time.sleep(0.05)
@@ -92,8 +97,8 @@ class Recovery:
     def _replace_dead(self, error: RunError, needs_push: bool) -> None:
         """Replace the dead until all are alive and have their weights. Raises if none has died, or too many have."""
         while True:
-            dead_engines, dead_hosts = self._find_dead(error)
-            if not dead_engines and not dead_hosts:
+            dead_engines, dead_hosts, dead_judges = self._find_dead(error)
+            if not dead_engines and not dead_hosts and not dead_judges:
                 raise error
             self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
@@ -116,6 +121,7 @@ class Recovery:
                     self._hosts.restart(rank)
                     if self._is_env:
                         self._scheduler.replaced("env", rank)
+                self._replace_judges(dead_judges, error)
                 if dead_hosts:
                     self._reconnect(dead_hosts)
                 if needs_push and self._new_engines:
@@ -126,6 +132,17 @@ class Recovery:
                 raise
             except RunError as another:
                 error = another
+
+    def _replace_judges(self, ranks: Sequence[int], error: RunError) -> None:
+        for rank in ranks:
+            assert self._judge is not None
+            self._say(f"judge {rank} died and is replaced ({_first_line(error)})")
+            if self._measures_its_device:
+                self._scheduler.make_way("judge", rank)
+            self._judge.restart(rank)
+            self._scheduler.replaced("judge", rank)
+        if ranks:
+            self._reconnect_judge()
 
 
 def start_up(group: WorkerGroup[Any], say: Callable[[str], object]) -> None:

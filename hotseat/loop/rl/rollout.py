@@ -50,21 +50,25 @@ class Answering:
         self._carries_over = carries_over
         self._hosts = groups.hosts
         self._reward = groups.reward
+        self._judge = groups.judge
         self._settings = phase_settings
         self._meter = meter
         self._guard = guard
         self._sync = sync
 
     def answer(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
-        """Have prompts answered and the answers scored: by the hosts, or by a reward model in its own lease."""
+        """Have prompts answered and the answers scored: by the hosts, or by a model in its own lease."""
         with self.sampling():
             facts = self._hosts.collect(jobs, sampling)
-        if self._reward is None or facts:  # `eval.reward` has scored them
+        if (self._reward is None and self._judge is None) or facts:  # `eval.reward` has scored them
             return facts
         return in_order_of(jobs, self.score())
 
     def score(self) -> list[GroupFacts]:
-        """Have the reward model score what hosts hold for it; return the groups that are complete then."""
+        """Have the reward model or the judge score what hosts hold for it; return the groups that are complete then."""
+        if self._judge is not None:
+            with self._meter.lease("prepare", "judge"):
+                return self._hosts.judge()
         assert self._reward is not None
         num_model_parallel = self._settings.config.train.num_model_parallel
         with self._meter.lease("prepare", "reward"):

@@ -63,12 +63,29 @@ def written(
         "is_truncated": record.is_truncated,
         "label": record.label,
         "prompt_text": record.prompt_text,
+        **({"images": list(record.images)} if record.images else {}),
         "extra": dict(record.extra),
+        "waited_s": _rounded(record.waited_s),
+        "took_s": _rounded(record.took_s),
+        "turns": [
+            {
+                "length": turn.length,
+                "reward": turn.reward,
+                "asked_s": _rounded(turn.asked_s),
+                "answered_s": _rounded(turn.answered_s),
+                "tool_calls": list(turn.tool_calls),
+            }
+            for turn in record.turns
+        ],
         "segments": [
             _segment(segment, None if tokens is None else tokens[index])
             for index, segment in enumerate(record.segments)
         ],
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
 
 
 def written_failure(step: int, key: SampleKey, source: str, reason: str) -> dict[str, Any]:

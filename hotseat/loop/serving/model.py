@@ -40,21 +40,22 @@ class ModelOptions:
 class RewardModel:
     """Scores texts, which contain the special tokens that the model is to see.
 
-    A model with a `score` head reads from left to right, and its reward is the head's output at the text's last token.
-    Any other classifier gets its own special tokens around the text, and its reward is its only logit.
+    A model with a `score` head reads from left to right (`is_causal`), and its reward is the head's output at the
+    text's last token. Any other classifier gets its own special tokens around the text, and its reward is its only
+    logit.
     """
 
     def __init__(self, options: ModelOptions):
         self._device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         self.dtype = options.dtype or ("bf16" if self._device.type == "cuda" else "fp32")
-        self._tokenizer = _load_tokenizer(options)
+        self.tokenizer = _load_tokenizer(options)
         config = _load_config(options)
         self._scale = _stored_scale(options.model, config) if options.normalize else None
         self._model = _load(options, config, _DTYPES[self.dtype]).to(self._device).eval()
-        self._is_causal = hasattr(self._model, _SCORE)
+        self.is_causal = hasattr(self._model, _SCORE)
         limits = [limit for limit in (options.max_length, _num_positions(config)) if limit]
         self.max_length = min(limits, default=None)
-        self._padding = self._tokenizer.pad_token_id or 0
+        self._padding = self.tokenizer.pad_token_id or 0
 
     @property
     def description(self) -> str:
@@ -65,7 +66,7 @@ class RewardModel:
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text."""
-        return list(self._tokenizer(list(texts), add_special_tokens=not self._is_causal)["input_ids"])
+        return list(self.tokenizer(list(texts), add_special_tokens=not self.is_causal)["input_ids"])
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -83,7 +84,7 @@ class RewardModel:
         return rewards.tolist()
 
     def _rewards(self, input_ids: Tensor, mask: Tensor | None, lengths: Tensor) -> Tensor:
-        if not self._is_causal:
+        if not self.is_causal:
             return self._model(input_ids=input_ids, attention_mask=mask).logits[:, 0]
         hidden = self._model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False).last_hidden_state
         last = hidden[torch.arange(len(lengths), device=self._device), lengths - 1]  # [num_sequences, width]

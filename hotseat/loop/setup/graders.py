@@ -63,16 +63,19 @@ def grader_obstacles(config: Config) -> Iterator[tuple[str, str]]:
                 yield f"{key}[{number}]", problem
 
 
-def try_sandbox(config: Config, show: Callable[[str], object]) -> None:
-    """Run a small program in the sandbox if a grader uses it. Raises `UserError` if it does not work here.
+def try_sandbox(config: Config, show: Callable[[str], object]) -> list[str]:
+    """Run a small program in the sandbox if a grader uses it, and return notes on its limits for the user.
+
+    Raises `UserError` if it does not work here.
 
     Rollout hosts, which may be on other machines, do the same when they start.
     """
     if config.task != "rl" or _grades_elsewhere(config):
-        return
+        return []
     if any(grader.kind == "code" for grader in (*config.reward.graders, *config.eval.graders)):
         show("running a program in the sandbox, to see that it works")
-        Sandbox(sandbox_of(config)).probe()
+        return [Sandbox(sandbox_of(config)).probe()]
+    return []
 
 
 def _grades_elsewhere(config: Config) -> bool:

@@ -8,20 +8,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
-from hotseat.config.maths import prompt_limit, prompt_max_length
-from hotseat.config.roles import has_critic, has_reference, has_reward_model, has_simulator
+from hotseat.config.images import filler_image, image_folder
+from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
+from hotseat.config.roles import (
+    has_critic,
+    has_judge_engine,
+    has_reference,
+    has_reward_model,
+    has_simulator,
+    task_numbers,
+)
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
+from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
 from hotseat.errors import UserError
-from hotseat.loop.setup.refusals import length_problem
-from hotseat.loop.setup.value_models import critic_model
+from hotseat.loop.setup.refusals import judge_length_problem, length_problem
+from hotseat.loop.setup.settings import environment_settings
+from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
 from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
 from hotseat.types import Prompt
+from hotseat.vision import sees_images
 
 Made = TypeVar("Made")  # prompts, examples or pairs, with a report
+_TASK_LABEL = "label"  # column for the numbers of an environment's tasks
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -49,6 +62,26 @@ def check_models(config: Config) -> None:
             _check_model(config, f"reference.teachers.{name}", model)
     if has_reward_model(config) and config.reward.model is not None:
         _check_model(config, "reward.model", config.reward.model, is_value=True)
+    if has_judge_engine(config):
+        _check_judge(config)
+
+
+def _check_judge(config: Config) -> None:
+    """Raise if the judge's engine cannot run its model."""
+    from transformers import AutoConfig
+
+    model, length = config.reward.judge.model, judge_length(config)
+    assert model is not None
+    try:
+        model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        _check_engine(config.reward.judge.engine.kind, length, model_config)
+    except UserError as error:
+        raise UserError(f"reward.judge.model {model!r}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"reward.judge.model {model!r}: no model there: {error}") from None
+    if (problem := judge_length_problem(config, model_config.to_dict())) is not None:
+        raise UserError(f"reward.judge.engine.max_length: {problem}")
+    judge_eos_token_ids(config)
 
 
 def check_teachers(config: Config, prompts: Sequence[Prompt]) -> None:
@@ -77,12 +110,13 @@ def _check_model(
 
     try:
         model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+        _check_sight(config, model_config)
         check_fit(model_config, config.train.sequence_parallel_size, config.train.tensor_parallel_size, aux_loss)
         check_length(model_config, config.data.max_length)
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
             raise UserError(f"data.max_length: {problem}")
         if key == "actor.model" and config.task == "rl":
-            _check_engine(config, model_config)
+            _check_engine(config.rollout.engine, config.data.max_length, model_config)
         if config.train.liger_kernel:
             check_liger(model_config)
         if is_value:
@@ -98,12 +132,23 @@ def _check_model(
         raise UserError(f"{key} {model!r}: no model there: {error}") from None
 
 
-def _check_engine(config: Config, model_config: Any) -> None:
-    """Raise if the engine cannot run a model of this config."""
-    if config.rollout.engine == "transformers":
+def _check_sight(config: Config, model_config: Any) -> None:
+    """Raise if a run has images and a model sees none, or the other way round."""
+    name, has_sight = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
+    if config.data.image_key is not None and not has_sight:
+        raise UserError(f"{name} sees no images here, and data.image_key is set: choose a model that does, or unset it")
+    if config.data.image_key is None and has_sight:
+        raise UserError(
+            f"{name} sees images, and the run has none: set data.image_key, or choose a model of text alone"
+        )
+
+
+def _check_engine(kind: str, max_length: int, model_config: Any) -> None:
+    """Raise if an engine of this kind cannot run a model of this config."""
+    if kind == "transformers":
         from hotseat.rollout.transformers_engine import check_config
 
-        check_config(model_config, config.data.max_length)
+        check_config(model_config, max_length)
     else:
         import torch
 
@@ -114,19 +159,28 @@ def _check_engine(config: Config, model_config: Any) -> None:
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end an answer: the tokenizer's, and those of the model's generation config."""
+    assert config.actor.model is not None
+    return _eos_token_ids("actor.model", config.actor.model, tokenizer)
+
+
+def judge_eos_token_ids(config: Config) -> tuple[int, ...]:
+    """Return the tokens that end what the judge writes. Raises if its tokenizer cannot be loaded."""
+    model = config.reward.judge.model
+    assert model is not None
+    return _eos_token_ids("reward.judge.model", model, tokenizer_of(config, "reward.judge.model", model))
+
+
+def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     token_ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    assert config.actor.model is not None
     try:
-        more = GenerationConfig.from_pretrained(config.actor.model).eos_token_id
+        more = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model need not have one
         more = None
     token_ids |= set(more) if isinstance(more, list) else {more} if more is not None else set()
     if not token_ids:
-        raise UserError(
-            f"actor.model {config.actor.model!r}: its tokenizer has no end-of-sequence token; set eos_token"
-        )
+        raise UserError(f"{key} {model!r}: its tokenizer has no end-of-sequence token; set eos_token")
     return tuple(sorted(token_ids))
 
 
@@ -134,6 +188,9 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
     """Return (prompts to learn from, prompts to evaluate on, notes for the user)."""
     if has_simulator(config):
         return _simulated(config, tokenizer)
+    environment = environment_settings(config)
+    if environment is not None and task_numbers(config.data.path) is None:
+        check_environment(environment, config.agent.pass_env)
     (prompts, report), evaluation = _read(config, lambda rows: _prompts(config, tokenizer, rows))
     notes = [_described("prompts", report), *_lost(config, report, evaluation)]
     if evaluation is None:
@@ -163,9 +220,7 @@ def prompts_alone(
     data, evaluation = config.data, config.eval
     section = evaluation if is_evaluation else data
     assert section.path is not None
-    rows = load_rows(
-        section.path, split=section.split, probs=data.probs, seed=config.seed, max_samples=section.max_samples
-    )
+    rows = _rows(config, section.path, section.split, data.probs, section.max_samples)
     if first_row >= len(rows):
         raise UserError(f"{section.path} has {len(rows):,} rows, none from row {first_row:,} on")
     prompts, report = _prompts(config, tokenizer, rows[first_row:])
@@ -265,15 +320,35 @@ def _read(config: Config, make: Callable[[list[Row]], Made]) -> tuple[Made, Made
     """Read the rows to learn from and those to evaluate on, and return what `make` makes of each."""
     data, evaluation = config.data, config.eval
     assert data.path is not None
-    learned = load_rows(data.path, split=data.split, probs=data.probs, seed=config.seed, max_samples=data.max_samples)
+    learned = _rows(config, data.path, data.split, data.probs, data.max_samples)
     if evaluation.path is None:
         return make(learned), None
     probs = data.probs if evaluation.path == data.path else None
-    return make(learned), make(
-        load_rows(
-            evaluation.path, split=evaluation.split, probs=probs, seed=config.seed, max_samples=evaluation.max_samples
-        )
-    )
+    return make(learned), make(_rows(config, evaluation.path, evaluation.split, probs, evaluation.max_samples))
+
+
+def _rows(config: Config, path: str, split: str, probs: str | None, max_samples: int | None) -> list[Row]:
+    """Read rows from files, from the hub, or from the run's environment, whose tasks have their numbers as labels."""
+    numbers = task_numbers(path)
+    if numbers is None:
+        return load_rows(path, split=split, probs=probs, seed=config.seed, max_samples=max_samples)
+    settings = environment_settings(config)
+    assert settings is not None, "checked with the config"
+    first, last = numbers
+    last = last if max_samples is None else min(last, first + max_samples - 1)
+    tasks = environment_rows(settings, first, last, config.agent.pass_env)
+    keys = {"text": config.data.input_key, "label": _label_key(config) or _TASK_LABEL}
+    return [
+        Row({keys[name]: text for name, text in task.items()}, str(settings), first + at, has_line=False)
+        for at, task in enumerate(tasks)
+    ]
+
+
+def _label_key(config: Config) -> str | None:
+    """Return the column of labels. Tasks of an environment always have them."""
+    if config.data.label_key is None and task_numbers(config.data.path) is not None:
+        return _TASK_LABEL
+    return config.data.label_key
 
 
 def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
@@ -300,22 +375,39 @@ def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
 def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
     return make_prompts(
-        rows,
+        _with_images(config, tokenizer, rows),
         tokenizer,
         input_key=data.input_key,
-        label_key=data.label_key,
+        label_key=_label_key(config),
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
         chat_template=data.chat_template,
         prompt_max_length=prompt_max_length(config),
         limit=prompt_limit(config),
+        image_key=data.image_key,
     )
+
+
+def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
+    """Return rows with their images read, checked and prepared, if the run has images."""
+    data = config.data
+    if data.image_key is None:
+        return rows
+    assert config.actor.model is not None
+    processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
+    limits = ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
+    store = ImageStore(image_folder(config), processor, limits)
+    store.write_filler(filler_image(config))
+    prepared = prepare_rows(rows, store, data.image_key, data.input_key, is_chat=data.apply_chat_template)
+    if not store.num_images:
+        raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
+    return prepared
 
 
 def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
     return make_examples(
-        rows,
+        _with_images(config, tokenizer, rows),
         tokenizer,
         input_key=data.input_key,
         output_key=data.output_key,
@@ -325,6 +417,7 @@ def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         multiturn=data.multiturn,
         pretrain_mode=data.pretrain_mode,
         max_length=data.max_length,
+        image_key=data.image_key,
     )
 
 

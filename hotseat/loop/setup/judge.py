@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hotseat.config import Config
+from hotseat.config.maths import judge_length
 from hotseat.config.roles import has_judge
 from hotseat.config.urls import as_list
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rewards.rubrics import TOKEN, JudgeSettings, pattern_problem, rubric_problem
+from hotseat.rewards.rubrics import TOKEN, JudgeEngine, JudgeSettings, pattern_problem, rubric_problem
 
 VERDICTS = "judge.jsonl"
 
@@ -39,9 +40,16 @@ def judge_of(config: Config, run_dir: Path | None) -> JudgeSettings | None:
         timeout_s=judge.timeout_s,
         retries=judge.retries,
         max_open=judge.max_open_requests,
-        token=bearer_token(name=TOKEN),
+        token=bearer_token(name=TOKEN) if judge.url is not None else None,
+        engine=_engine(config) if judge.url is None else None,
         cache=None if run_dir is None else str(run_dir.absolute() / VERDICTS),
     )
+
+
+def _engine(config: Config) -> JudgeEngine:
+    from hotseat.loop.planning.plan import engine_slots  # early checks do without the planner
+
+    return JudgeEngine(judge_length(config), engine_slots(config, "judge"))
 
 
 def judge_obstacles(config: Config) -> Iterator[tuple[str, str]]:

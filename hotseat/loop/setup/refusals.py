@@ -10,10 +10,19 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hotseat.agents.environments.families import library_problem
 from hotseat.config import Config
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
-from hotseat.config.roles import has_critic, has_reference, has_reward_model, has_simulator
+from hotseat.config.maths import judge_length
+from hotseat.config.roles import (
+    has_critic,
+    has_judge_engine,
+    has_reference,
+    has_reward_model,
+    has_simulator,
+    task_numbers,
+)
 from hotseat.envs.loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.graders import grader_obstacles
@@ -95,6 +104,13 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
             yield key, f"there is no file {match[1]}{near(file)}"
         elif (problem := find_problem(file, match[2])) is not None:
             yield key, problem
+    environment = config.agent.environment
+    if environment.family is not None:
+        problem = library_problem(environment.family, config.agent.python)
+        if problem is not None:
+            yield "agent.environment", problem
+    elif config.agent.python is not None and shutil.which(config.agent.python) is None:
+        yield "agent.python", f"there is no program {config.agent.python}{near(Path(config.agent.python))}"
     command = config.agent.command
     if command and shutil.which(command[0]) is None:
         yield "agent.command", f"there is no program {command[0]}{near(Path(command[0]))}"
@@ -121,6 +137,7 @@ def _models(config: Config) -> list[tuple[str, str]]:
         ("critic.model", config.critic.model, has_critic(config)),
         ("reference.model", config.reference.model, has_reference(config)),
         ("reward.model", config.reward.model, has_reward_model(config)),
+        ("reward.judge.model", config.reward.judge.model, has_judge_engine(config)),
         *((f"reference.teachers.{name}", model, True) for name, model in config.reference.teachers.items()),
     ]
     return [(key, name) for key, name, is_loaded in named if is_loaded and name is not None]
@@ -156,9 +173,14 @@ def model_problem(name: str) -> str | None:
     return None
 
 
+def _parts(joined: str | None) -> list[str]:
+    """Return the names of data sets, none if the rows are tasks of an environment."""
+    return [] if task_numbers(joined) is not None else (joined or "").split(",")
+
+
 def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
     for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
-        for part in (joined or "").split(","):
+        for part in _parts(joined):
             part = part.strip()
             path = Path(part).expanduser()
             if not part or path.exists() or "@" in part:
@@ -170,7 +192,7 @@ def _missing_rows(config: Config) -> Iterator[tuple[str, str]]:
 def _hub_data_sets(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of data sets that are neither files nor folders here, and so come from the hub."""
     for key, joined in (("data.path", config.data.path), ("eval.path", config.eval.path)):
-        for part in (joined or "").split(","):
+        for part in _parts(joined):
             name = part.strip()
             if not Path(name).expanduser().exists():
                 name, _, folder = name.rpartition("@")  # NAME@FOLDER is a folder in it
@@ -248,7 +270,12 @@ def _too_many_tokens(config: Config) -> Iterator[tuple[str, str]]:
             shape = json.loads((Path(name) / "config.json").read_text())
         except (OSError, ValueError):
             continue  # reading the model raises later
-        message = length_problem(config, key, name, shape if isinstance(shape, dict) else {})
+        shape = shape if isinstance(shape, dict) else {}
+        if key == "reward.judge.model":
+            if (message := judge_length_problem(config, shape)) is not None:
+                yield "reward.judge.engine.max_length", message
+            continue
+        message = length_problem(config, key, name, shape)
         if message is not None:
             yield "data.max_length", message
             return
@@ -262,6 +289,18 @@ def length_problem(config: Config, key: str, model: str, shape: Mapping[str, Any
         return None
     default = "" if "max_length" in config.data.model_fields_set else " (its default)"
     return f"{length}{default} is above the {positions} positions of {key} {model!r}: set it to {positions} or less"
+
+
+def judge_length_problem(config: Config, shape: Mapping[str, Any]) -> str | None:
+    """Describe what is wrong with the length of requests to a judge with this config.json; None if it fits."""
+    judge, length, positions = config.reward.judge, judge_length(config), num_positions(shape)
+    if positions is None or length <= positions:
+        return None
+    default = "" if judge.engine.max_length is not None else " (its default)"
+    return (
+        f"{length}{default} is above the {positions} positions of reward.judge.model {judge.model!r}: set it to"
+        f" {positions} or less"
+    )
 
 
 def num_positions(shape: Mapping[str, Any]) -> int | None:

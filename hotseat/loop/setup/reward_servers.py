@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from hotseat.config import Config
-from hotseat.config.roles import has_judge
+from hotseat.config.roles import has_judge, has_judge_engine
 from hotseat.config.urls import as_list
 from hotseat.errors import UserError
 from hotseat.rewards.addresses import bearer_token, connect_problems
@@ -27,7 +27,7 @@ def check_reward_servers(config: Config, show: Callable[[str], object]) -> list[
     if config.reward.url is not None:
         bearer_token()  # raises for one that cannot be sent
         notes += _check("reward server", "reward.url", as_list(config.reward.url), show)
-    if has_judge(config):
+    if has_judge(config) and not has_judge_engine(config):
         bearer_token(name=JUDGE_TOKEN)
         notes += _check("judge", "reward.judge.url", as_list(config.reward.judge.url), show)
     return notes

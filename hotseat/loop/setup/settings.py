@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from hotseat.agents import ProgramSettings
+from hotseat.agents import Deadlines, ProgramSettings
+from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.maths import aggregation, correction_kind, kl_estimator, max_new_tokens, max_sampled_tokens
+from hotseat.config.images import filler_image
+from hotseat.config.maths import (
+    aggregation,
+    correction_kind,
+    judge_length,
+    kl_estimator,
+    max_new_tokens,
+    max_sampled_tokens,
+)
 from hotseat.config.precision import dtype_of
 from hotseat.config.roles import (
     compares_with_reference,
@@ -79,6 +88,8 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         gradient_checkpointing=train.gradient_checkpointing,
         compile=train.compile,
         liger_kernel=train.liger_kernel,
+        freeze_visual_encoder=train.freeze_visual_encoder and is_trained,
+        filler_image=None if config.data.image_key is None else str(filler_image(config)),
         layout="auto" if train.packing else "padded",
         attention=train.attention,
         is_deterministic=train.full_determinism,
@@ -236,6 +247,34 @@ def engine_settings(
     )
 
 
+def judge_engine_settings(
+    config: Config, eos_token_ids: tuple[int, ...], logs: Path, *, limit: CacheLimit | None = None
+) -> EngineSettings:
+    """Return the settings of the judge's engines. `logs`: the folder for their logs. `limit`: of their caches."""
+    judge, engine = config.reward.judge, config.reward.judge.engine
+    assert judge.model is not None
+    vllm = VllmSettings(
+        tensor_parallel_size=engine.tensor_parallel_size,
+        memory_share=engine.memory_share if limit is None else limit.share,
+        cache_gib=None if limit is None else limit.gib,
+        prefix_caching=True,  # the votes on an answer are the same request, and all requests begin with the rubric
+        enforce_eager=engine.enforce_eager,
+        logs=str(logs),
+        role="judge",
+    )
+    return EngineSettings(
+        model=judge.model,
+        max_length=judge_length(config),
+        num_slots=engine_slots(config, "judge"),
+        eos_token_ids=eos_token_ids,
+        dtype=engine_dtype(config),
+        num_threads=config.cluster.threads_per_process,
+        trust_remote_code=config.trust_remote_code,
+        is_deterministic=config.train.full_determinism,
+        vllm=vllm if engine.kind == "vllm" else None,
+    )
+
+
 def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
     """Return the settings of rollout hosts. run_dir: of the run; None where nothing is trained."""
     assert config.actor.model is not None
@@ -252,6 +291,9 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         max_turns=config.agent.max_steps,
         max_concurrent=episodes_per_engine(config),
         episode_timeout_s=config.agent.timeout_s,
+        deadlines=Deadlines(
+            config.agent.turn_timeout_s, config.agent.tool_timeout_s, config.agent.on_timeout == "score"
+        ),
         reward=config.reward.function,
         eval_reward=config.eval.reward,
         reward_timeout_s=timeout_s,
@@ -309,7 +351,22 @@ def program_settings(config: Config) -> ProgramSettings:
         bind=agent.gateway.bind,
         advertise_url=agent.gateway.advertise_url,
         passed_on=tuple(agent.pass_env),
+        containers=agent.containers,
         run_seed=config.seed,
+        environment=environment_settings(config),
+    )
+
+
+def environment_settings(config: Config) -> EnvironmentSettings | None:
+    """Return what plays the episodes in processes of its own; None if nothing does."""
+    agent = config.agent
+    return settings_of(
+        family=agent.environment.family,
+        name=agent.environment.name,
+        arguments=agent.environment.arguments,
+        file=agent.path,
+        python=agent.python,
+        num_processes=agent.environment.num_processes,
     )
 
 
@@ -353,6 +410,7 @@ def policy_settings(
             max_sampled=max_sampled_tokens(config),
             distill_coefficient=algorithm.distill_coef,
             time_step=algorithm.time_step,
+            turn_credit=algorithm.turn_credit,
         ),
         aggregation=aggregation(config),
         mask_truncated=algorithm.mask_truncated,

@@ -67,7 +67,7 @@ def reward_scale(config: Config) -> tuple[float, float] | None:
 def _check_reward_model(config: Config, tokenizer: Any) -> None:
     model = config.reward.model
     assert model is not None
-    theirs = _tokenizer(config, "reward.model", model)
+    theirs = tokenizer_of(config, "reward.model", model)
     if config.reward.retokenize:
         return
     difference = _difference(tokenizer, theirs) or _other_ends(tokenizer, theirs)
@@ -82,7 +82,7 @@ def _check_reward_model(config: Config, tokenizer: Any) -> None:
 def _check_critic(config: Config, tokenizer: Any) -> None:
     model = critic_model(config)
     key = "critic.model" if config.critic.model is not None else "critic.model (unset: reward.model)"
-    difference = _difference(tokenizer, _tokenizer(config, key, model))
+    difference = _difference(tokenizer, tokenizer_of(config, key, model))
     if difference is not None:
         raise UserError(
             f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a critic"
@@ -92,7 +92,7 @@ def _check_critic(config: Config, tokenizer: Any) -> None:
 
 
 def _check_reference(config: Config, tokenizer: Any, key: str, model: str) -> None:
-    difference = _difference(tokenizer, _tokenizer(config, key, model))
+    difference = _difference(tokenizer, tokenizer_of(config, key, model))
     if difference is not None:
         raise UserError(
             f"{key} {model!r} cannot read the tokens of actor.model {config.actor.model!r}: {difference}; a"
@@ -100,7 +100,8 @@ def _check_reference(config: Config, tokenizer: Any, key: str, model: str) -> No
         )
 
 
-def _tokenizer(config: Config, key: str, model: str) -> Any:
+def tokenizer_of(config: Config, key: str, model: str) -> Any:
+    """Load the tokenizer of a model beside the policy. key: the option that names it."""
     from transformers import AutoTokenizer
 
     try:

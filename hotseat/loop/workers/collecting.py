@@ -26,13 +26,15 @@ class OpenGroup:
     num_open: int = 0
     episode_s: list[float] = field(default_factory=list)
     scoring_s: float = 0.0
+    scores: list[Score | Failed] | None = None  # of its episodes, where a model adds to them later
 
 
 @dataclass(frozen=True)
 class Scoring:
     """How the groups of a collection get their rewards.
 
-    waits_for_model: a reward model scores them later. ignores_agents: rewards that agents gave do not count.
+    waits_for_model: a reward model scores them later, or a judge adds to what `scorer` gives. ignores_agents: rewards
+    that agents gave do not count.
     """
 
     scorer: Scorer | None
@@ -77,14 +79,18 @@ class Collecting:
             group, sample = item.group, item.sample
             if sample is None:
                 group.scoring_s = item.ended_s - item.started_s
-                return group, item.future.result()
+                scores = item.future.result()
+                if not self._scoring.waits_for_model:
+                    return group, scores
+                group.scores = scores
+                return group, None
             outcome = item.future.result()
             if self._scoring.ignores_agents and isinstance(outcome, ScoredEpisode):
                 outcome = outcome.episode
             group.outcomes[sample] = outcome
             group.episode_s[sample] = item.ended_s - item.started_s
             group.num_open -= 1
-            if group.num_open == 0 and self._scoring.waits_for_model:
+            if group.num_open == 0 and self._scoring.waits_for_model and self._scoring.scorer is None:
                 return group, None
             if group.num_open == 0:
                 self._report(group, None, _score(group, self._scoring.scorer))
@@ -128,6 +134,12 @@ def _score(group: OpenGroup, scorer: Scorer | None) -> Future[Any]:
         missing: Future[Any] = Future()
         missing.set_result([Failed("the agent gave no reward, and the run has no reward function")] * len(episodes))
         return missing
+    return submit_group(scorer, group)
+
+
+def submit_group(scorer: Scorer, group: OpenGroup) -> Future[list[Score | Failed]]:
+    """Submit the episodes of a complete group that have no reward of their agent's own."""
+    episodes = [outcome for outcome in group.outcomes if isinstance(outcome, Episode)]
     prompt = group.job.prompt
     return scorer.submit(
         [episode.query for episode in episodes],

@@ -84,6 +84,11 @@ class EngineClient:
         self._to_abort: dict[int, list[str]] = {}
         self.num_sent_again = 0
 
+    @property
+    def has_engines(self) -> bool:
+        """Tell whether an engine is left. Called in the event loop."""
+        return bool(self._in_flight)
+
     async def generate(self, request: Request) -> Completion:
         """Return the completion of one request. If the caller is cancelled, the request is aborted."""
         self._loop = asyncio.get_running_loop()
@@ -98,11 +103,13 @@ class EngineClient:
             opened.among.pop(request.id, None)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Cancel requests. Called in the event loop."""
+        """End requests: their completions have what was sampled so far. Called in the event loop."""
         for name in request_ids:
-            for waiting in (*self._in_flight.values(), self._without_engine):
+            for waiting in self._in_flight.values():
                 if name in waiting:
-                    waiting[name].future.cancel()
+                    self._abort_later(waiting[name])
+            if name in self._without_engine:
+                self._without_engine[name].future.cancel()
 
     def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
         """Send requests to engines that were replaced, and hold the weights that are served. Called in any thread."""

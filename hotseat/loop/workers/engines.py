@@ -19,6 +19,7 @@ from hotseat.rollout import Engine, SlotOptions, TransformersEngine, vllm_engine
 from hotseat.rollout._progress import stages_shown
 from hotseat.train.backend import LoraOptions
 from hotseat.train.lora import target_layers
+from hotseat.vision import policy_class
 
 
 def device_of_process() -> torch.device:
@@ -55,6 +56,7 @@ class VllmSettings:
     cache_gib: float | None = None  # None: as much as the memory share has room for
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
     lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
+    role: str = "rollout"  # names its log
 
 
 def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], object] = lambda stage: None) -> Engine:
@@ -70,9 +72,10 @@ def make_engine(settings: EngineSettings, rank: int, show: Callable[[str], objec
 
 
 def _transformers_engine(settings: EngineSettings) -> Engine:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    model = policy_class(config).from_pretrained(
         settings.model,
         dtype=getattr(torch, settings.dtype),
         trust_remote_code=settings.trust_remote_code,
@@ -89,7 +92,7 @@ def _transformers_engine(settings: EngineSettings) -> Engine:
 
 
 def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Engine:
-    log = Path(vllm.logs) / f"rollout-{rank}.log"
+    log = Path(vllm.logs) / f"{vllm.role}-{rank}.log"
     os.environ.update(vllm_engine.log_to(log))
     on_cpu = device_of_process().type == "cpu"
     share = None if on_cpu else vllm.memory_share or DEFAULT_ENGINE_SHARE

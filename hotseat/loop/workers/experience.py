@@ -20,6 +20,7 @@ from hotseat.algorithms import (
     KlEstimator,
     Moments,
     StepTotals,
+    TurnCredit,
     compute_advantages,
     distillation_advantages,
     estimate_kl,
@@ -61,6 +62,7 @@ class AdvantageSettings:
     max_sampled: int  # tokens that an episode may sample, over all of its turns
     time_step: Literal["token", "action", "chunk"] = "token"
     distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
+    turn_credit: TurnCredit = "to_go"
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,24 @@ class Share:
         segments = [segment for sample in samples for segment in sample.episode.segments]
         flat = [torch.cat(part).numpy() for part in zip(*map(_tensors, segments), strict=True)] if segments else []
         lengths = [[len(segment.token_ids) for segment in sample.episode.segments] for sample in samples]
-        rows = [(*_key_of(sample.episode.key), *_episode_of(sample.episode), *_score_of(sample)) for sample in samples]
+        rows = [_row(sample) for sample in samples]
         groups = [(group.prompt, len(group.samples), group.num_failed) for group in self.groups]
-        return _share_of_rows, (self.steps, groups, rows, lengths, flat, self.positions)
+        images = [[segment.images for segment in sample.episode.segments] for sample in samples]
+        seen = images if any(map(any, images)) else ()
+        return _share_of_rows, (self.steps, groups, rows, lengths, flat, self.positions, seen)
 
 
 # Everything but the segments of an episode and the episode of a scored one, whatever fields they have.
 _KEY = tuple(each.name for each in fields(SampleKey))
-_EPISODE = tuple(each.name for each in fields(Episode) if each.name not in ("key", "segments"))
+_EPISODE = tuple(each.name for each in fields(Episode) if each.name not in ("key", "segments", "facts"))
 _SCORE = tuple(each.name for each in fields(ScoredEpisode) if each.name != "episode")
 _key_of, _episode_of, _score_of = attrgetter(*_KEY), attrgetter(*_EPISODE), attrgetter(*_SCORE)
+
+
+def _row(sample: ScoredEpisode) -> tuple[Any, ...]:
+    """Return a sample without its segments. Facts come last: rows of earlier versions have none."""
+    episode = sample.episode
+    return (*_key_of(episode.key), *_episode_of(episode), *_score_of(sample), episode.facts)
 
 
 def _share_of_rows(
@@ -96,14 +106,18 @@ def _share_of_rows(
     lengths: Sequence[Sequence[int]],
     flat: Sequence[Any],
     positions: tuple[int, ...],
+    images: Sequence[Sequence[tuple[str, ...]]] = (),
 ) -> Share:
     """Rebuild a share from what `Share.__reduce__` pickled."""
     sizes = [length for episode in lengths for length in episode]
     parts = zip(*(torch.from_numpy(array.copy()).split(sizes) for array in flat), strict=True)
     samples = iter(
         [
-            _rebuild_sample(row, tuple(Segment(*next(parts)) for _ in episode))
-            for row, episode in zip(rows, lengths, strict=True)
+            _rebuild_sample(
+                row,
+                tuple(replace(Segment(*next(parts)), images=each) if each else Segment(*next(parts)) for each in seen),
+            )
+            for row, seen in zip(rows, images or [[()] * len(episode) for episode in lengths], strict=True)
         ]
     )
     rebuilt = tuple(
@@ -114,8 +128,10 @@ def _share_of_rows(
 
 def _rebuild_sample(row: tuple[Any, ...], segments: tuple[Segment, ...]) -> ScoredEpisode:
     key, rest = row[: len(_KEY)], row[len(_KEY) :]
-    about, score = rest[: len(_EPISODE)], rest[len(_EPISODE) :]
-    episode = Episode(key=SampleKey(*key), segments=segments, **dict(zip(_EPISODE, about, strict=True)))
+    about, rest = rest[: len(_EPISODE)], rest[len(_EPISODE) :]
+    score, facts = rest[: len(_SCORE)], rest[len(_SCORE) :]
+    known = dict(zip(_EPISODE, about, strict=True))
+    episode = Episode(key=SampleKey(*key), segments=segments, facts=facts[0] if facts else None, **known)
     return ScoredEpisode(episode=episode, **dict(zip(_SCORE, score, strict=True)))
 
 
@@ -126,7 +142,7 @@ def _rebuild_share(
     flat: Sequence[Any],
 ) -> Share:
     """Rebuild a share of an earlier version, from the checkpoint or the kept groups of its run."""
-    rows = [(*_key_of(s.episode.key), *_episode_of(s.episode), *_score_of(s)) for g in groups for s in g.samples]
+    rows = [_row(sample) for group in groups for sample in group.samples]
     heads = [(group.prompt, len(group.samples), group.num_failed) for group in groups]
     return _share_of_rows(steps, heads, rows, lengths, flat, ())
 
@@ -176,6 +192,7 @@ def flatten(groups: Sequence[PromptGroup]) -> MicroBatch:
         [segment.mask for segment, _ in segments],
         [str(sample.episode.key) for _, sample in segments],
         {ROLLOUT_LOG_PROBS: [segment.log_probs for segment, _ in segments]},
+        [segment.images for segment, _ in segments],
     )
 
 
@@ -302,6 +319,7 @@ def with_advantages(
         values=values,
         turn_rewards=turn_rewards,
         turns=turns,
+        turn_credit=settings.turn_credit,
         kl=kl,
         kl_coefficient=settings.kl_in_reward,
         reward_clip=settings.reward_clip,

@@ -209,7 +209,7 @@ class ModelWorker(BackendWorker):
         for end, length, start in zip(itertools.accumulate(lengths), lengths, canary.num_prompt, strict=True):
             mask.numpy()[end - length : end - length + start] = False
         names = [f"canary {index}" for index in range(len(lengths))]
-        batch = MicroBatch.from_segments(token_ids.split(lengths), mask.split(lengths), names)
+        batch = MicroBatch.from_segments(token_ids.split(lengths), mask.split(lengths), names, images=canary.images)
         most = min(_CANARY_TOKENS, self._cutter.lowered().get("rollout", _CANARY_TOKENS))
         pieces = split_by_tokens(batch, max([most, *map(len, canary.sequences)]))
         scored = by_sample(pieces, self._backend.log_probs(pieces, canary.temperature))
@@ -428,6 +428,7 @@ class ActorWorker(ModelWorker):
                     dtype=self._dtype,
                     device=device_of_process(),
                     trust_remote_code=self._trust_remote_code,
+                    images=canary.images,
                 )
             except (torch.OutOfMemoryError, RunError) as error:
                 scores = str(error).partition("\n")[0]
@@ -579,7 +580,7 @@ class EngineWorker:
 
     def score_canary(self, canary: Canary) -> list[float]:
         """Return log-probs of the canary's sampled tokens."""
-        return canary.sampled(self._engine.score(canary.sequences, canary.temperature))
+        return canary.sampled(self._engine.score(canary.sequences, canary.temperature, canary.images))
 
     def answer(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
         """Return the tokens sampled for each request, when all are done."""

@@ -69,7 +69,10 @@ class Objective(Protocol[Item]):
 def batch_of(sequences: Sequence[Example], sample_ids: Sequence[str]) -> MicroBatch:
     """Lay sequences flat. Weights are 0: they are set for the whole step."""
     return MicroBatch.from_segments(
-        [sequence.token_ids for sequence in sequences], [sequence.mask for sequence in sequences], sample_ids
+        [sequence.token_ids for sequence in sequences],
+        [sequence.mask for sequence in sequences],
+        sample_ids,
+        images=[sequence.images for sequence in sequences],
     )
 
 

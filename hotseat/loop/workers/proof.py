@@ -13,6 +13,7 @@ class Canary:
     sequences: tuple[tuple[int, ...], ...]  # prompt and answer
     num_prompt: tuple[int, ...]  # prompt tokens of each sequence
     temperature: float
+    images: tuple[tuple[str, ...], ...] = ()  # of each sequence; empty: none has any
 
     @property
     def num_sampled(self) -> int:

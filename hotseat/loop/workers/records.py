@@ -31,6 +31,17 @@ class SegmentRecord:
 
 
 @dataclass(frozen=True)
+class TurnRecord:
+    """One turn: its number of sampled tokens, and its reward, times and tool calls where they are known."""
+
+    length: int
+    reward: float | None
+    asked_s: float | None
+    answered_s: float | None
+    tool_calls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SampleRecord:
     """A sample as a rollout host holds it."""
 
@@ -43,6 +54,10 @@ class SampleRecord:
     is_truncated: bool
     extra: Mapping[str, float]
     segments: tuple[SegmentRecord, ...]
+    turns: tuple[TurnRecord, ...] = ()  # in order across segments
+    waited_s: float | None = None
+    took_s: float | None = None
+    images: tuple[str, ...] = ()  # of the prompt
 
 
 @dataclass
@@ -73,6 +88,24 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
             )
             for segment in sample.episode.played_segments
         ),
+        turns=_turns_of(sample),
+        images=prompt.images,
+        waited_s=None if sample.episode.facts is None else sample.episode.facts.waited_s,
+        took_s=None if sample.episode.facts is None else sample.episode.facts.took_s,
+    )
+
+
+def _turns_of(sample: ScoredEpisode) -> tuple[TurnRecord, ...]:
+    episode = sample.episode
+    num_turns = len(episode.turn_lengths)
+    facts = episode.facts.turns if episode.facts is not None else ()
+    known = facts if len(facts) == num_turns else (None,) * num_turns
+    rewards = sample.turn_rewards if len(sample.turn_rewards) == num_turns else (None,) * num_turns
+    return tuple(
+        TurnRecord(length, reward, None, None, ())
+        if fact is None
+        else TurnRecord(length, reward, fact.asked_s, fact.answered_s, fact.tool_calls)
+        for length, reward, fact in zip(episode.turn_lengths, rewards, known, strict=True)
     )
 
 

@@ -1,7 +1,8 @@
 """The process between driver and engines: it runs agents, scores groups as they complete, and keeps their tensors.
 
 The driver gets facts. Groups stay here until the actor's ranks fetch their share. Where a reward model scores, groups
-wait: its ranks fetch the tokens to score (`to_score`), and their rewards complete the groups (`take_rewards`).
+wait: its ranks fetch the tokens to score (`to_score`), and their rewards complete the groups (`take_rewards`). Where a
+judge has engines of its own, groups wait for its turn, in which this process asks those engines (`judge`).
 """
 
 from __future__ import annotations
@@ -12,26 +13,32 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hotseat import faults
-from hotseat.agents import AgentHost, ProgramSettings, load_agent
+from hotseat.agents import AgentHost, Deadlines, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.devices.memory import Held
-from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring
+from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring, submit_group
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
+from hotseat.loop.workers.judge_engines import JudgeEngines
 from hotseat.loop.workers.records import SampleRecord, record_of
 from hotseat.loop.workers.simulation import Player, SimulationSettings
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
+from hotseat.rewards.graders import add_verdict
 from hotseat.rewards.rubrics import JudgeSettings
 from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
+
+if TYPE_CHECKING:
+    from hotseat.rewards.judge import Judge
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class HostSettings:
     reward_token: str | None = field(default=None, repr=False)  # for them
     reward_max_open: int = 64  # requests to them at a time
     programs: ProgramSettings | None = None  # of an agent that is a program
+    deadlines: Deadlines | None = None  # within an episode; None: none
     eval_reward: str | None = None  # scores evaluations, instead of any other reward
     has_reward_model: bool = False
     reward_tokenizer: str | None = None  # of a reward model with another vocabulary; None: it reads the policy's tokens
@@ -95,7 +103,9 @@ class RolloutHost:
                 settings.reward_tokenizer, trust_remote_code=settings.trust_remote_code
             )
         self._tokenizer = tokenizer
-        self._unscored: list[OpenGroup] = []  # wait for a reward model, which takes them next
+        self._judge: Judge | None = None  # on engines of its own
+        self._judge_engines: JudgeEngines | None = None
+        self._unscored: list[OpenGroup] = []  # wait for a reward model or the judge, which takes them next
         self._groups: dict[GroupKey, PromptGroup] = {}
         kept = None if settings.kept_rollouts is None else Path(settings.kept_rollouts)
         self._spool = None if settings.spool is None else Spool(Path(settings.spool), kept)
@@ -142,7 +152,29 @@ class RolloutHost:
             ),
             timeout_s=settings.episode_timeout_s,
             abort=self._client.abort,
+            deadlines=settings.deadlines,
         )
+
+    def connect_judge(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1) -> None:
+        """Connect to the engines of the judge, as `connect` does to those of the policy."""
+        from transformers import AutoTokenizer
+
+        from hotseat.rewards.judge import Judge
+
+        settings = self._settings.judge
+        assert settings is not None
+        assert settings.engine is not None
+        if self._judge is not None:
+            self._judge.close()
+        self._judge_engines = JudgeEngines(
+            engines,
+            client,
+            AutoTokenizer.from_pretrained(settings.model, trust_remote_code=self._settings.trust_remote_code),
+            max_length=settings.engine.max_length,
+            max_open=-(-settings.engine.num_slots * engines.size // num_hosts),
+            timeout_s=settings.timeout_s,
+        )
+        self._judge = Judge(settings, self._judge_engines)
 
     def rejoin(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int]) -> None:
         """Send requests to the engines of these ranks, which were replaced and have the weights that are served."""
@@ -164,7 +196,8 @@ class RolloutHost:
     def collect(self, jobs: Sequence[Job], sampling: Sampling) -> list[GroupFacts]:
         """Answer and score every job. A group is scored as soon as it is complete, while others are still generated.
 
-        Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts.
+        Where a reward model scores, this returns nothing yet: `take_rewards` returns the facts. With a judge on engines
+        of its own, `judge` returns them.
         Raises if no engine is left; called again, it goes on with what is in progress. What was answered for an earlier
         call is not sampled again before `forget`.
         """
@@ -331,11 +364,13 @@ class RolloutHost:
         self._changed.notify_all()
 
     def _scoring(self, *, is_evaluation: bool) -> Scoring:
-        is_judged = is_evaluation and self._eval_reward is not None
+        has_own = is_evaluation and self._eval_reward is not None
+        judge = self._settings.judge
+        is_model = self._settings.has_reward_model or (judge is not None and judge.engine is not None)
         return Scoring(
-            self._eval_reward if is_judged else self._reward,
-            waits_for_model=self._settings.has_reward_model and not is_judged,
-            ignores_agents=is_judged,
+            self._eval_reward if has_own else self._reward,
+            waits_for_model=is_model and not has_own,
+            ignores_agents=has_own,
         )
 
     # --- reward models, and what becomes of groups --------------------------------------------------------------------
@@ -359,6 +394,32 @@ class RolloutHost:
             self._finish(group, [score(each) for each in group.outcomes if isinstance(each, Episode)])
             for group in groups
         ]
+
+    def judge(self) -> list[GroupFacts]:
+        """Have the judge's engines judge the episodes of the groups that wait; return the facts of these groups.
+
+        Raises the death of an engine; called again, it judges what is left: verdicts are kept.
+        """
+        settings, judge, engines = self._settings.judge, self._judge, self._judge_engines
+        assert settings is not None
+        assert judge is not None, "not connected to the judge"
+        assert engines is not None
+        grader = Grader("judge", settings.name, settings.weight)
+        groups = list(self._unscored)
+        asked = [submit_group(judge, group) for group in groups]
+        judged = [future.result() for future in asked]
+        engines.check()
+        self._unscored = self._unscored[len(groups) :]
+        facts = []
+        for group, verdicts in zip(groups, judged, strict=True):
+            names = [str(episode.key) for episode in group.outcomes if isinstance(episode, Episode)]
+            earlier = group.scores or [Score(0.0, 0.0, {})] * len(names)
+            scores = [
+                add_verdict(total, grader, verdict, name)
+                for total, verdict, name in zip(earlier, verdicts, names, strict=True)
+            ]
+            facts.append(self._finish(group, scores))
+        return facts
 
     def _for_reward_model(self, episode: Episode) -> Tensor:
         """Return the tokens of the last segment, which ends the episode: [num_tokens].
@@ -405,7 +466,7 @@ class RolloutHost:
                 self._current.collecting.interrupt(RunError("the rollout host is closed"))
         if self._agents is not None:
             self._agents.close()
-        for scorer in (self._reward, self._eval_reward):
+        for scorer in (self._reward, self._eval_reward, self._judge):
             if scorer is not None:
                 scorer.close()
         if self._player is not None:
@@ -520,14 +581,14 @@ def _versions(episode: Episode) -> tuple[int, int]:
 
 def make_scorer(settings: HostSettings) -> Scorer | None:
     """Return what scores the samples to learn from, and evaluations without a reward of their own."""
-    scorer = _function_or_servers(settings)
-    if not settings.graders and settings.judge is None:
+    scorer, judge = _function_or_servers(settings), settings.judge
+    if not settings.graders and (judge is None or (judge.engine is not None and scorer is None)):
         return scorer
     return Graders(
         settings.graders,
         sandbox=settings.sandbox,
         function=scorer,
-        judge=None if settings.judge is None else _judge(settings.judge),
+        judge=None if judge is None or judge.engine is not None else _judge(judge),
         max_memory_bytes=settings.reward_max_bytes,
     )
 
@@ -546,9 +607,9 @@ def _eval_scorer(settings: HostSettings) -> Scorer | None:
 
 
 def _judge(settings: JudgeSettings) -> tuple[Grader, Scorer]:
-    from hotseat.rewards.judge import Judge
+    from hotseat.rewards.judge import Endpoints, Judge
 
-    return Grader("judge", settings.name, settings.weight), Judge(settings)
+    return Grader("judge", settings.name, settings.weight), Judge(settings, Endpoints(settings))
 
 
 def _function_or_servers(settings: HostSettings) -> Scorer | None:

@@ -1,5 +1,5 @@
 """`report.html`: one run, or several side by side, in one file that needs no server."""
 
-from hotseat.observe.report.page import write_report
+from hotseat.observe.report.page import EVALUATED, write_report
 
-__all__ = ["write_report"]
+__all__ = ["EVALUATED", "write_report"]

@@ -17,13 +17,16 @@ def make_facts(
     counts: Mapping[str, Any] | None,
     total: tuple[float, int] | None = None,
     headlines: Iterable[str] = (),
+    predicted_s: float | None = None,
 ) -> list[dict[str, str]]:
     """Return label, value and note of each tile. Figures that the run did not measure are left out.
 
     total: seconds from its commands to their ends, and their number. headlines: the main metrics of the other runs on
-    the page, which are shown for this run, too, if it has them.
+    the page, which are shown for this run, too, if it has them. predicted_s: of a step, by a profile.
     """
     facts = [_fact("Steps", f"{int(table.steps[-1]):,}" if len(table.steps) else "0", _pace(table))]
+    if predicted_s is not None:
+        facts.append(_fact("Predicted step", f"{predicted_s:.3g} s", _against_measured(table, predicted_s)))
     if total is not None:
         seconds, num_commands = total
         note = "from the command to the end" if num_commands == 1 else f"of {num_commands} commands, each to its end"
@@ -66,6 +69,15 @@ def _headline_fact(table: Table, name: str) -> dict[str, str]:
 def _pace(table: Table) -> str:
     step_s = table.values("step_s")[1]
     return f"{np.median(step_s):.3g} s each (median)" if len(step_s) else ""
+
+
+def _against_measured(table: Table, predicted_s: float) -> str:
+    """Compare a prediction with the steps after the first, which takes longer than others."""
+    step_s = table.values("step_s")[1][1:]
+    if not len(step_s):
+        return "by a profile; not measured yet"
+    measured_s = float(np.mean(step_s))
+    return f"by a profile; measured {measured_s:.3g} s (mean after the first), {predicted_s / measured_s - 1:+.0%}"
 
 
 def _tokens_per_s(table: Table) -> float | None:

@@ -23,11 +23,12 @@ from hotseat.observe.report.facts import headline_metric, make_facts
 from hotseat.observe.report.reading import check_is_run, count_samples, read_config, read_events, read_plan
 from hotseat.observe.report.samples import read_samples
 from hotseat.observe.report.timeline import read_timeline
-from hotseat.observe.report.times import read_total
+from hotseat.observe.report.times import read_prediction, read_total
 
 MAX_BYTES = 4_800_000  # of the whole file
 SUMMARY_BYTES = 4_000  # of a run, for readers without scripts
 MAX_RUNS = 24
+EVALUATED = "answers.jsonl"  # in the folder of an evaluation: its answers
 DEFAULT_TASK = "rl"  # of a config without a task: it contains only what differs from the defaults
 POINT_LIMITS = (1_500, 1_000, 600, 400, 200, 100, 50, 20, 8)
 EVENT_LIMITS = (400, 200, 100, 50, 10)
@@ -41,6 +42,7 @@ SCRIPTS = (
     "phases",
     "memory",
     "heatmaps",
+    "conversation",
     "samples",
     "setup",
     "main",
@@ -107,12 +109,15 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def content_policy(*scripts: bytes) -> bytes:
-    """Return a policy by which only these scripts run and nothing is fetched. Charts may style their elements."""
+    """Return a policy by which only these scripts run and nothing is fetched. Charts may style their elements, and
+    images of prompts are in the page.
+    """
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script).digest()).decode()}'" for script in scripts)
     rules = (
         "default-src 'none'",
         f"script-src {hashes}",
         "style-src 'unsafe-inline'",
+        "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
     )
@@ -144,7 +149,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
     run: dict[str, Any] = {
         "label": label,
         "task": None if config is None else config["keys"].get("task", DEFAULT_TASK),
-        "facts": make_facts(table, counts, read_total(run_dir), headlines),
+        "facts": make_facts(table, counts, read_total(run_dir), headlines, read_prediction(run_dir)),
         "changes": read_changes(run_dir, table),
         "headline": headline_metric(table),
         "counts": counts,
@@ -155,6 +160,7 @@ def read_run(run_dir: Path, label: str, budget: int, headlines: Sequence[str] = 
         "distributions": largest_that_fits(
             lambda columns: make_heat_maps(distributions, columns), COLUMN_LIMITS, budget // 8
         ),
+        "is_evaluation": (run_dir / EVALUATED).is_file(),
         "has_model": (run_dir / "model").is_dir(),
         "num_steps": len(table.steps),
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from hotseat.observe.report.reading import finite, json_lines_at, parsed, shorte
 
 MAX_TOKENS = 1_600  # of one sample: the first three quarters and the last quarter
 MAX_PROMPT_CHARACTERS = 6_000
+MAX_TURNS = 400
+MAX_IMAGES = 4  # of one prompt
+MAX_IMAGE_BYTES = 40_000
 LOG_PROB_UNIT = 1e-4
 GAP_UNIT = 1e-5
 
@@ -90,9 +94,63 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
         "label": shortened(record["label"]) if record.get("label") is not None else None,
         "prompt_text": shortened(record.get("prompt_text") or "", MAX_PROMPT_CHARACTERS),
         "extra": record.get("extra") if isinstance(record.get("extra"), dict) else {},
+        "images": _pack_images(record.get("images")),
         "num_tokens": num_tokens,
-        "segments": list(_pack_segments(segments, num_tokens)),
+        "turns": _pack_turns(record),
+        "waited_s": finite(record.get("waited_s")),
+        "took_s": finite(record.get("took_s")),
+        "segments": list(_pack_segments(_with_turns(segments, record), num_tokens)),
     }
+
+
+def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [turn for turn in record.get("turns") or [] if isinstance(turn, dict)]
+
+
+def _pack_turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "length": turn.get("length"),
+            "reward": finite(turn.get("reward")),
+            "asked_s": finite(turn.get("asked_s")),
+            "answered_s": finite(turn.get("answered_s")),
+            "tool_calls": [shortened(call) for call in turn.get("tool_calls") or []],
+        }
+        for turn in _turns(record)[:MAX_TURNS]
+    ]
+
+
+def _with_turns(segments: Sequence[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return segments with the turn of each sampled token, and what they share with an earlier one: a branch."""
+    lengths = [turn.get("length") for turn in _turns(record)]
+    turns = [at for at, length in enumerate(lengths) if isinstance(length, int) for _ in range(length)]
+    of_tokens = iter(turns)
+    made: list[dict[str, Any]] = []
+    for index, segment in enumerate(segments):
+        sampled = segment.get("sampled") or []
+        numbers = [next(of_tokens, None) if is_sampled else None for is_sampled in sampled]
+        shared = [(_num_shared(segments[other], segment), other) for other in range(index)]
+        most = max(shared, key=lambda pair: pair[0], default=(0, 0))
+        made.append(segment | {"turns": numbers, "segment": index, "shared": list(most)})
+    return made
+
+
+def _num_shared(segment: dict[str, Any], other: dict[str, Any]) -> int:
+    pairs = zip(segment.get("text") or [], other.get("text") or [], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _pack_images(images: Any) -> list[str]:
+    """Return small copies of prepared images, which lie beside them, as data URIs; of those that are there."""
+    packed = []
+    for image in images[:MAX_IMAGES] if isinstance(images, list) else ():
+        try:
+            small = Path(str(image)).with_suffix(".png").read_bytes()
+        except OSError:
+            continue
+        if len(small) <= MAX_IMAGE_BYTES:
+            packed.append(f"data:image/png;base64,{base64.b64encode(small).decode()}")
+    return packed
 
 
 def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Iterator[dict[str, Any]]:
@@ -106,7 +164,12 @@ def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Itera
         for low, high in ((0, gap_from), (gap_to, num_tokens)):
             begin, end = max(low - first, 0), min(high - first, length)
             if begin < end:
-                yield _pack_tokens(segment, begin, end) | {"first": first + begin}
+                num_shared, of = segment["shared"]
+                yield _pack_tokens(segment, begin, end) | {
+                    "first": first + begin,
+                    "segment": segment["segment"],
+                    "shared": [max(0, num_shared - begin), of],
+                }
         first += length
 
 
@@ -129,6 +192,7 @@ def _pack_tokens(segment: dict[str, Any], begin: int, end: int) -> dict[str, Any
         "advantage": in_runs([None if value is None else round(value, 4) for value in map(finite, part("advantages"))]),
         "fate": in_runs(part("fates")),
         "version": in_runs(part("versions")),
+        "turn": in_runs(part("turns")),
     }
 
 

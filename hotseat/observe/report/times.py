@@ -33,3 +33,9 @@ def read_total(run_dir: Path) -> tuple[float, int] | None:
         if number >= 0:
             last[number] = max(last[number], time)
     return sum(end - start for start, end in zip(starts, last, strict=True)), len(starts)
+
+
+def read_prediction(run_dir: Path) -> float | None:
+    """Return the seconds of a step that a profile predicted for the run; None where none was asked."""
+    records = list(json_lines(run_dir / "prediction.json"))
+    return finite(records[0].get("step_s")) if records else None

@@ -34,12 +34,12 @@ def find_another_openrlhf() -> str | None:
     """Return the file or folder from which an OpenRLHF other than ours can be imported, or None if there is none."""
     for finder in sys.meta_path:
         if finder is PathFinder:
-            found = PathFinder.find_spec("openrlhf", [entry for entry in sys.path if not _is_ours(entry)])
+            spec = PathFinder.find_spec("openrlhf", [entry for entry in sys.path if not _is_ours(entry)])
         else:  # such as that of a package installed in editable mode
-            found = finder.find_spec("openrlhf", None)
+            spec = finder.find_spec("openrlhf", None)
         # A folder without __init__.py, such as the one that a user keeps scripts in, is not the package.
-        if isinstance(found, ModuleSpec) and found.origin is not None:
-            return found.origin
+        if isinstance(spec, ModuleSpec) and spec.origin is not None:
+            return spec.origin
     return None
 
 

@@ -1,6 +1,6 @@
 // Builds the page, and keeps navigation and theme.
 
-const SECTIONS = [
+const ALL_SECTIONS = [
   ['overview', 'Overview', showOverview],
   ['curves', 'Curves', showCurves],
   ['timeline', 'Timeline', showTimeline],
@@ -11,6 +11,9 @@ const SECTIONS = [
   ['samples', 'Samples', showSamples],
   ['setup', 'Setup', showSetup],
 ];
+// An evaluation takes no steps: it has answers, and nothing that happens over time.
+const OF_TRAINING = ['timeline', 'phases', 'memory', 'gap'];
+const SECTIONS = ALL_SECTIONS.filter(([id]) => !OF_TRAINING.includes(id) || runs.some((run) => !run.is_evaluation));
 
 const systemTheme = matchMedia('(prefers-color-scheme: dark)');
 let chosenTheme = null;
@@ -52,6 +55,7 @@ function showNavigation() {
 applyTheme();
 systemTheme.addEventListener('change', applyTheme);
 addEventListener('beforeprint', startAll);
+for (const [id] of ALL_SECTIONS) if (!SECTIONS.some(([shown]) => shown === id)) document.getElementById(id).remove();
 showNavigation();
 for (const [, , show] of SECTIONS) show();
 selectRun(0);

@@ -28,7 +28,7 @@ const MODES = {
   fate: { name: 'Fate', kind: 'named', of: (token) => token.fate },
 };
 const FATES = ['learned', 'clipped', 'corrected', 'clipped, corrected', 'no gradient'];
-const browser = { mode: 'gap', samples: [], shown: [], selected: null };
+const browser = { mode: 'gap', view: 'conversation', samples: [], shown: [], selected: null };
 
 function showSamples() {
   const body = openSection(
@@ -206,6 +206,31 @@ function listItem(sample, onClick) {
 
 function sampleDetail(sample) {
   const tokens = tokensOf(sample);
+  const detail = el('div', {}, sampleHead(sample));
+  if (!tokens.length) {
+    detail.append(...[promptOf(sample), absent('Nothing was recorded of its tokens.')].filter(Boolean));
+    return detail;
+  }
+  if (!isConversation(sample)) {
+    detail.append(...[promptOf(sample), ...tokenView(tokens)].filter(Boolean));
+    return detail;
+  }
+  const body = el('div', {});
+  const show = (view) => {
+    browser.view = view;
+    body.replaceChildren(...(view === 'conversation' ? conversationView(sample, tokens) : tokenView(tokens)));
+  };
+  const views = [
+    ['conversation', 'Conversation'],
+    ['tokens', 'Token by token'],
+  ];
+  detail.append(el('div', { class: 'view-bar' }, choice('Show the episode as', views, browser.view, show)), body);
+  show(browser.view);
+  return detail;
+}
+
+/** Tokens, coloured by one of their facts, which are shown for the token that is pointed at. */
+function tokenView(tokens) {
   const facts = el('div', { class: 'token-facts' });
   const scale = el('div', { class: 'scale' });
   const text = el('div', { class: 'tokens', role: 'group', 'aria-label': 'Tokens' });
@@ -219,21 +244,11 @@ function sampleDetail(sample) {
       paint();
     },
   );
-  const detail = el('div', {}, sampleHead(sample), promptOf(sample));
-  if (!tokens.length) {
-    detail.append(absent('Nothing was recorded of its tokens.'));
-    return detail;
-  }
   text.append(...tokens.flatMap((token, index) => tokenParts(token, index, tokens)));
   listenToTokens(text, tokens, facts);
   showTokenFacts(facts, null);
   paint();
-  detail.append(
-    el('div', { class: 'token-bar' }, el('span', { class: 'bar-label' }, 'Colour by'), modes, scale),
-    facts,
-    text,
-  );
-  return detail;
+  return [el('div', { class: 'token-bar' }, el('span', { class: 'bar-label' }, 'Colour by'), modes, scale), facts, text];
 }
 
 function sampleHead(sample) {
@@ -265,6 +280,7 @@ function promptOf(sample) {
     'details',
     { class: 'prompt', open: sample.prompt_text.length < 600 },
     el('summary', {}, 'Prompt'),
+    ...(sample.images ?? []).map((source) => el('img', { src: source, alt: 'image of the prompt' })),
     el('pre', {}, sample.prompt_text),
   );
 }
@@ -275,16 +291,17 @@ function unroll(pairs) {
 }
 
 function tokensOf(sample) {
-  return sample.segments.flatMap((segment, segmentIndex) => {
-    const [sampled, advantage, fate, version] = [segment.sampled, segment.advantage, segment.fate, segment.version].map(
-      unroll,
-    );
+  return sample.segments.flatMap((segment) => {
+    const names = ['sampled', 'advantage', 'fate', 'version', 'turn'];
+    const [sampled, advantage, fate, version, turn] = names.map((name) => unroll(segment[name]));
     return segment.text.map((text, at) => {
       const engine = segment.engine[at] === null ? null : segment.engine[at] * LOG_PROB_UNIT;
       const gap = segment.gap[at] === null ? null : segment.gap[at] * GAP_UNIT;
       return {
         text,
-        segment: segmentIndex,
+        segment: segment.segment,
+        sharedWith: at < segment.shared[0] ? segment.shared[1] : null,
+        turn: turn[at],
         position: segment.first + at,
         isSampled: sampled[at],
         engine,

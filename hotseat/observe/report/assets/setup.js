@@ -17,6 +17,10 @@ function showSetup() {
 function fillSetup(body, run) {
   if (run.changes.length)
     body.append(el('div', { class: 'card' }, el('h3', {}, 'Changed when resumed'), changes(run.changes)));
+  if (run.is_evaluation) {
+    body.append(el('div', { class: 'card' }, el('h3', {}, 'Config'), config(run)));
+    return;
+  }
   body.append(
     el('div', { class: 'card' }, el('h3', {}, 'Events'), events(run)),
     el(

@@ -1,0 +1,117 @@
+"""The families of environments, and whether an interpreter has their library."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent
+_FIND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A library of environments. module: what is imported. extra: of Hotseat. env: what `make agent-envs` calls it."""
+
+    module: str
+    extra: str
+    env: str
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gymnasium": Family("gymnasium", "gymnasium", "environments"),
+    "openenv": Family("openenv", "openenv", "environments"),
+    "reasoning_gym": Family("reasoning_gym", "reasoning-gym", "environments"),
+    "textarena": Family("textarena", "textarena", "environments"),
+    "verifiers": Family("verifiers", "verifiers", "verifiers"),
+}
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """What runs in processes of its own: an environment of a family, or the function `play` of a file.
+
+    python: the interpreter; None is ours. arguments: of the environment, as JSON. num_processes: per rollout host.
+    """
+
+    family: str | None = None
+    name: str | None = None
+    arguments: str = "{}"
+    file: str | None = None
+    python: str | None = None
+    num_processes: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        """The process, without the number of its socket and without its specification."""
+        return [interpreter(self.python), str(_FOLDER / "worker.py")]
+
+    @property
+    def spec(self) -> str:
+        """What the process is to run, as JSON."""
+        if self.family is None:
+            return json.dumps({"file": os.path.abspath(os.path.expanduser(str(self.file)))})
+        file = str(_FOLDER / f"{self.family}.py")
+        return json.dumps({"file": file, "name": _absolute(self.name), "arguments": json.loads(self.arguments)})
+
+    def __str__(self) -> str:
+        if self.family is None:
+            return str(self.file)
+        return self.family if self.name is None else f"{self.family} {self.name}"
+
+
+def interpreter(python: str | None) -> str:
+    """Return the path of an interpreter. A virtual environment's is a link, which must not be resolved."""
+    if python is None:
+        return sys.executable
+    return os.path.abspath(shutil.which(os.path.expanduser(python)) or os.path.expanduser(python))
+
+
+def library_problem(family: str, python: str | None) -> str | None:
+    """Return why environments of a family cannot run under an interpreter, and what to do; None if they can."""
+    known = FAMILIES[family]
+    program = interpreter(python)
+    if shutil.which(program) is None:
+        return f"there is no interpreter {python}: `make agent-envs` makes those of the families of environments"
+    done = subprocess.run([program, "-c", _FIND, known.module], capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    where = "is not installed" if python is None else f"is not installed for {python}"
+    return (
+        f"{family}: the package {known.module} {where}: pip install 'hotseat[{known.extra}]', or `make agent-envs` and"
+        f" agent.python: .agent-envs/{known.env}/bin/python"
+    )
+
+
+def _absolute(name: str | None) -> str | None:
+    """Return the name of an environment with an absolute path, if it begins with a Python file."""
+    if name is None:
+        return None
+    file, dot_py, rest = name.partition(".py")
+    if not dot_py or (rest and not rest.startswith(":")):
+        return name
+    return os.path.abspath(os.path.expanduser(file + dot_py)) + rest
+
+
+def settings_of(
+    *,
+    family: str | None,
+    name: str | None,
+    arguments: Mapping[str, Any],
+    file: str | None,
+    python: str | None,
+    num_processes: int,
+) -> EnvironmentSettings | None:
+    """Return what runs in processes of its own; None if nothing does."""
+    if family is None and (python is None or file is None):
+        return None
+    return EnvironmentSettings(
+        family, name, json.dumps(dict(arguments)), None if family is not None else file, python, num_processes
+    )

@@ -1,0 +1,208 @@
+"""The process in which environments of a library run, under an interpreter that may be another than ours.
+
+Run as `python worker.py FD SPEC`, where FD is a connected socket and SPEC is JSON: `file`, a Python file, and for those
+of this folder the `name` and `arguments` of an environment. Needs nothing but Python's own library, because its
+interpreter has what the environment's library asks for, and not what Hotseat does.
+
+Takes lines of JSON from the socket, and answers each with a line that has the same `id`:
+
+    {"id": 1, "prompts": [0, 511]}                          the first texts of tasks, by number
+    {"id": 2, "play": {"text", "label", "seed", "base_url", "api_key", "root_url", "model"}}    one episode
+    {"cancel": 2}                                           no answer is waited for any more
+
+Episodes run side by side: async ones in one event loop, plain ones in a thread each. The end of the socket ends the
+process and all that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+_MAX_LINE = 1 << 26
+_MAX_THREADS = 4096
+_MAX_SHOWN = 2000
+_OVER = ("max_steps", "context_length_exceeded", "timeout")  # the run's bounds of an episode
+
+
+class Policy:
+    """The policy of one episode, behind the gateway. It may be asked by several threads."""
+
+    def __init__(self, base_url: str, api_key: str, root_url: str, model: str, seed: int):
+        self.base_url, self.api_key, self.root_url, self.model, self.seed = base_url, api_key, root_url, model, seed
+
+    def ask(self, messages: Sequence[Mapping[str, Any]], **body: Any) -> str | None:
+        """Return the answer to a conversation; None if the episode may have no more turns or tokens."""
+        address = urllib.parse.urlsplit(self.base_url)
+        connect = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = connect(address.netloc)
+        try:
+            connection.request(
+                "POST",
+                address.path.rstrip("/") + "/chat/completions",
+                json.dumps({"model": self.model, "messages": list(messages), **body}),
+                {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
+            )
+            response = connection.getresponse()
+            reply = json.loads(response.read())
+        finally:
+            connection.close()
+        if response.status == 200:
+            return reply["choices"][0]["message"]["content"] or ""
+        error = reply.get("error") or {}
+        if error.get("code") in _OVER:
+            return None
+        raise RuntimeError(f"the policy answered with status {response.status}: {error.get('message')}")
+
+    def converse(self, messages: list[dict[str, str]], act: Callable[[str], str | None]) -> bool:
+        """Pass each answer to `act` and what that returns to the policy, until it returns None. False: cut before."""
+        while (answer := self.ask(messages)) is not None:
+            observation = act(answer)
+            if observation is None:
+                return True
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": observation}]
+        return False
+
+
+class _Worker:
+    def __init__(self, spec: Mapping[str, Any]):
+        module = _load(spec["file"])
+        self._play: Callable[..., Any]
+        if "arguments" in spec:
+            self._tasks = module.load(spec["name"], spec["arguments"])
+            self._play = self._play_task
+        else:
+            self._play = _play_function(module, spec["file"])
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "episode")
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_LINE)
+        _send(writer, {"id": 0, "result": None})  # ready
+        while line := await reader.readline():
+            asked = json.loads(line)
+            if "cancel" in asked:
+                running = self._running.get(asked["cancel"])
+                if running is not None:
+                    running.cancel()
+                continue
+            task = asyncio.ensure_future(self._answer(asked, writer))
+            self._running[asked["id"]] = task
+            task.add_done_callback(partial(self._forget, asked["id"]))
+        os.killpg(0, signal.SIGKILL)
+
+    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
+
+    async def _answer(self, asked: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        try:
+            if "prompts" in asked:
+                result = await self._in_thread(self._prompts, *asked["prompts"])
+            else:
+                result = await self._episode(asked["play"])
+            answer = {"id": asked["id"], "result": result}
+            json.dumps(answer)
+        except Exception as error:
+            answer = {"id": asked["id"], "error": _described(error)}
+        _send(writer, answer)
+
+    def _prompts(self, first: int, last: int) -> list[str]:
+        return [self._tasks.prompt(number) for number in range(first, last + 1)]
+
+    async def _episode(self, asked: Mapping[str, Any]) -> Any:
+        client = Policy(*(asked[name] for name in ("base_url", "api_key", "root_url", "model", "seed")))
+        prompt = SimpleNamespace(text=asked["text"], label=asked["label"])
+        if inspect.iscoroutinefunction(self._play):
+            result = await self._play(prompt, client)
+        else:
+            result = await self._in_thread(self._play, prompt, client)
+            if inspect.isawaitable(result):
+                result = await result
+        return _plain(result)
+
+    def _play_task(self, prompt: Any, client: Policy) -> Any:
+        if prompt.label is None or not str(prompt.label).isdecimal():
+            raise ValueError(f"the label {prompt.label!r} is not the number of a task: data.label_key names its column")
+        return self._tasks.play(int(prompt.label), client)
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+def module_of(file: str) -> ModuleType:
+    """Import a user's file under its own name, with its folder on the path for the modules beside it."""
+    folder, name = os.path.split(os.path.abspath(file))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name.removesuffix(".py"))
+
+
+def _load(file: str) -> ModuleType:
+    name = "hotseat_environment"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    folder = os.path.dirname(os.path.abspath(file))
+    if folder != os.path.dirname(os.path.abspath(__file__)):
+        sys.path.insert(0, folder)  # a user's: for the modules beside it
+    spec.loader.exec_module(module)
+    return module
+
+
+def _play_function(module: ModuleType, file: str) -> Callable[..., Any]:
+    play = getattr(module, "play", None)
+    if not callable(play):
+        raise ValueError(f"{file} has no function play(prompt, client), which agent.python can run")
+    return play
+
+
+def _plain(result: Any) -> Any:
+    """Replace numbers of numpy and the like by Python's."""
+    if isinstance(result, Mapping):
+        return {str(name): _plain(value) for name, value in result.items()}
+    return result.item() if callable(getattr(result, "item", None)) else result
+
+
+def _described(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:_MAX_SHOWN]}{where}"
+
+
+def _send(writer: asyncio.StreamWriter, answer: Mapping[str, Any]) -> None:
+    writer.write(json.dumps(answer).encode() + b"\n")
+
+
+def main(handle: str, spec: str) -> None:
+    sys.path.pop(0)  # this folder: its files have the names of the libraries
+    connection = socket.socket(fileno=int(handle))
+    sys.modules["hotseat_worker"] = sys.modules["__main__"]
+    try:
+        worker = _Worker(json.loads(spec))
+    except BaseException as error:
+        traceback.print_exc()
+        connection.sendall(json.dumps({"id": 0, "error": _described(error)}).encode() + b"\n")
+    else:
+        asyncio.run(worker.serve(connection))
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

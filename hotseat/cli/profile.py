@@ -1,0 +1,117 @@
+"""`hotseat profile CONFIG`: measures the phases of an RL run at a few sizes, for `hotseat plan --auto`."""
+
+from __future__ import annotations
+
+import math
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from hotseat.config import Config, load, loads, to_yaml
+from hotseat.errors import UserError
+from hotseat.loop.planning.plan import make_plan
+from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of
+from hotseat.loop.setup.refusals import num_rows_of
+
+NUM_STEPS = 4  # of each short run; the first does not count
+MAX_FACTOR = 4  # a larger batch than this many steps is not measured
+RUN_NAME = "measured"
+
+
+def run_profile(
+    path: str, overrides: Sequence[str], output: Path, factors: Sequence[float] | None, sizes: Sequence[int] | None
+) -> int:
+    """Make a short run at each size, and write what they measured."""
+    config = load(path, overrides)
+    if config.task != "rl":
+        raise UserError(f"task is {config.task}: `hotseat profile` measures the phases of task rl")
+    from hotseat.loop.start import start
+
+    profile = measure(config, start, factors, sizes or (config.rollout.tensor_parallel_size,), print)
+    output.write_text(profile.to_json())
+    print(f"{output}: for `hotseat plan {path} --auto {output}`")
+    return 0
+
+
+def measure(
+    config: Config,
+    start: Callable[[Config], object],
+    factors: Sequence[float] | None,
+    sizes: Sequence[int],
+    tell: Callable[[str], object],
+) -> Profile:
+    """Run a config at several batch sizes and tensor-parallel sizes, each for a few steps, in a temporary directory."""
+    factors = factors or default_factors(config)
+    measurements: list[Measurement] = []
+    for size in sizes:
+        for factor in factors:
+            with tempfile.TemporaryDirectory(prefix="hotseat-profile-") as directory:
+                short = _short(config, factor, size, directory)
+                start(short)
+                measured = measurement_of(short, make_plan(short), Path(directory) / RUN_NAME)
+            tell(
+                f"{measured.samples_per_engine:.0f} samples per engine, {measured.samples_per_rank:.0f} per rank:"
+                + "".join(f" {phase} {seconds:.2f} s" for phase, seconds in measured.phases.items())
+            )
+            measurements.append(measured)
+    about = {
+        "model": str(config.actor.model),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "hotseat": version("hotseat"),
+    }
+    return Profile(tuple(measurements), about)
+
+
+def default_factors(config: Config) -> list[float]:
+    """Return the batch sizes to measure, as multiples of the config's.
+
+    They reach from what an engine would have if every device had one to what it has if few do.
+    """
+    plan = make_plan(config)
+    share = len(plan.role("rollout").processes) / max(1, plan.inventory.num_devices)
+    factors: list[float] = []
+    factor = 1.0
+    while factor / 2 >= share and len(factors) < 3:
+        factor /= 2
+        factors.append(factor)
+    return [*reversed(factors), 1.0, *([2.0, float(MAX_FACTOR)] if len(factors) < 2 else [])]
+
+
+def _short(config: Config, factor: float, size: int, directory: str) -> Config:
+    """Return the config with a scaled batch, for a few synchronous steps that leave nothing behind."""
+    groups, samples = factor * config.rollout.batch_size, factor * config.train.batch_size
+    if groups != int(groups) or samples != int(samples) or not groups:
+        raise UserError(
+            f"a batch {factor:g} times as large is no whole number: rollout.batch_size is"
+            f" {config.rollout.batch_size}, train.batch_size {config.train.batch_size}; choose others by --sizes"
+        )
+    num_rows = min(int(groups), num_rows_of(config) or int(groups))
+    changes = [
+        f"rollout.batch_size={int(groups)}",
+        f"train.batch_size={int(samples)}",
+        f"data.max_samples={num_rows}",
+        f"train.num_episodes={math.ceil(NUM_STEPS * groups / num_rows)}",
+        "overlap={}",
+        "checkpoint={}",
+        "eval={}",
+        "log={}",
+        f"run_dir={directory}",
+        f"name={RUN_NAME}",
+    ]
+    if size != config.rollout.tensor_parallel_size:
+        changes.append(f"rollout.tensor_parallel_size={size}")
+    return loads(to_yaml(config), changes, forget_idle=True)
+
+
+def numbers(text: str) -> list[float]:
+    """Parse numbers that are joined by commas."""
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        raise UserError(f"{text!r} is no list of numbers: write them as 1,2,4") from None
+    if not all(each > 0 for each in found):
+        raise UserError(f"{text!r}: all numbers have to be above 0")
+    return found

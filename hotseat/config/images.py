@@ -1,0 +1,55 @@
+"""Options that do not go together with images, and where prepared images are kept."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from hotseat.config.roles import has_critic, has_reward_model
+from hotseat.config.schema import Config
+
+_OPEN = "not built for images yet"
+
+
+def image_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Return (key, message) of what cannot be had with images, or not without them."""
+    data, train = config.data, config.train
+    if data.image_key is None:
+        return []
+    problems: list[tuple[str, str]] = []
+    if data.max_images_per_prompt == 0:
+        problems.append(
+            ("data.max_images_per_prompt", "0, and data.image_key names a column of images: set it to 1 or more")
+        )
+    if config.task in ("rm", "dpo"):
+        problems.append(("data.image_key", f"task {config.task} is {_OPEN}: use task sft or rl"))
+    if config.task == "rl":
+        if config.rollout.engine == "vllm":
+            problems.append(("rollout.engine", f"vllm is {_OPEN}: set it to transformers"))
+        if has_critic(config):
+            problems.append(("algorithm.estimator", f"a critic is {_OPEN}: choose an estimator without one"))
+        if has_reward_model(config):
+            problems.append(("reward.model", f"reward models are {_OPEN}: use reward.function or reward.graders"))
+        for key, value in (("agent.path", config.agent.path), ("agent.command", config.agent.command)):
+            if value is not None:
+                problems.append((key, f"agents of your own are {_OPEN}: answers have one turn with data.image_key"))
+    for key, is_set in (
+        ("train.sequence_parallel_size", train.sequence_parallel_size > 1),
+        ("train.deepspeed.tensor_parallel_size", train.tensor_parallel_size > 1),
+        ("train.deepspeed.deepcompile", train.backend == "deepspeed" and train.deepspeed.deepcompile),
+        ("train.liger_kernel", train.liger_kernel),
+    ):
+        if is_set:
+            problems.append((key, f"{_OPEN}: leave it unset"))
+    return problems
+
+
+def filler_image(config: Config) -> Path:
+    """Return the file of an image that says nothing, prepared for the run's model."""
+    digest = hashlib.blake2b(str(config.actor.model).encode(), digest_size=8).hexdigest()
+    return image_folder(config) / f"filler-{digest}.safetensors"
+
+
+def image_folder(config: Config) -> Path:
+    """Return the folder of prepared images, which the runs under one folder share."""
+    return Path(config.run_dir).expanduser().absolute() / "images"

@@ -1,0 +1,272 @@
+"""RLinf's configs in our keys: `translate` returns the values that have a meaning here, and lists the rest.
+
+`TABLE` has every key that is taken or known to have no effect; docs/rlinf.md shows it. A key that is not in the table
+is listed as well, so nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hotseat.config.load import valid_keys
+from hotseat.errors import ConfigError, Problem
+
+__all__ = ["NONE", "TABLE", "RlinfKey", "Translation", "looks_like_rlinf", "translate"]
+
+NONE = ""  # stands for our key where there is none
+
+
+@dataclass(frozen=True)
+class RlinfKey:
+    """A key of RLinf: ours, how its value is converted, and why it has no effect where it has none."""
+
+    theirs: str
+    ours: str = NONE
+    convert: Callable[[Any], Any] = lambda value: value
+    because: str = ""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Our values, as nested sections, and RLinf's keys without effect, each with the reason."""
+
+    values: dict[str, Any]
+    no_effect: list[tuple[str, str]]
+
+
+def _chosen(key: str, choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        if value not in choices:
+            known = ", ".join(map(str, choices))
+            raise ConfigError([Problem(key, f"{value!r} has no counterpart here; those that have one are {known}")])
+        return choices[value]
+
+    return convert
+
+
+def _positive_or_none(value: Any) -> Any:
+    return None if value is None or value <= 0 else value
+
+
+def _paths(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, list) else value
+
+
+_ESTIMATORS = {"grpo": "group_norm", "gae": "gae", "reinpp": "reinforce", "raw": "reinforce"}
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "constant",
+    "seq-mean-token-mean": "sequence_mean",
+}
+_KL = {"low_var_kl": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3"}
+_MEGATRON = "Megatron is not a backend here"
+_LAYERS = "the layers follow the model's own config.json"
+
+TABLE: tuple[RlinfKey, ...] = (
+    RlinfKey("cluster.num_nodes", "cluster.num_nodes"),
+    RlinfKey("cluster.component_placement", "cluster.component_placement"),
+    RlinfKey("cluster.node_groups", "cluster.node_groups"),
+    RlinfKey("cluster.num_gpus_per_node", because="devices are counted on the machines; see cluster.inventory"),
+    RlinfKey("cluster.auto_scheduler", because="devices are not moved between roles while a run lasts"),
+    RlinfKey("runner.experiment_name", "name"),
+    RlinfKey("runner.output_dir", "run_dir"),
+    RlinfKey("runner.max_epochs", "train.num_episodes"),
+    RlinfKey("runner.save_interval", "checkpoint.every", _positive_or_none),
+    RlinfKey("runner.val_check_interval", "eval.every", _positive_or_none),
+    RlinfKey("runner.seq_length", "data.max_length"),
+    RlinfKey("runner.max_tokens_per_mbs", "train.max_tokens_per_device"),
+    RlinfKey("runner.task_type", because="the task is rl; `hotseat config` shows it"),
+    RlinfKey("runner.max_steps", because="steps follow from the data and runner.max_epochs"),
+    RlinfKey("runner.resume_dir", because="`hotseat resume RUN` continues a run"),
+    RlinfKey("runner.enable_dynamic_batch_size", because="micro-batches have the size that fits unless one is set"),
+    RlinfKey("runner.logger", because="every run records its metrics; see log.wandb and log.tensorboard_path"),
+    RlinfKey("algorithm.group_size", "rollout.samples_per_prompt"),
+    RlinfKey("algorithm.adv_type", "algorithm.estimator", _chosen("algorithm.adv_type", _ESTIMATORS)),
+    RlinfKey("algorithm.loss_agg_func", "algorithm.aggregation", _chosen("algorithm.loss_agg_func", _AGGREGATIONS)),
+    RlinfKey("algorithm.kl_beta", "algorithm.kl.coef"),
+    RlinfKey("algorithm.kl_penalty_type", "algorithm.kl.estimator", _chosen("algorithm.kl_penalty_type", _KL)),
+    RlinfKey("algorithm.ratio_clip_eps", "algorithm.clip_low"),
+    RlinfKey("algorithm.clip_ratio_low", "algorithm.clip_low"),
+    RlinfKey("algorithm.clip_ratio_high", "algorithm.clip_high"),
+    RlinfKey("algorithm.clip_ratio_c", "algorithm.dual_clip"),
+    RlinfKey("algorithm.entropy_bonus", "algorithm.entropy_coef", lambda value: value or None),
+    RlinfKey("algorithm.gamma", "algorithm.gamma"),
+    RlinfKey("algorithm.gae_lambda", "algorithm.gae_lambda"),
+    RlinfKey("algorithm.training_batch_size_per_gpu", "train.micro_batch_size"),
+    RlinfKey("algorithm.logprob_forward_micro_batch_size", "rollout.micro_batch_size"),
+    RlinfKey("algorithm.staleness_threshold", "overlap.staleness"),
+    RlinfKey("algorithm.sampling_params.temperature", "rollout.temperature"),
+    RlinfKey("algorithm.sampling_params.top_p", "rollout.top_p"),
+    # 1000000 is RLinf's way to write "no limit".
+    RlinfKey("algorithm.sampling_params.top_k", "rollout.top_k", lambda value: 0 if value >= 1000000 else value),
+    RlinfKey("algorithm.sampling_params.max_new_tokens", "rollout.max_new_tokens"),
+    RlinfKey("algorithm.sampling_params.use_greedy", because="set algorithm.sampling_params.temperature to 0"),
+    RlinfKey("algorithm.sampling_params.min_new_tokens", because="an answer has at least one token"),
+    RlinfKey("algorithm.sampling_params.repetition_penalty", because="it would change the sampled distribution"),
+    RlinfKey("algorithm.calculate_entropy", because="the entropy is computed where algorithm.entropy_bonus is set"),
+    RlinfKey("algorithm.loss_type", because="the loss follows from the estimator; see algorithm.policy_loss"),
+    RlinfKey("algorithm.normalize_advantages", because="the estimator normalises, or does not"),
+    RlinfKey("algorithm.early_stop_imp_ratio", because="updates are clipped, not stopped"),
+    RlinfKey("algorithm.use_valid_token_scale", because="algorithm.loss_agg_func says how tokens are weighted"),
+    RlinfKey("algorithm.val_rollout_batch_size_per_gpu", because="evaluation samples as training does"),
+    RlinfKey("algorithm.rollout_batch_size_per_gpu", because="engines share the batch as they finish"),
+    RlinfKey("rollout.model_dir", "actor.model"),
+    RlinfKey("rollout.gpu_memory_utilization", "rollout.memory_share"),
+    RlinfKey("rollout.tensor_parallel_size", "rollout.tensor_parallel_size"),
+    RlinfKey("rollout.enforce_eager", "rollout.enforce_eager"),
+    RlinfKey("rollout.max_running_requests", "rollout.num_slots"),
+    RlinfKey(
+        "rollout.rollout_backend",
+        "rollout.engine",
+        _chosen("rollout.rollout_backend", {"vllm": "vllm", "sglang": "vllm"}),
+    ),
+    RlinfKey("rollout.enable_offload", "rollout.enable_offload"),
+    RlinfKey("rollout.pipeline_stage_num", "rollout.pipeline_stage_num"),
+    RlinfKey("rollout.recompute_logprobs", because="old log-probs are the trainer's own; see algorithm.correction"),
+    RlinfKey("actor.model.model_path", "actor.model"),
+    RlinfKey(
+        "actor.model.precision",
+        "train.dtype",
+        _chosen("actor.model.precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "32": "fp32", 32: "fp32"}),
+    ),
+    RlinfKey(
+        "actor.model.tensor_model_parallel_size", because=_MEGATRON + "; see train.deepspeed.tensor_parallel_size"
+    ),
+    RlinfKey("actor.model.pipeline_model_parallel_size", because=_MEGATRON),
+    RlinfKey("actor.model", because=_LAYERS),
+    RlinfKey("actor.enable_offload", "actor.enable_offload"),
+    RlinfKey("actor.seed", "seed"),
+    RlinfKey("actor.micro_batch_size", "train.micro_batch_size"),
+    RlinfKey("actor.global_batch_size", "train.batch_size"),
+    RlinfKey(
+        "actor.training_backend",
+        "train.backend",
+        _chosen("actor.training_backend", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "fsdp"}),
+    ),
+    RlinfKey("actor.gradient_checkpointing", "train.gradient_checkpointing"),
+    RlinfKey("actor.optim.lr", "actor.optimizer.learning_rate"),
+    RlinfKey("actor.optim.adam_eps", "actor.optimizer.eps"),
+    RlinfKey("actor.optim.weight_decay", "actor.optimizer.weight_decay"),
+    RlinfKey("actor.optim.clip_grad", "actor.optimizer.max_grad_norm"),
+    RlinfKey("actor.optim", because="it is a setting of Megatron's optimizer"),
+    RlinfKey("actor.lr_sched.lr_warmup_fraction", "actor.optimizer.warmup_ratio"),
+    RlinfKey("actor.lr_sched.lr_decay_style", "actor.optimizer.schedule"),
+    RlinfKey("actor.lr_sched", because="actor.optimizer has the schedule: warmup_ratio, min_learning_rate_ratio"),
+    RlinfKey("actor.tokenizer.trust_remote_code", "trust_remote_code"),
+    RlinfKey("actor.tokenizer", because="the tokenizer is the model's"),
+    RlinfKey("actor.megatron", because=_MEGATRON),
+    RlinfKey("actor.fsdp_config", because="FSDP2 shards weights, gradients and optimizer over all ranks"),
+    RlinfKey("actor.offload_optimizer", because="actor.enable_offload covers optimizer, weights and gradients"),
+    RlinfKey("actor.offload_weight", because="actor.enable_offload covers optimizer, weights and gradients"),
+    RlinfKey("actor.offload_grad", because="actor.enable_offload covers optimizer, weights and gradients"),
+    RlinfKey("inference.enable_offload", "inference.enable_offload"),
+    RlinfKey("env.enable_offload", "env.enable_offload"),
+    RlinfKey("env.train.enable_offload", "env.enable_offload"),
+    RlinfKey("env.train.total_num_envs", "env.num_envs"),
+    RlinfKey("env.train.max_episode_steps", "env.max_steps"),
+    RlinfKey("env", because="an environment is a file here, with keyword arguments; see env.path"),
+    RlinfKey("critic.use_critic_model", because="the estimator gae has a critic; see critic.model"),
+    RlinfKey("reward.use_reward_model", because="reward.model, reward.function or reward.graders say what rewards are"),
+    RlinfKey("reward", because="reward.model, reward.function or reward.graders say what rewards are"),
+    RlinfKey("data.rollout_batch_size", "rollout.batch_size"),
+    RlinfKey("data.max_prompt_length", "data.prompt_max_length"),
+    RlinfKey("data.prompt_key", "data.input_key"),
+    RlinfKey("data.answer_key", "data.label_key"),
+    RlinfKey("data.train_data_paths", "data.path", _paths),
+    RlinfKey("data.val_data_paths", "eval.path", _paths),
+    RlinfKey("data.seed", because="actor.seed is the seed of everything random"),
+    RlinfKey("data", because="data is read by datasets, in a fixed random order; see docs/data.md"),
+    RlinfKey("algorithm", because="it has no counterpart here"),
+    RlinfKey("runner", because="it has no counterpart here"),
+    RlinfKey("rollout", because="it is a setting of SGLang, or of RLinf's engine"),
+    RlinfKey("actor", because="it has no counterpart here"),
+    RlinfKey("hydra", because="overrides are written as key=value after the file's name"),
+    RlinfKey("defaults", because="a config is one file here"),
+)
+_BY_KEY = {key.theirs: key for key in TABLE}
+_GROUP_NAMES = "workers are named after their roles; hotseat.rlinf has groups of any name"
+
+
+def looks_like_rlinf(values: Mapping[str, Any]) -> bool:
+    """Tell whether a config is RLinf's: it has a section `runner`, which ours has not."""
+    return isinstance(values.get("runner"), Mapping)
+
+
+def translate(values: Mapping[str, Any]) -> Translation:
+    """Return a config of RLinf in our keys. Raises if a value has no counterpart but changes what is learned."""
+    ours: dict[str, Any] = {}
+    no_effect: list[tuple[str, str]] = []
+    valid = set(valid_keys())
+    for path, value in _leaves(values):
+        entry = _entry_of(path)
+        if path.endswith(".group_name"):
+            no_effect.append((path, _GROUP_NAMES))
+        elif entry is None:
+            no_effect.append((path, "it has no counterpart here"))
+        elif entry.ours == NONE or entry.theirs != path:
+            no_effect.append((path, entry.because))
+        elif entry.ours not in valid:
+            no_effect.append((path, f"this version has no {entry.ours}"))
+        else:
+            converted = entry.convert(value)
+            if converted is not None:
+                ours[entry.ours] = converted
+    _together(values, ours)
+    return Translation(_nested(ours), no_effect)
+
+
+def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
+    """Set the keys that follow from several of RLinf's."""
+    if "algorithm.clip_low" in ours:
+        ours.setdefault("algorithm.clip_high", ours["algorithm.clip_low"])
+    optim = _at(values, "actor.optim") or {}
+    if "adam_beta1" in optim or "adam_beta2" in optim:
+        ours["actor.optimizer.betas"] = [optim.get("adam_beta1", 0.9), optim.get("adam_beta2", 0.95)]
+    minibatches = _at(values, "algorithm.n_minibatches")
+    if minibatches and "rollout.batch_size" in ours and "train.batch_size" not in ours:
+        num_samples = ours["rollout.batch_size"] * ours.get("rollout.samples_per_prompt", 1)
+        ours["train.batch_size"] = max(1, num_samples // minibatches)
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    found: Any = values
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+_TOGETHER = ("actor.optim.adam_beta1", "actor.optim.adam_beta2", "algorithm.n_minibatches")
+_WHOLE = ("cluster.component_placement", "cluster.node_groups")  # mappings and lists that are one value
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if path in _TOGETHER:
+            continue
+        if isinstance(value, Mapping) and path not in _WHOLE:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _entry_of(path: str) -> RlinfKey | None:
+    """Return the entry of a key, or of the nearest section above it."""
+    while path:
+        if path in _BY_KEY:
+            return _BY_KEY[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, name = path.split(".")
+        at = nested
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[name] = value
+    return nested

@@ -1,0 +1,361 @@
+"""Images of rows: read, checked and prepared once, before a model loads.
+
+A row's image is a path (relative ones from the folder of the data file), bytes, a `data:` URI, an image of Pillow, or
+an object with `bytes` or `path`, as `datasets` stores them. Whatever is wrong with one is a `BadValue`, so that all bad
+rows are named in one error. Nothing is decoded before its header was found to be within the limits.
+
+`ImageStore` prepares an image with the processor of the model, and writes the tensors that the model's forward takes,
+and the tokens that stand for the image in a prompt, to a file whose name is a digest of the image and of everything
+that decides how it is prepared. Equal images are prepared once, also by later runs with the same folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hotseat.data._chat import Messages, messages_of
+from hotseat.data._problems import BadValue, Problems, kind_of
+from hotseat.data.rows import Row
+from hotseat.errors import DataError, UserError
+from hotseat.vision import TOKENS, tokens_of
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_THUMBNAIL = 112  # pixels of the longer edge
+# What processors return about tokens; all else belongs to the pixels.
+_OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Bounds on the images of a row."""
+
+    max_images: int  # of a row
+    max_bytes: int  # of an image as it is stored
+    max_pixels: int  # width times height
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """An image in the store."""
+
+    path: str  # of its file
+    token_ids: tuple[int, ...]  # that stand for it in a prompt
+
+
+def images_of(values: Mapping[str, Any], key: str, limits: ImageLimits) -> list[Any]:
+    """Return the images under a key, as they are written; a row without the key, or with null, has none."""
+    value = values.get(key)
+    if value is None:
+        return []
+    listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray) else [value]
+    if len(listed) > limits.max_images:
+        raise BadValue(
+            f"{key}: {len(listed)} images, more than data.max_images_per_prompt allows ({limits.max_images}): raise it,"
+            " or shorten the row"
+        )
+    return listed
+
+
+def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> tuple[bytes, Any]:
+    """Return an image's bytes as it is stored, and the image, decoded, upright and in RGB."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    if isinstance(value, PIL.Image.Image):
+        _check_size(value, key, limits)
+        image = value.convert("RGB")
+        return f"{image.size}".encode() + image.tobytes(), image
+    stored = _bytes_of(value, key, folder, limits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # our own limit is checked below
+        try:
+            image = PIL.Image.open(io.BytesIO(stored), formats=FORMATS)
+        except PIL.UnidentifiedImageError:
+            start = stored[:12]
+            raise BadValue(
+                f"{key}: not an image in one of the formats {', '.join(FORMATS)}; it begins with {start!r}"
+            ) from None
+        except PIL.Image.DecompressionBombError as error:
+            raise BadValue(f"{key}: {len(stored):,} bytes that may be meant to fill the memory: {error}") from None
+        except Exception as error:  # Pillow's readers raise many kinds for broken headers
+            raise BadValue(f"{key}: broken or truncated {_described(error)}") from None
+        _check_size(image, key, limits)
+        if (frames := getattr(image, "n_frames", 1)) > 1:
+            raise BadValue(f"{key}: {image.format} with {frames} frames, and a prompt takes still images: choose one")
+        try:
+            image.load()
+            return stored, PIL.ImageOps.exif_transpose(image).convert("RGB")
+        except Exception as error:
+            raise BadValue(f"{key}: broken or truncated {image.format} {_described(error)}") from None
+
+
+def _described(error: Exception) -> str:
+    return f"({type(error).__name__}: {error})"
+
+
+def _check_size(image: Any, key: str, limits: ImageLimits) -> None:
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        raise BadValue(
+            f"{key}: {width} x {height} pixels, more than data.max_image_pixels allows ({limits.max_pixels:,}): make"
+            " the image smaller, or raise the limit"
+        )
+
+
+def _bytes_of(value: Any, key: str, folder: Path, limits: ImageLimits) -> bytes:
+    if isinstance(value, Mapping):
+        inside = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
+        if inside is None or isinstance(inside, Mapping):
+            raise BadValue(f"{key}: an object without bytes or path")
+        return _bytes_of(inside, key, folder, limits)
+    if isinstance(value, bytes | bytearray):
+        _check_bytes(len(value), key, limits)
+        return bytes(value)
+    if not isinstance(value, str):
+        raise BadValue(f"{key}: {kind_of(value)}, neither a path nor the bytes of an image")
+    if value.startswith("data:"):
+        head, comma, encoded = value.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise BadValue(f"{key}: a data URI that is not in base64: {value[:40]!r}")
+        _check_bytes(len(encoded) * 3 // 4, key, limits)
+        try:
+            return base64.b64decode(encoded, validate=True)
+        except binascii.Error as error:
+            raise BadValue(f"{key}: a data URI with broken base64 ({error})") from None
+    if "://" in value and not value.startswith("file://"):
+        raise BadValue(
+            f"{key}: {value!r:.100} is on another machine, and images are read from files: fetch them, and give paths"
+        )
+    path = folder / Path(value.removeprefix("file://")).expanduser()
+    try:
+        if not path.is_file():
+            raise BadValue(f"{key}: no such file: {path}")
+        _check_bytes(path.stat().st_size, key, limits)
+        return path.read_bytes()
+    except OSError as error:
+        raise BadValue(f"{key}: {path}: {error.strerror or error}") from None
+
+
+def _check_bytes(num_bytes: int, key: str, limits: ImageLimits) -> None:
+    if num_bytes > limits.max_bytes:
+        raise BadValue(
+            f"{key}: {num_bytes:,} bytes, more than data.max_image_bytes allows ({limits.max_bytes:,}): make the image"
+            " smaller, or raise the limit"
+        )
+
+
+# --- preparing --------------------------------------------------------------------------------------------------------
+
+
+def load_processor(model: str, tokenizer: Any, trust_remote_code: bool = False) -> Any:
+    """Load the processor of a model, for images alone and by Pillow (`hotseat.vision` says why)."""
+    from transformers import AutoConfig, AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    kind = type(config)
+    if kind not in PROCESSOR_MAPPING:
+        raise UserError(f"{model}: transformers has no processor of images for {kind.__name__.removesuffix('Config')}")
+    whole = PROCESSOR_MAPPING[kind]
+    parts = ["image_processor", "tokenizer"]
+    own: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda _: parts)})
+    try:
+        images = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=trust_remote_code)
+        settings, _ = own.get_processor_dict(model)
+        without = {name: value for name, value in settings.items() if not name.endswith(("_processor", "_class"))}
+        return (
+            own(images, tokenizer, video_processor=None, **without)
+            if _takes_videos(whole)
+            else own(images, tokenizer, **without)
+        )
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise UserError(f"{model}: its processor of images cannot be made: {error}") from None
+
+
+def _takes_videos(kind: Any) -> bool:
+    import inspect
+
+    return "video_processor" in inspect.signature(kind.__init__).parameters
+
+
+class ImageStore:
+    """Prepares images for a model, each once, in a folder of files."""
+
+    def __init__(self, folder: Path, processor: Any, limits: ImageLimits):
+        self.folder, self.limits = folder, limits
+        self.image_token_id = int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
+        self.image_token: str = processor.image_token
+        self._processor = processor
+        described = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
+        rest = {name: value for name, value in vars(processor).items() if isinstance(value, int | float | str)}
+        text = f"{described}{json.dumps(rest, sort_keys=True)}{type(processor.image_processor).__name__}"
+        self._how = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        self._known: dict[str, PreparedImage] = {}
+        self.num_bytes = 0  # of the files of all images that were asked for
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare(self, value: Any, key: str, folder: Path) -> PreparedImage:
+        """Return the prepared image, from the folder if it is there. Raises `BadValue`."""
+        stored, image = read_image(value, key, folder, self.limits)
+        digest = hashlib.blake2b(stored, key=self._how, digest_size=20).hexdigest()
+        if digest not in self._known:
+            path = self.folder / f"{digest}.safetensors"
+            if not path.exists():
+                self._write(path, image, key)
+            self._known[digest] = self._read(path)
+            self.num_bytes += path.stat().st_size
+        return self._known[digest]
+
+    def write_filler(self, path: Path) -> None:
+        """Write a small grey image, prepared, to a file."""
+        import PIL.Image
+
+        self._write(path, PIL.Image.new("RGB", (64, 64), (128, 128, 128)), "filler")
+
+    def _write(self, path: Path, image: Any, key: str) -> None:
+        from safetensors.torch import save
+
+        try:
+            made = self._processor(text=[self.image_token], images=[image], return_tensors="pt")
+        except (ValueError, ZeroDivisionError) as error:
+            raise BadValue(f"{key}: the model's processor does not take it: {error}") from None
+        token_ids = made["input_ids"][0].tolist()
+        pixels = {name: tensor.contiguous() for name, tensor in made.items() if name not in _OF_TOKENS}
+        temporary = path.with_suffix(f".{os.getpid()}")
+        try:
+            temporary.write_bytes(save(pixels, {TOKENS: json.dumps(token_ids)}))
+            small = image.copy()
+            small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            small.save(path.with_suffix(".png"))  # for the report
+            temporary.replace(path)
+        except OSError as error:
+            raise DataError(f"{path}: a prepared image cannot be written: {error.strerror or error}") from None
+
+    def _read(self, path: Path) -> PreparedImage:
+        return PreparedImage(str(path), tokens_of(str(path)))
+
+    @property
+    def num_images(self) -> int:
+        return len(self._known)
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """The images of one row, in order, to be put in the places of their tokens."""
+
+    images: tuple[PreparedImage, ...]
+    image_token_id: int
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(image.path for image in self.images)
+
+    def expand(self, token_ids: Sequence[int], key: str) -> tuple[list[int], list[int]]:
+        """Replace the token of each image by those that stand for it.
+
+        Returns the tokens, and for each of the old ones, and their end, where it begins now.
+        """
+        places = [at for at, token_id in enumerate(token_ids) if token_id == self.image_token_id]
+        if len(places) != len(self.images):
+            raise BadValue(
+                f"{key}: the prompt has places for {len(places)} images, and the row has {len(self.images)}: in"
+                ' messages write {"type": "image"} where each one goes, in plain text the image token of the model'
+            )
+        expanded: list[int] = []
+        begins: list[int] = []
+        images = iter(self.images)
+        for token_id in token_ids:
+            begins.append(len(expanded))
+            expanded += next(images).token_ids if token_id == self.image_token_id else (token_id,)
+        return expanded, [*begins, len(expanded)]
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+MARK = "<image>"  # in the text of a message: an image goes here
+_PARTS = ("image", "image_url")  # types of parts of a message that are images
+
+
+def prepare_rows(rows: Sequence[Row], store: ImageStore, image_key: str, input_key: str, *, is_chat: bool) -> list[Row]:
+    """Return rows with `RowImages` under `image_key`, prepared, and messages in which each image is a part of its own.
+
+    is_chat: `input_key` has messages, or a string that becomes the user's. Images may also stand in the messages, as
+    parts of type image or image_url. Those of `image_key` go where messages have parts or marks for them, or else in
+    front of the first message of the user. Raises one error that names all bad rows.
+    """
+    problems, prepared = Problems(), []
+    for row in rows:
+        try:
+            listed = images_of(row.values, image_key, store.limits)
+            changed: dict[str, Any] = {}
+            if is_chat and row.values.get(input_key) is not None:
+                messages = messages_of(row.values, input_key, "user")
+                changed[input_key], inside = _with_places(messages, len(listed), input_key)
+                if inside and listed:
+                    raise BadValue(f"{input_key}: its messages contain images, and so does {image_key}: give them once")
+                listed = listed or images_of({input_key: inside}, input_key, store.limits)
+            keys = [image_key if len(listed) == 1 else f"{image_key}[{at}]" for at in range(len(listed))]
+            folder = Path(row.file).parent
+            images = tuple(store.prepare(value, key, folder) for value, key in zip(listed, keys, strict=True))
+            changed[image_key] = RowImages(images, store.image_token_id)
+            prepared.append(replace(row, values={**row.values, **changed}))
+        except BadValue as error:
+            problems.add(row.where, str(error))
+    problems.raise_if_any()
+    return prepared
+
+
+def _with_places(messages: Messages, num_images: int, key: str) -> tuple[Messages, list[Any]]:
+    """Return messages with one part for each image, and the images that stand in them."""
+    inside: list[Any] = []
+    has_places = False
+    changed: Messages = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) and MARK in content and num_images:
+            content, has_places = _cut_at_marks(content), True
+        elif isinstance(content, Sequence) and not isinstance(content, str):
+            parts = [_part(part, inside, key) for part in content]
+            has_places |= any(part.get("type") == "image" for part in parts)
+            content = parts
+        changed.append({**message, "content": content} if content is not None else message)
+    if num_images and not has_places:
+        first = next((at for at, message in enumerate(changed) if message["role"] == "user"), None)
+        if first is None:
+            raise BadValue(f"{key}: no message by the user, in front of which the images would go")
+        content = changed[first].get("content") or ""
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        changed[first] = {**changed[first], "content": [*[{"type": "image"}] * num_images, *text]}
+    return changed, inside
+
+
+def _cut_at_marks(text: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for at, piece in enumerate(text.split(MARK)):
+        parts += [{"type": "image"}] if at else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def _part(part: Any, inside: list[Any], key: str) -> dict[str, Any]:
+    """Return a part of a message; of an image only its type, and the image itself is added to `inside`."""
+    if not isinstance(part, Mapping):
+        raise BadValue(f"{key}: a message has content with {kind_of(part)}, not with parts that have a type")
+    kind = part.get("type") or next((name for name in _PARTS if part.get(name) is not None), None)
+    if kind not in _PARTS:
+        # Columnar files fill in nulls for keys that only other parts have.
+        return {name: value for name, value in part.items() if value is not None}
+    value: Any = next((part[name] for name in (*_PARTS, "bytes", "path", "url") if part.get(name) is not None), None)
+    if value is not None:
+        inside.append(value)
+    return {"type": "image"}

@@ -1,0 +1,139 @@
+"""Enumerates placements of an RL run: which devices train, which sample, with how many engines and how stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotseat.config import Config, loads, roles_of, to_yaml
+from hotseat.config.batches import batch_algebra
+from hotseat.errors import UserError
+from hotseat.loop.planning.advice import Settings, as_overrides, as_yaml
+from hotseat.loop.planning.plan import make_plan, num_data_parallel
+from hotseat.placement import Inventory, Plan
+
+__all__ = ["Candidate", "Refused", "candidates"]
+
+_ELSEWHERE = ("none",)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement that fits: the settings to paste, the config with them, and its plan."""
+
+    settings: Settings
+    config: Config
+    plan: Plan
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.plan.role("rollout").processes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of data-parallel ranks that train."""
+        return num_data_parallel(self.config, self.plan)
+
+    def as_yaml(self) -> str:
+        return as_yaml(self.settings)
+
+    def __str__(self) -> str:
+        placement = self.settings["cluster.component_placement"]
+        shape = f"actor {placement['actor']}, rollout {placement['rollout']}"
+        if self.config.rollout.tensor_parallel_size > 1:
+            shape += f" with tensor parallel size {self.config.rollout.tensor_parallel_size}"
+        return f"{shape}, staleness {self.config.overlap.staleness}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A placement that is not possible, and why."""
+
+    settings: Settings
+    because: str
+
+
+def candidates(
+    config: Config, inventory: str | Inventory | None, sizes: Sequence[int], staleness: Sequence[int]
+) -> Iterator[Candidate | Refused]:
+    """Yield every placement of actor and rollout on the inventory, with these tensor-parallel sizes and staleness.
+
+    Actor and rollout share all devices, or the rollout has the last of the actor's, or they share none. Other models
+    have the actor's devices. Staleness above 0 is tried where they share none, since rollout and training take
+    turns otherwise.
+    """
+    num_devices = _num_devices(config, inventory)
+    others = [role for role in roles_of(config) if role not in ("actor", "rollout", "env", "inference")]
+    placed_elsewhere = {
+        role: selection for role, selection in config.cluster.component_placement.items() if selection in _ELSEWHERE
+    }
+    for size in sizes:
+        for actor, rollout, is_shared in _splits(num_devices):
+            if len(rollout) % size:
+                continue
+            for age in (0,) if is_shared else staleness:
+                placement: dict[str, Any] = {"actor": _ranks(actor), "rollout": _ranks(rollout)}
+                placement |= dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
+                settings: dict[str, Any] = {
+                    "rollout.tensor_parallel_size": size,
+                    "rollout.num_engines": None,
+                    "overlap.staleness": age,
+                }
+                if age == 0:
+                    settings |= _without_overlap(config)
+                placed = {"cluster.component_placement": {**placement, **placed_elsewhere}}
+                yield _tried(config, inventory, {**placed, **_changed(config, settings)})
+
+
+def _changed(config: Config, settings: Settings) -> Settings:
+    """Return the settings that the config does not have already."""
+
+    def of_config(key: str) -> Any:
+        section, name = key.split(".")
+        return getattr(getattr(config, section), name)
+
+    return {key: value for key, value in settings.items() if value != of_config(key)}
+
+
+def _tried(config: Config, inventory: str | Inventory | None, settings: Settings) -> Candidate | Refused:
+    try:
+        changed = loads(to_yaml(config), as_overrides(settings), forget_idle=True)
+        plan = make_plan(changed, inventory)
+        batch_algebra(changed, num_data_parallel(changed, plan))
+    except UserError as error:
+        return Refused(settings, str(error))
+    if plan.verdict == "does_not_fit":
+        return Refused(settings, "it does not fit into the devices' memory")
+    return Candidate(settings, changed, plan)
+
+
+def _splits(num_devices: int) -> Iterator[tuple[range, range, bool]]:
+    """Yield devices of the actor, devices of the rollout, and whether they share some."""
+    everything = range(num_devices)
+    yield everything, everything, True
+    for count in range(1, num_devices):
+        yield everything, range(num_devices - count, num_devices), True
+    for count in range(1, num_devices):
+        yield range(count), range(count, num_devices), False
+
+
+def _ranks(devices: range) -> str:
+    return str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}"
+
+
+def _without_overlap(config: Config) -> Settings:
+    """Return what is unset together with the staleness, because it has no effect without."""
+    defaults = type(config.overlap)()
+    return {
+        f"overlap.{name}": getattr(defaults, name)
+        for name in ("queue", "order", "in_flight")
+        if getattr(config.overlap, name) != getattr(defaults, name)
+    }
+
+
+def _num_devices(config: Config, inventory: str | Inventory | None) -> int:
+    given = inventory or config.cluster.inventory
+    if given is None:
+        return make_plan(config).inventory.num_devices
+    return (Inventory.parse(given) if isinstance(given, str) else given).num_devices

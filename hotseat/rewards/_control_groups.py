@@ -1,0 +1,115 @@
+"""Bounds the memory of sandboxed programs by control groups (cgroup v2), on machines where this process may make some.
+
+The kernel then counts every page of every process in a group, and ends all of them when they exceed the limit together.
+Groups are made below the nearest ancestor of this process's own group that gives the memory controller to its children:
+a group with processes of its own cannot have children with limits. Nothing but the new groups is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hotseat.errors import SandboxError
+
+_OWN_GROUP = Path("/proc/self/cgroup")
+_MOUNTS = Path("/proc/self/mountinfo")
+_REMOVED_WITHIN_S = 10.0
+
+
+class MemoryGroup:
+    """One control group. With its limit exceeded, all of its processes are killed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def add(self, pid: int) -> None:
+        """Put a process into the group; the processes that it starts from then on are in it too."""
+        try:
+            (self.path / "cgroup.procs").write_text(str(pid))
+        except OSError as error:
+            raise SandboxError(f"control group {self.path} takes no process: {error}") from None
+
+    @property
+    def was_exceeded(self) -> bool:
+        """Tell whether processes were killed because the limit was exceeded."""
+        try:
+            lines = (self.path / "memory.events").read_text().splitlines()
+        except OSError:
+            return False
+        counts = dict(line.split() for line in lines)
+        return int(counts.get("oom_kill", 0)) > 0
+
+
+class MemoryGroups:
+    """Makes control groups below `parent`, from any thread."""
+
+    def __init__(self, parent: Path):
+        self.parent = parent
+        self._numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def make(self, max_bytes: int) -> Iterator[MemoryGroup]:
+        """Make a group with a limit of memory, without swap. All of its processes must have ended at the end."""
+        path = self.parent / f"hotseat-sandbox-{os.getpid()}-{next(self._numbers)}"
+        try:
+            path.mkdir()
+        except OSError as error:
+            raise SandboxError(f"no control group can be made in {self.parent}: {error.strerror}") from None
+        try:
+            try:
+                (path / "memory.max").write_text(str(max_bytes))
+                (path / "memory.oom.group").write_text("1")
+                with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+                    (path / "memory.swap.max").write_text("0")
+            except OSError as error:
+                raise SandboxError(f"control group {path} takes no limit: {error.strerror}") from None
+            yield MemoryGroup(path)
+        finally:
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        until_s = time.monotonic() + _REMOVED_WITHIN_S
+        while True:
+            try:
+                path.rmdir()
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() >= until_s:
+                    raise SandboxError(f"control group {path} cannot be removed: {error.strerror}") from None
+            time.sleep(0.002)  # its last process is about to be gone
+
+
+def find_parent(own_group: Path = _OWN_GROUP, mounts: Path = _MOUNTS) -> Path | str:
+    """Return the folder below which groups with limits can be made, as far as files show; a text that says why not."""
+    try:
+        own = [line[3:] for line in own_group.read_text().splitlines() if line.startswith("0::")]
+        mounted = [_cgroup2_of(line) for line in mounts.read_text().splitlines()]
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    roots = [root for root in mounted if root is not None]
+    if not own or not roots:
+        return "this machine has no control groups of version 2"
+    [mount, *_], relative = roots, own[0].strip("/")
+    group = mount / relative
+    if ".." in Path(relative).parts or not group.is_dir():
+        return "the control group of this process is not visible here"
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(mount):
+            break
+        with contextlib.suppress(OSError):
+            if "memory" in (folder / "cgroup.subtree_control").read_text().split():
+                is_writable = os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)
+                return folder if is_writable else f"{folder} may not be written to"
+    return "no control group above this process gives the memory controller to others"
+
+
+def _cgroup2_of(line: str) -> Path | None:
+    """Return the mount point of a line of mountinfo, if it is of control groups of version 2."""
+    before, _, after = line.partition(" - ")
+    return Path(before.split()[4]) if after.split()[:1] == ["cgroup2"] else None

@@ -1,0 +1,207 @@
+"""An actor worker in the place of RLinf's `FSDPActor`: it learns from trajectories with Hotseat's FSDP trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from hotseat.algorithms.advantages import group_normalised
+from hotseat.errors import DataError, UserError
+from hotseat.loop.workers.cutting import BatchSettings
+from hotseat.loop.workers.engines import device_of_process
+from hotseat.loop.workers.losses import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS, PolicyObjective
+from hotseat.rlinf.channel import Channel
+from hotseat.rlinf.configs import section
+from hotseat.rlinf.worker import Worker
+from hotseat.train import AdamW, Backend, Schedule, TrainOptions, make_backend
+from hotseat.types import MicroBatch
+
+__all__ = ["FSDPActor", "Trajectory"]
+
+_PRECISIONS = {"fp32": "fp32", "32": "fp32", "bf16": "bf16_master"}
+
+
+class Trajectory(TypedDict, total=False):
+    """One sample, as rollout workers put it into the actor's channel. Entries of lists belong to tokens."""
+
+    input_ids: Sequence[int]
+    loss_mask: Sequence[bool]  # the tokens that the policy sampled
+    prev_logprobs: Sequence[float]  # when they were sampled; 0 for other tokens
+    rewards: float
+    advantages: float  # absent: from the rewards of each `algorithm.group_size` consecutive trajectories
+
+
+class FSDPActor(Worker):
+    """The policy under training, one rank per device.
+
+    It reads `actor.model.model_path` and `precision`, `actor.optim` (`lr`, `adam_beta1`, `adam_beta2`, `adam_eps`,
+    `weight_decay`, `clip_grad`), `actor.global_batch_size`, `actor.micro_batch_size`, `algorithm.group_size`,
+    `algorithm.clip_ratio_low` and `clip_ratio_high`, `algorithm.sampling_params.temperature` and
+    `rollout.group_name` of a config.
+    """
+
+    def __init__(self, cfg: Any):
+        super().__init__()
+        self.cfg = cfg
+        self._actor = section(cfg, "actor")
+        self._algorithm = section(cfg, "algorithm")
+        self._rollout_group = str(section(cfg, "rollout").get("group_name", "RolloutGroup"))
+        self._temperature = float(section(self._algorithm, "sampling_params").get("temperature", 1.0))
+        self._global_step = 0
+        self._trajectories: list[Trajectory] = []
+        self._loaded: Backend | None = None
+        batch_size = int(self._actor.get("global_batch_size", self._world_size))
+        if batch_size % self._world_size:
+            raise UserError(
+                f"actor.global_batch_size is {batch_size}, which {self._world_size} ranks cannot share evenly: set it"
+                f" to a multiple of {self._world_size}"
+            )
+        self._share = batch_size // self._world_size
+
+    # --- RLinf's methods ------------------------------------------------------------------------------------------
+
+    def init_worker(self) -> None:
+        """Load the model and its optimizer. All ranks together."""
+        model = section(self._actor, "model")
+        path = model.get("model_path") or model.get("path")
+        if not path:
+            raise UserError("actor.model.model_path is not set: give the folder or the name of the model to train")
+        self._loaded = make_backend(str(path), self._options(model), device=device_of_process())
+
+    def set_global_step(self, global_step: int) -> None:
+        self._global_step = global_step
+
+    def recv_rollout_trajectories(self, input_channel: Channel) -> int:
+        """Take this rank's share of a batch from the channel; return how many trajectories there are now."""
+        self._trajectories += [input_channel.get() for _ in range(self._share)]
+        return len(self._trajectories)
+
+    def compute_advantages_and_returns(self) -> dict[str, float]:
+        """Compute advantages from rewards, by GRPO; return the mean reward of this rank."""
+        size = int(self._algorithm.get("group_size", 1))
+        if len(self._trajectories) % size:
+            raise UserError(
+                f"{len(self._trajectories)} trajectories on a rank, in groups of algorithm.group_size {size}: set"
+                " actor.global_batch_size so that each rank gets whole groups"
+            )
+        rewards = torch.tensor([float(each["rewards"]) for each in self._trajectories], dtype=torch.float64)
+        advantages = group_normalised(rewards, torch.arange(len(rewards)) // size)
+        self._trajectories = [
+            {**each, "advantages": float(value)} for each, value in zip(self._trajectories, advantages, strict=True)
+        ]
+        return {"rewards": float(rewards.mean())}
+
+    @Worker.timer("run_training")
+    def run_training(self, input_channel: Channel | None = None) -> dict[str, float]:
+        """Make an optimizer step on the trajectories of all ranks, holding the devices meanwhile. All ranks together.
+
+        With a channel, this rank's share is taken from it first. Returns the metrics of the step.
+        """
+        if input_channel is not None:
+            self.recv_rollout_trajectories(input_channel)
+        if any("advantages" not in each for each in self._trajectories):
+            self.compute_advantages_and_returns()
+        batch = self._batch(self._trajectories)
+        self._trajectories = []
+        with self.device_lock:
+            report = self._backend.update(self._cut().cut(self._weighted(batch)), self._objective(), self._temperature)
+        return {
+            "actor/loss": report.loss,
+            "actor/grad_norm": report.grad_norm,
+            "actor/lr": report.learning_rate,
+            "actor/num_tokens": report.num_sampled,
+            "actor/version": report.version,
+        }
+
+    def sync_model_to_rollout(self) -> int:
+        """Send the weights, by name, from rank 0 to rank 0 of the rollout group; return their number. All ranks."""
+        weights = {name: weight.detach().cpu().clone() for name, weight in self._backend.weights()}
+        if self._rank == 0:
+            self.send(weights, self._rollout_group, 0)
+        return len(weights)
+
+    def save_checkpoint(self, save_path: str, step: int | None = None) -> None:
+        """Write weights and optimizer, each rank its share. All ranks together."""
+        Path(save_path).mkdir(parents=True, exist_ok=True)
+        self._backend.save(save_path)
+
+    def load_checkpoint(self, load_path: str) -> None:
+        """Load what `save_checkpoint` wrote, also with another number of ranks. All ranks together."""
+        self._backend.load(load_path)
+
+    def close(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
+        super().close()
+
+    # --- how ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _backend(self) -> Backend:
+        if self._loaded is None:
+            raise UserError(f"{self._group_name} has no model yet: call init_worker().wait() first")
+        return self._loaded
+
+    def _options(self, model: Mapping[str, Any]) -> TrainOptions:
+        precision, optim = str(model.get("precision", "fp32")), section(self._actor, "optim")
+        if precision not in _PRECISIONS:
+            raise UserError(f"actor.model.precision is {precision}: choose one of {', '.join(_PRECISIONS)}")
+        clip = optim.get("clip_grad", 1.0)
+        return TrainOptions(
+            precision=_PRECISIONS[precision],  # type: ignore[arg-type]
+            optimizer=AdamW(
+                betas=(float(optim.get("adam_beta1", 0.9)), float(optim.get("adam_beta2", 0.95))),
+                eps=float(optim.get("adam_eps", 1e-8)),
+                weight_decay=float(optim.get("weight_decay", 0.0)),
+            ),
+            schedule=Schedule("constant", peak=float(optim.get("lr", 1e-6))),
+            max_grad_norm=None if clip is None else float(clip),
+        )
+
+    def _objective(self) -> PolicyObjective:
+        epsilon = float(self._algorithm.get("ratio_clip_eps", 0.2))
+        return PolicyObjective(
+            ratio="ppo",
+            clip_low=float(self._algorithm.get("clip_ratio_low", epsilon)),
+            clip_high=float(self._algorithm.get("clip_ratio_high", epsilon)),
+            dual_clip=None,
+            correction=None,
+            correction_low=0.0,
+            correction_high=1.0,
+            kl_estimator="k1",
+            kl_coefficient=0.0,
+            entropy_coefficient=None,
+        )
+
+    def _cut(self) -> BatchSettings:
+        return BatchSettings(int(self._actor.get("micro_batch_size", 1)), None)
+
+    def _batch(self, trajectories: Sequence[Trajectory]) -> MicroBatch:
+        tokens: list[Tensor] = []
+        masks: list[Tensor] = []
+        fields: dict[str, list[Tensor]] = {ADVANTAGES: [], OLD_LOG_PROBS: [], ROLLOUT_LOG_PROBS: []}
+        for number, each in enumerate(trajectories):
+            ids, mask = torch.as_tensor(each["input_ids"]), torch.as_tensor(each["loss_mask"], dtype=torch.bool)
+            old = torch.as_tensor(each["prev_logprobs"], dtype=torch.float32)
+            if not len(ids) == len(mask) == len(old):
+                raise DataError(
+                    f"trajectory {number}: {len(ids)} input_ids, {len(mask)} entries of loss_mask and {len(old)} of"
+                    " prev_logprobs; each token has one of each"
+                )
+            tokens.append(ids.to(torch.int64))
+            masks.append(mask)
+            fields[ADVANTAGES].append(mask * float(each["advantages"]))
+            fields[OLD_LOG_PROBS].append(old)
+            fields[ROLLOUT_LOG_PROBS].append(old)
+        ids_of = [f"{self._global_step}:{self._rank}:{number}" for number in range(len(trajectories))]
+        return MicroBatch.from_segments(tokens, masks, ids_of, fields)
+
+    def _weighted(self, batch: MicroBatch) -> MicroBatch:
+        """Weight every sampled token alike: the mean over the tokens of all ranks."""
+        counts = self._backend.gather_facts(int(batch.mask.sum()), "count the tokens of an optimizer step")
+        return replace(batch, weights=batch.mask.to(torch.float32) / max(1, sum(counts)))

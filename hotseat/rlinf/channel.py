@@ -1,0 +1,212 @@
+"""Channels by name, with keys and weights.
+
+Every key of a channel is a queue of its own in the broker. `maxsize` bounds each of them. An item's weight says how
+much it adds to a batch of `get_batch`; it is no priority.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from hotseat.cluster import Channel as Queue
+from hotseat.cluster import ChannelDirectory
+from hotseat.errors import DeadlineError, PlacementError
+from hotseat.rlinf.work import AsyncWork, Lane
+
+__all__ = ["DEFAULT_KEY", "UNBOUNDED", "Channel", "Post"]
+
+DEFAULT_KEY = "default_queue"
+UNBOUNDED = 1 << 31  # items
+_CONNECT_S = 60.0  # how long `connect` waits for a channel to be created
+
+
+class Post:
+    """Queues by name in this process: each is opened once, and has one lane for puts and one for gets.
+
+    An object of this class per directory and process; `post_of` returns it.
+    """
+
+    def __init__(self, directory: ChannelDirectory):
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._queues: dict[str, Queue[Any]] = {}
+        self._puts: dict[str, Lane] = defaultdict(Lane)
+        self._gets: dict[str, Lane] = defaultdict(Lane)
+
+    def queue(self, name: str, capacity: int = UNBOUNDED) -> Queue[Any]:
+        with self._lock:
+            if name not in self._queues:
+                self._queues[name] = self.directory.open(name, capacity)
+            return self._queues[name]
+
+    def put(self, queue: Queue[Any], item: Any, weight: float = 0.0, *, is_async: bool) -> AsyncWork | None:
+        with self._lock:
+            lane = self._puts[queue.name]
+        return _do(lane, lambda: queue.put(item, weight=weight), is_async)
+
+    def get(self, queue: Queue[Any], take: Callable[[], Any], *, is_async: bool) -> Any:
+        with self._lock:
+            lane = self._gets[queue.name]
+        return _do(lane, take, is_async)
+
+    def leave(self) -> None:
+        """Stop using all queues, so that the end of this process is no failure of theirs."""
+        with self._lock:
+            queues = list(self._queues.values())
+        for queue in queues:
+            queue.leave()
+
+
+def _do(lane: Lane, operation: Callable[[], Any], is_async: bool) -> Any:
+    return lane.start(operation) if is_async else lane.run(operation)
+
+
+_posts: dict[str, Post] = {}
+_posts_lock = threading.Lock()
+
+
+def post_of(directory: ChannelDirectory) -> Post:
+    """Return this process's queues of a directory, which may have arrived here in several copies."""
+    with _posts_lock:
+        if directory.token not in _posts:
+            _posts[directory.token] = Post(directory)
+        return _posts[directory.token]
+
+
+class Channel:
+    """First-in, first-out queues, one for each key, for all workers and the driver. `Channel.create` makes it.
+
+    A worker gets it as an argument, or connects by name: `self.connect_channel(name)`.
+    """
+
+    def __init__(self, name: str, maxsize: int, directory: ChannelDirectory):
+        self.name = name
+        self._maxsize = maxsize
+        self._directory = directory
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        maxsize: int = 0,
+        distributed: bool = False,
+        node_rank: int = 0,
+        local: bool = False,
+        disable_distributed_log: bool = True,
+    ) -> Channel:
+        """Create a channel, or connect to the one of this name.
+
+        maxsize: items that each key holds at most; 0: any number. node_rank: where they wait. local: for this process
+        alone. `distributed` and `disable_distributed_log` have no effect.
+        """
+        from hotseat.rlinf.cluster import Cluster
+
+        if local:
+            return cls(name, maxsize, ChannelDirectory(None, Cluster.default_timeout_s()))
+        return cls.create_in(Cluster().directory(node_rank), name, maxsize)
+
+    @classmethod
+    def create_in(cls, directory: ChannelDirectory, name: str, maxsize: int = 0) -> Channel:
+        if maxsize < 0:
+            raise PlacementError(f"channel {name!r}: maxsize is {maxsize}; it must be 0, for no limit, or more")
+        entry = _entry(directory, name)
+        if entry.size():
+            return cls.connect_in(directory, name)
+        entry.put(maxsize)
+        return cls(name, maxsize, directory)
+
+    @classmethod
+    def connect(cls, name: str, current_worker: Any = None) -> Channel:
+        """Connect to a channel that was created elsewhere, or will be soon."""
+        from hotseat.rlinf.cluster import Cluster
+
+        return cls.connect_in(Cluster().directory(), name)
+
+    @classmethod
+    def connect_in(cls, directory: ChannelDirectory, name: str) -> Channel:
+        entry = _entry(directory, name)
+        try:
+            maxsize = entry.get(timeout_s=min(_CONNECT_S, directory.timeout_s))
+        except DeadlineError as error:
+            raise PlacementError(
+                f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
+            ) from error
+        entry.put(maxsize)  # for the next one that connects
+        entry.leave()
+        return cls(name, maxsize, directory)
+
+    # --- putting and getting --------------------------------------------------------------------------------------
+
+    def put(
+        self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY, async_op: bool = False, channel_rank: Any = None
+    ) -> AsyncWork | None:
+        """Wait for room and put the item in; with `async_op` return at once."""
+        return self._post.put(self._queue(key), item, weight, is_async=async_op)
+
+    def put_nowait(self, item: Any, weight: float = 0, key: Any = DEFAULT_KEY) -> None:
+        """Put the item in if there is room; raise `asyncio.QueueFull` otherwise."""
+        try:
+            self._queue(key).put(item, weight=weight, timeout_s=0.0)
+        except DeadlineError as error:
+            raise asyncio.QueueFull(f"channel {self.name!r}, key {key!r}: {self._maxsize} items wait") from error
+
+    def get(self, key: Any = DEFAULT_KEY, async_op: bool = False, channel_rank: Any = None) -> Any:
+        """Wait for an item of this key and take it out; with `async_op` return an `AsyncWork`."""
+        queue = self._queue(key)
+        return self._post.get(queue, queue.get, is_async=async_op)
+
+    def get_nowait(self, key: Any = DEFAULT_KEY) -> Any:
+        """Take an item of this key out; raise `asyncio.QueueEmpty` if there is none."""
+        try:
+            return self._queue(key).get(timeout_s=0.0)
+        except DeadlineError as error:
+            raise asyncio.QueueEmpty(f"channel {self.name!r} has no item with key {key!r}") from error
+
+    def get_batch(self, target_weight: float = 0, key: Any = DEFAULT_KEY, async_op: bool = False) -> Any:
+        """Take items until they weigh `target_weight` together, or until the next would exceed it.
+
+        An item that is heavier than that comes alone.
+        """
+        queue = self._queue(key)
+        return self._post.get(queue, lambda: queue.get_weight(target_weight), is_async=async_op)
+
+    def qsize(self, key: Any = DEFAULT_KEY) -> int:
+        """Return how many items of this key wait."""
+        return self._queue(key).size()
+
+    def empty(self, key: Any = DEFAULT_KEY) -> bool:
+        return self.qsize(key) == 0
+
+    def full(self, key: Any = DEFAULT_KEY) -> bool:
+        return self._maxsize > 0 and self.qsize(key) >= self._maxsize
+
+    def maxsize(self) -> int:
+        return self._maxsize
+
+    @property
+    def _post(self) -> Post:
+        return post_of(self._directory)
+
+    def _queue(self, key: Any) -> Queue[Any]:
+        return self._post.queue(f"{self.name}:{_key_text(key)}", self._maxsize or UNBOUNDED)
+
+    def __repr__(self) -> str:
+        return f"Channel({self.name!r}, maxsize={self._maxsize})"
+
+
+def _entry(directory: ChannelDirectory, name: str) -> Queue[Any]:
+    """Return the queue that holds a channel's `maxsize` from its creation on."""
+    return directory.open(f"{name} was created", UNBOUNDED)
+
+
+def _key_text(key: Any) -> str:
+    """Return a text that equal keys share in all processes, and different keys do not."""
+    simple = (str, int, float, bool, bytes, type(None))
+    if isinstance(key, simple) or (isinstance(key, tuple) and all(isinstance(part, simple) for part in key)):
+        return repr(key)
+    return pickle.dumps(key, protocol=5).hex()

@@ -1,0 +1,68 @@
+"""Operations that run beside their caller, in the order in which they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+__all__ = ["AsyncWork", "Lane"]
+
+
+class AsyncWork:
+    """An operation under way: `wait` for it, or `await work.async_wait()`."""
+
+    def __init__(self, future: Future[Any]):
+        self._future = future
+
+    def wait(self) -> Any:
+        """Wait for the end of the operation and return its result."""
+        return self._future.result()
+
+    async def async_wait(self) -> Any:
+        """Do as `wait` does, in a coroutine: other tasks run meanwhile."""
+        return await asyncio.wrap_future(self._future)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+
+class Lane:
+    """Runs operations one after another.
+
+    Until the first one that is not waited for, they run in the thread of the caller; from then on in a thread of the
+    lane, so that a later operation never overtakes an earlier one. That thread takes operations from a queue, sets
+    their futures, and ends with the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] | None = None
+
+    def run(self, operation: Callable[[], Any]) -> Any:
+        """Run the operation after those before it, and return its result."""
+        return operation() if self._tasks is None else self.start(operation).wait()
+
+    def start(self, operation: Callable[[], Any]) -> AsyncWork:
+        """Have the operation run after those before it."""
+        with self._lock:
+            if self._tasks is None:
+                self._tasks = queue.SimpleQueue()
+                threading.Thread(target=_work, args=(self._tasks,), daemon=True).start()
+        future: Future[Any] = Future()
+        self._tasks.put((operation, future))
+        return AsyncWork(future)
+
+
+def _work(tasks: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    while True:
+        operation, future = tasks.get()
+        try:
+            result = operation()
+        except BaseException as error:  # it belongs to whoever waits for the operation
+            future.set_exception(error)
+        else:
+            future.set_result(result)

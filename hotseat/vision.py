@@ -1,0 +1,164 @@
+"""Models that see images: prepared pixels as arguments of their forward, and the positions of their tokens.
+
+An image is prepared once for the whole run, before a model loads (`hotseat.data.images`): resized and normalised by the
+image processor of the model, and written to a file whose name is a digest of image and processor. From then on it is
+known by the path of that file: prompts, requests, segments and micro-batches hold paths, and each process that runs a
+model maps the file. In the token ids an image is a run of placeholders, which the model's forward replaces by what its
+visual encoder makes of the pixels; log-probs, caches and packing treat them as other tokens.
+
+A policy may sample a placeholder. It then ends the answer (`placeholder_ids`): as the last token of a segment it is
+never an input, so no forward looks for its pixels.
+
+What is in transformers 5.17 and 5.19, found out with tiny random models on a CPU:
+
+- Image processors come in two kinds, for torchvision and for Pillow, whose pixels differ in rounding. Pillow's are
+  used everywhere, so that a run's numbers do not depend on whether torchvision is installed.
+- The processors of Qwen2.5-VL, Qwen3-VL and SmolVLM ask for a processor of videos, which needs torchvision; SmolVLM's
+  also for num2words. `processor_class` leaves the part for videos out.
+- Qwen's models give images positions in three dimensions (M-RoPE), by their `get_rope_index`, which is called here for
+  each segment by itself, so that packed and padded segments have the same ones. Idefics3, SmolVLM and LLaVA count.
+- Attention of visual encoders is not causal: `set_attention` gives ours to the language model alone.
+- torchvision from PyPI is built for CUDA and fails beside a CPU build of torch (`operator torchvision::nms does not
+  exist`), which is why `make setup` removes it. vLLM makes its processors itself, with torchvision.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hotseat.errors import NotBuiltError, RunError
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+TOKENS = "token_ids"  # in the metadata of a prepared image
+_CACHED = 256  # images whose pixels a process keeps mapped
+_ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
+_LANGUAGE = ("language_model", "text_model")
+
+
+def sees_images(config: Any) -> bool:
+    """Tell whether models of this config see images, and transformers has them as nothing else."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = type(config)
+    return kind in AutoModelForImageTextToText._model_mapping and kind not in AutoModelForCausalLM._model_mapping
+
+
+def policy_class(config: Any) -> Any:
+    """Return the class of transformers that loads a policy of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def placeholder_ids(config: Any) -> tuple[int, ...]:
+    """Return the tokens that stand for pixels, of images and of videos, in a model of this config."""
+    names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+    return tuple(sorted({getattr(config, name) for name in names if getattr(config, name, None) is not None}))
+
+
+def encoder_of(model: Any) -> Any:
+    """Return the visual encoder of a model that sees images."""
+    return _part(model, _ENCODERS)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Set the attention of the language model. A visual encoder's is not causal, and stays as it is."""
+    if not sees_images(model.config):
+        model.set_attn_implementation(name)
+        return
+    language = _part(model, _LANGUAGE)
+    language.set_attn_implementation(name)
+
+
+def language_part(model: Any) -> Any:
+    """Return the part of a model that reads embeddings of tokens: all of it, unless it sees images."""
+    return _part(model, _LANGUAGE) if sees_images(model.config) else model
+
+
+def _part(model: Any, names: Sequence[str]) -> Any:
+    for name in names:
+        if hasattr(model.base_model, name):
+            return getattr(model.base_model, name)
+    raise NotBuiltError(
+        f"{type(model).__name__} has no part called {' or '.join(names)}: choose Qwen2.5-VL, Qwen3-VL, SmolVLM or LLaVA"
+    )
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def pixels_of(image: str) -> dict[str, Tensor]:
+    """Map the prepared pixels of an image, by the names of the forward's arguments."""
+    try:
+        with safe_open(image, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise RunError(
+            f"{image}: a prepared image cannot be read ({error}): the folder of prepared images must be on a file"
+            " system that all machines of the run share"
+        ) from None
+
+
+def tokens_of(image: str) -> tuple[int, ...]:
+    """Read the tokens that stand for a prepared image in a prompt."""
+    with safe_open(image, "pt") as file:
+        return tuple(json.loads(file.metadata()[TOKENS]))
+
+
+def copy_processor(model: str, folder: Path) -> None:
+    """Copy the files of a model's processor to the folder of one that was trained from it."""
+    from transformers.utils import cached_file
+
+    for name in _PROCESSOR_FILES:
+        found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copyfile(found, folder / name)
+
+
+class Vision:
+    """What the forward of a model that sees images takes besides tokens."""
+
+    def __init__(self, model: Any):
+        self._base = model.base_model
+        self.image_token_id = int(getattr(model.config, "image_token_id", None) or model.config.image_token_index)
+        self._positions_to_last = functools.lru_cache(maxsize=_CACHED)(self._compute_positions)
+        self.has_axes = hasattr(self._base, "get_rope_index")  # positions in three dimensions
+
+    @classmethod
+    def of(cls, model: Any) -> Vision | None:
+        """Return the vision of a model, or None if it sees nothing."""
+        return cls(model) if sees_images(model.config) else None
+
+    def arguments(self, images: Sequence[str], device: torch.device | None) -> dict[str, Tensor]:
+        """Join the pixels of images, in the order of their placeholders."""
+        each = [pixels_of(image) for image in images]
+        if not each:
+            return {}
+        # Images in tiles are [1, num_tiles, channels, height, width]; the model drops the first dimension.
+        dim = 1 if each[0]["pixel_values"].ndim == 5 else 0
+        return {name: torch.cat([pixels[name] for pixels in each], dim=dim).to(device) for name in each[0]}
+
+    def positions(self, token_ids: Tensor, images: Sequence[str]) -> Tensor:
+        """Compute positions in three dimensions: [num_tokens] int64 -> [3, num_tokens], both on the CPU."""
+        if not images:
+            return torch.arange(len(token_ids)).expand(3, -1)
+        end = int((token_ids == self.image_token_id).nonzero().max()) + 1
+        head = self._positions_to_last(tuple(token_ids[:end].tolist()), tuple(images))
+        # After the last image there is text alone, which counts on from the largest position.
+        rest = int(head.max()) + 1 + torch.arange(len(token_ids) - end)
+        return torch.cat([head, rest.expand(3, -1)], dim=1)
+
+    def _compute_positions(self, token_ids: tuple[int, ...], images: tuple[str, ...]) -> Tensor:
+        grids = torch.cat([pixels_of(image)["image_grid_thw"] for image in images])
+        tokens = torch.tensor([token_ids])
+        is_image = (tokens == self.image_token_id).to(torch.int32)
+        positions, _ = self._base.get_rope_index(tokens, is_image, image_grid_thw=grids)
+        found: Tensor = positions[:, 0]
+        return found

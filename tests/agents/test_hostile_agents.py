@@ -1,0 +1,281 @@
+"""Agents that mean no good: each fails alone, with its reason, while a good episode beside it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import Any
+
+import aiohttp
+import pytest
+from chat_templates import tokenizer_of
+from gateway_cases import SAMPLING, WAIT_S, Engine
+
+from hotseat.agents import AgentHost, ProgramSettings, load_agent
+from hotseat.agents.black_box import PlayFunction
+from hotseat.types import Failed, Prompt, SampleKey, ScoredEpisode
+
+pytestmark = pytest.mark.slow
+QUESTION = [{"role": "user", "content": "bad?"}]
+
+
+async def post(client: Any, body: Any, token: str | None = None) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {token or client.api_key}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{client.base_url}/chat/completions", data=body, headers=headers) as reply,
+    ):
+        return reply.status, json.loads(await reply.text())
+
+
+def asking(messages: Any) -> str:
+    return json.dumps({"messages": messages})
+
+
+async def loops_for_ever(client: Any) -> None:
+    messages = list(QUESTION)
+    while True:
+        status, reply = await post(client, asking(messages))
+        assert status == 200, reply["error"]["message"]
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "tool: again"}]
+
+
+async def sends_much(client: Any) -> None:
+    async def body(num_bytes: int) -> Any:
+        yield b'{"messages": [{"role": "user", "content": "'
+        for _ in range(num_bytes >> 20):
+            yield b"a" * (1 << 20)
+        yield b'"}]}'
+
+    for num_bytes in (100 << 20, 4 << 20):  # more than is read, and more than is tokenised
+        try:
+            status, reply = await post(client, body(num_bytes))
+        except aiohttp.ClientError:  # the gateway hangs up while the rest is sent
+            continue
+        assert status in (400, 413)
+        assert "which no model of this length can read" in reply["error"]["message"] or status == 413
+    raise RuntimeError("the gateway takes no more")
+
+
+async def sends_no_json(client: Any) -> None:
+    for body in ("{", "[1]", b"\xff\xfe", "[" * 100_000, '{"messages": 1e999}', asking([QUESTION]), "null"):
+        assert (await post(client, body))[0] == 400
+    raise RuntimeError("the gateway wants JSON")
+
+
+async def sends_many(client: Any) -> None:
+    flood = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FLOOD, client.base_url, client.api_key, str(sends_many.number), stdout=subprocess.PIPE
+    )
+    counts, _ = await flood.communicate()
+    raise RuntimeError(f"answers by status: {counts.decode().strip()}")
+
+
+FLOOD = """
+import asyncio, collections, sys
+from urllib.parse import urlsplit
+url, token, number = urlsplit(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+body = b'{"messages": [{"role": "user", "content": "hold"}]}'
+head = "POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\n"
+head += f"Authorization: Bearer {token}\\r\\nContent-Length: {len(body)}"
+counts = collections.Counter()
+async def one():
+    try:
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        opened.append(writer)
+        writer.write(head.encode() + b"\\r\\n\\r\\n" + body)
+        counts[(await reader.readline()).split()[1].decode()] += 1
+    except OSError as error:
+        counts[type(error).__name__] += 1
+    if sum(counts.values()) >= number - 512:  # the others are held
+        full.set()
+async def main():
+    tasks = [asyncio.ensure_future(one()) for _ in range(number)]
+    await full.wait()
+    print(dict(sorted(counts.items())))
+opened, full = [], asyncio.Event()
+asyncio.run(main())
+"""
+
+
+async def uses_other_tokens(client: Any) -> None:
+    for token in ("", "guess", "x" * 5000, client.api_key[:-1], client.api_key.swapcase()):
+        assert (await post(client, asking(QUESTION), token or "none"))[0] == 401
+    raise RuntimeError("no other token opens anything")
+
+
+HOSTILE = {
+    "loops": (loops_for_ever, "the agent took longer than"),
+    "much": (sends_much, "the gateway takes no more"),
+    "no JSON": (sends_no_json, "the gateway wants JSON"),
+    "many": (sends_many, "answers by status: {'429': "),
+    "tokens": (uses_other_tokens, "no other token opens anything"),
+}
+
+
+class Holding(Engine):
+    """Never answers the flood, whose requests are short."""
+
+    def __call__(self, request: Any) -> Any:
+        self.is_holding = "hold" in tokenizer_of("smollm2").decode(request.token_ids)
+        return super().__call__(request)
+
+
+def beside_a_good_one(names: list[str], timeout_s: float) -> None:
+    """Play hostile episodes; a good one plays turns until they are over, and one that begins then is good, too."""
+    over = threading.Event()
+
+    async def program(prompt: Any, client: Any) -> Any:
+        if prompt.label in HOSTILE:
+            await HOSTILE[prompt.label][0](client)
+        while True:
+            is_last = over.is_set()
+            status, reply = await post(client, asking(QUESTION))
+            assert status == 200, reply
+            if is_last:
+                return 1.0
+            await asyncio.sleep(0.05)
+
+    agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
+    with AgentHost(agent, Holding(), run_seed=5, timeout_s=timeout_s) as host:
+        good = host.submit(Prompt(0, "q", (1,), "good"), SampleKey(0, 0, 0), SAMPLING)
+        hostile = {
+            name: host.submit(Prompt(1, "q", (1,), name), SampleKey(0, 1, at), SAMPLING)
+            for at, name in enumerate(names)
+        }
+        for name, future in hostile.items():
+            failed = future.result(timeout_s)
+            assert isinstance(failed, Failed), name
+            assert HOSTILE[name][1] in failed.reason, failed.reason
+        over.set()
+        outcome = good.result(WAIT_S)
+        assert isinstance(outcome, ScoredEpisode), outcome
+        assert outcome.reward == 1.0
+        assert host.submit(Prompt(0, "q", (1,)), SampleKey(0, 0, 1), SAMPLING).result(WAIT_S).reward == 1.0
+        assert not host.is_broken
+
+
+def test_hostile_episodes_fail_alone_with_their_reasons():
+    sends_many.number = 700
+    beside_a_good_one(["much", "no JSON", "many", "tokens"], WAIT_S)
+
+
+def test_an_endless_loop_of_tools_ends_at_the_deadline_and_the_next_episode_is_good():
+    agent = PlayFunction(
+        lambda prompt, client: asyncio.run(loops_for_ever(client)) if prompt.label else None,
+        tokenizer_of("smollm2"), ProgramSettings(), max_length=1 << 20,
+    )  # fmt: skip
+    with AgentHost(agent, Engine(), run_seed=5, timeout_s=1.0) as host:
+        reason = host.submit(Prompt(1, "q", (1,), "loops"), SampleKey(0, 1, 0), SAMPLING).result(WAIT_S).reason
+        assert reason.endswith("the agent took longer than 1 s")
+
+
+@pytest.mark.long
+def test_ten_thousand_requests_at_once_are_the_problem_of_the_episode_that_sends_them():
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 12_000:
+        pytest.skip("this system allows fewer open files")
+    sends_many.number = 10_000
+    beside_a_good_one(["many"], 10 * WAIT_S)
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": "bad?"}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+urllib.request.urlopen(request).read()
+with open(os.environ["HOTSEAT_RESULT"], "w") as file:
+    if task["label"] == "big":
+        file.truncate(1 << 30)
+    else:
+        file.write("1")
+"""
+
+
+def test_a_result_of_a_gigabyte_fails_alone(tmp_path):
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    programs = ProgramSettings(command=(sys.executable, str(tmp_path / "program.py")))
+    agent = load_agent(None, tokenizer_of("smollm2"), max_length=600, programs=programs)
+    with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
+        labels = ("big", "good")
+        futures = [host.submit(Prompt(3, "q", (1,), label), SampleKey(0, 3, 0), SAMPLING) for label in labels]
+        big, good = (future.result(WAIT_S) for future in futures)
+    assert big.reason.endswith("the result file has more than 1 MiB")
+    assert good.reward == 1.0
+
+
+# --- another network --------------------------------------------------------------------------------------------------
+
+ELSEWHERE = """
+import json, sys, urllib.request
+for token in sys.argv[2:]:
+    request = urllib.request.Request(
+        sys.argv[1] + "/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": "bad?"}]}).encode(),
+        {"Authorization": "Bearer " + token},
+    )
+    try:
+        print(urllib.request.urlopen(request, timeout=60).status)
+    except urllib.error.HTTPError as error:
+        print(error.code)
+"""
+
+
+@pytest.fixture
+def network():
+    """A network namespace, joined to this one by a pair of devices: (its name, our address in it)."""
+    name = f"hs{os.getpid() % 100_000}"
+    commands = [
+        f"ip netns add {name}",
+        f"ip link add {name}a type veth peer name {name}b netns {name}",
+        f"ip addr add 10.219.77.1/24 dev {name}a",
+        f"ip link set {name}a up",
+        f"ip netns exec {name} ip addr add 10.219.77.2/24 dev {name}b",
+        f"ip netns exec {name} ip link set {name}b up",
+    ]
+    try:
+        for command in commands:
+            try:
+                made = subprocess.run(command.split(), capture_output=True, text=True)
+            except FileNotFoundError:
+                pytest.skip("ip is not installed")
+            if made.returncode != 0:
+                pytest.skip(f"this system forbids it: {command}: {made.stderr.strip()}")
+        yield name, "10.219.77.1"
+    finally:
+        subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_the_gateway_is_reached_from_another_network_with_the_token_alone(network):
+    name, address = network
+    with socket.socket() as taken:  # a port that is free now
+        taken.bind((address, 0))
+        port = taken.getsockname()[1]
+    where = f"{address}:{port}"
+
+    async def program(prompt: Any, client: Any) -> float:
+        assert client.base_url == f"http://{where}/v1"
+        words = ["ip", "netns", "exec", name, sys.executable, "-c", ELSEWHERE, client.base_url]
+        there = await asyncio.create_subprocess_exec(*words, client.api_key, "guess", stdout=subprocess.PIPE)
+        statuses, _ = await there.communicate()
+        assert statuses.split() == [b"200", b"401"]
+        return 1.0
+
+    settings = ProgramSettings(bind=where, advertise_url=f"http://{where}")
+    agent = PlayFunction(program, tokenizer_of("smollm2"), settings, max_length=600)
+    with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
+        outcome = host.submit(Prompt(3, "q", (1,)), SampleKey(0, 3, 0), SAMPLING).result(WAIT_S)
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert outcome.reward == 1.0

@@ -1,0 +1,207 @@
+"""Images of rows: what is read, and what is refused by name before a model loads."""
+
+import base64
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hotseat.data._problems import BadValue
+from hotseat.data.images import ImageLimits, PreparedImage, RowImages, images_of, prepare_rows, read_image
+from hotseat.data.rows import Row
+from hotseat.errors import DataError
+from hotseat.observe.report.samples import pack
+
+LIMITS = ImageLimits(max_images=2, max_bytes=100_000, max_pixels=10_000)
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+
+
+def encoded(image: Image.Image = PICTURE, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """Make a PNG of a few kilobytes that would decode to very many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(b"\0" * ((width // 8 + 1) * 100))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_an_image_is_read_from_everything_that_rows_hold(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded())
+    uri = "data:image/png;base64," + base64.b64encode(encoded()).decode()
+    forms = [
+        "a.png",
+        str(tmp_path / "a.png"),
+        encoded(),
+        uri,
+        {"bytes": encoded(), "path": None},
+        {"path": "a.png"},
+        PICTURE,
+    ]
+    for form in forms:
+        _, image = read_image(form, "image", tmp_path, LIMITS)
+        assert (image.mode, image.size) == ("RGB", (30, 20))
+        assert image.tobytes() == PICTURE.tobytes()
+
+
+def test_an_image_stands_as_its_camera_was_held(tmp_path):
+    rotated = Image.Exif()
+    rotated[0x0112] = 6  # to be turned by a quarter
+    _, image = read_image(encoded(kind="JPEG", exif=rotated), "image", tmp_path, LIMITS)
+    assert image.size == (20, 30)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("gone.png", "photo: no such file: .*gone.png"),
+        ("https://example.com/a.png", "is on another machine, and images are read from files"),
+        ("data:image/png,abc", "a data URI that is not in base64"),
+        ("data:image/png;base64,a", "a data URI with broken base64"),
+        (7, "photo: a number, neither a path nor the bytes"),
+        ({"height": 3}, "photo: an object without bytes or path"),
+        (b"hello, this is a text", "photo: not an image in one of the formats PNG, .* begins with b'hello, this '"),
+        (b"", "photo: not an image"),
+        (encoded()[:200], "photo: broken or truncated PNG"),
+        (encoded(kind="JPEG")[:-300], "photo: broken or truncated .*OSError"),
+        (
+            encoded(PICTURE.resize((200, 100))),
+            r"photo: 200 x 100 pixels, more than data.max_image_pixels allows \(10,000\)",
+        ),
+        (
+            bomb(100_000, 100_000),
+            "photo: [0-9,]+ bytes that may be meant to fill the memory: .*10000000000 pixels",
+        ),
+        (b"\x89PNG" + bytes(200_000), r"photo: 200,004 bytes, more than data.max_image_bytes allows \(100,000\)"),
+        (
+            encoded(PICTURE, "GIF", save_all=True, append_images=[PICTURE.rotate(90)]),
+            "photo: GIF with 2 frames, and a prompt takes still images",
+        ),
+    ],
+)
+def test_a_bad_image_is_refused_by_what_is_wrong_with_it(value, message, tmp_path):
+    with pytest.raises(BadValue, match=message):
+        read_image(value, "photo", tmp_path, LIMITS)
+
+
+def test_a_row_has_no_more_images_than_allowed():
+    assert images_of({}, "images", LIMITS) == images_of({"images": None}, "images", LIMITS) == []
+    assert images_of({"images": "one.png"}, "images", LIMITS) == ["one.png"]
+    with pytest.raises(BadValue, match=r"images: 3 images, more than data.max_images_per_prompt allows \(2\)"):
+        images_of({"images": ["a", "b", "c"]}, "images", LIMITS)
+
+
+def test_tokens_of_images_replace_their_places():
+    first, second = PreparedImage("a", (7, 9, 9, 8)), PreparedImage("b", (9,))
+    images = RowImages((first, second), image_token_id=9)
+    assert images.expand([1, 9, 2, 9], "input") == ([1, 7, 9, 9, 8, 2, 9], [0, 1, 5, 6, 7])
+    with pytest.raises(BadValue, match="places for 1 images, and the row has 2"):
+        images.expand([1, 9, 2], "input")
+
+
+class Store:
+    """A store that prepares nothing, and remembers what it was asked for."""
+
+    limits, image_token_id = LIMITS, 9
+
+    def __init__(self):
+        self.asked = []
+
+    def prepare(self, value, key, folder):
+        self.asked.append((value, key, folder))
+        if value == "bad":
+            raise BadValue(f"{key}: bad")
+        return PreparedImage(str(value), (9,))
+
+
+def prepared(values, *, is_chat=True, store=None):
+    store = store or Store()
+    [row] = prepare_rows([Row(values, "there/x.jsonl", 1, True)], store, "images", "input", is_chat=is_chat)
+    return row.values
+
+
+def test_images_without_places_go_in_front_of_the_first_message_of_the_user():
+    values = prepared({"input": [{"role": "system", "content": "be"}, {"role": "user", "content": "q"}], "images": "a"})
+    assert values["input"][1]["content"] == [{"type": "image"}, {"type": "text", "text": "q"}]
+    assert values["images"].paths == ("a",)
+    assert prepared({"input": "q", "images": None})["input"] == [{"role": "user", "content": "q"}]
+
+
+def test_marks_and_parts_of_messages_are_places():
+    values = prepared({"input": "<image>is it <image>?", "images": ["a", "b"]})
+    parts = [{"type": "image"}, {"type": "text", "text": "is it "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    assert values["input"] == [{"role": "user", "content": parts}]
+    store = Store()
+    content = [
+        {"type": "text", "text": "what", "image": None},
+        {"type": "image_url", "image_url": {"url": "b.png"}},
+        {"type": "image", "image": "c.png"},
+    ]
+    values = prepared({"input": [{"role": "user", "content": content}]}, store=store)
+    assert [part["type"] for part in values["input"][0]["content"]] == ["text", "image", "image"]
+    assert [value for value, _, _ in store.asked] == [{"url": "b.png"}, "c.png"]
+    assert {folder for _, _, folder in store.asked} == {Path("there")}
+    with pytest.raises(DataError, match="its messages contain images, and so does images: give them once"):
+        prepared({"input": [{"role": "user", "content": content}], "images": "a"})
+
+
+def test_all_bad_rows_are_named_in_one_error():
+    rows = [
+        Row({"input": "q", "images": image}, "x.jsonl", at, True) for at, image in enumerate(["a", "bad", 3, "bad"], 1)
+    ]
+    with pytest.raises(DataError) as caught:
+        prepare_rows(rows, Store(), "images", "input", is_chat=False)
+    assert str(caught.value) == "1 problem in the data:\n  x.jsonl:2, x.jsonl:4: images: bad"
+
+
+def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
+    torch = pytest.importorskip("torch")
+    from hotseat.data.images import ImageStore
+    from hotseat.vision import pixels_of, tokens_of
+
+    class Processor:
+        image_token = "<i>"
+
+        def __init__(self, size):
+            self.num_calls, self.size, self.image_processor, self.tokenizer = 0, size, self, self
+
+        def to_dict(self):
+            return {"size": self.size}
+
+        def convert_tokens_to_ids(self, token):
+            return 9
+
+        def __call__(self, text, images, return_tensors):
+            self.num_calls += 1
+            if images[0].size[0] == 1:
+                raise ValueError("too narrow")
+            return {"input_ids": torch.tensor([[7, 9, 9]]), "pixel_values": torch.ones(self.size, 2)}
+
+    processor = Processor(3)
+    store = ImageStore(tmp_path, processor, LIMITS)
+    one, same = store.prepare(encoded(), "image", tmp_path), store.prepare({"bytes": encoded()}, "image", tmp_path)
+    assert one == same
+    assert processor.num_calls == store.num_images == 1
+    assert one.token_ids == tokens_of(one.path) == (7, 9, 9)
+    assert pixels_of(one.path)["pixel_values"].shape == (3, 2)
+    assert ImageStore(tmp_path, Processor(3), LIMITS).prepare(encoded(), "image", tmp_path) == one
+    assert processor.num_calls == 1
+    assert ImageStore(tmp_path, Processor(4), LIMITS).prepare(encoded(), "image", tmp_path).path != one.path
+    with pytest.raises(BadValue, match="image: the model's processor does not take it: too narrow"):
+        store.prepare(Image.new("RGB", (1, 20)), "image", tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) / 2 == 2
+    # The report shows a small copy of each that is there.
+    first, again = pack({"images": [one.path, "gone", one.path]})["images"]
+    assert (first, pack({})["images"]) == (again, [])
+    assert Image.open(io.BytesIO(base64.b64decode(first.partition(",")[2]))).size == (30, 20)

@@ -1,0 +1,70 @@
+"""Models that see images on a CUDA device: packed by varlen attention, compiled, sampled."""
+
+import image_cases
+import pytest
+import torch
+
+from hotseat.rollout import SlotOptions, TransformersEngine
+from hotseat.train import FSDPBackend, TrainOptions
+from hotseat.train.backend import AdamW, Schedule
+from hotseat.train.packing import split_by_count
+from hotseat.types import MicroBatch, Request, Sampling
+from hotseat.vision import tokens_of
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = 4
+OPTIONS = TrainOptions(optimizer=AdamW(), schedule=Schedule(kind="constant", peak=1e-3), precision="bf16_master")
+
+
+def batch_of(folder):
+    segments, images = [], []
+    for index in range(3 * PROMPTS):
+        image = image_cases.write_pixels(folder, index % PROMPTS, 4, 2 + 2 * (index % 2))
+        prompt = [3, *tokens_of(image), 4]
+        segments.append((prompt, [5 + index, 6, 7, 8 + index % 3][: 2 + index % 3]))
+        images.append((image,))
+    return MicroBatch.from_segments(
+        [torch.tensor([*prompt, *answer]) for prompt, answer in segments],
+        [torch.arange(len(prompt) + len(answer)) >= len(prompt) for prompt, answer in segments],
+        [str(index) for index in range(len(segments))],
+        images=images,
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_packed_and_padded_agree_and_learn_on_a_gpu(family, is_compiled, tmp_path):
+    batch = batch_of(tmp_path)
+    weights = batch.mask / batch.mask.sum()
+    batch = MicroBatch(**vars(batch) | {"weights": weights})
+    scores = {}
+    for layout in ("padded", "auto"):
+        options = OPTIONS.__class__(**vars(OPTIONS) | {"layout": layout, "compile": is_compiled})
+        backend = FSDPBackend(image_cases.make(family), options)
+
+        def loss(outputs, there):
+            return -(outputs.log_probs * there.weights).sum(), {}
+
+        before = torch.cat(backend.log_probs([batch], 1.0)).cpu()
+        losses = [backend.update(split_by_count(batch, 6), loss, 1.0).loss for _ in range(20)]
+        scores[layout] = before[batch.mask]
+        assert losses[-1] < losses[0] - 0.3
+        backend.close()
+    assert (scores["padded"] - scores["auto"]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_engine_samples_what_it_scores_on_a_gpu(family, tmp_path):
+    engine = TransformersEngine(
+        image_cases.make(family), max_length=64, num_slots=8, options=SlotOptions(device="cuda", dtype=torch.bfloat16)
+    )
+    try:
+        image = image_cases.write_pixels(tmp_path, 0)
+        prompt = (3, *tokens_of(image), 4)
+        made = engine.generate([Request(str(seed), prompt, Sampling(16), seed, (image,)) for seed in range(8)])
+        again = engine.score([(*prompt, *each.token_ids) for each in made], 1.0, [(image,)] * 8)
+        for each, score in zip(made, again, strict=True):
+            assert each.log_probs == pytest.approx(score[len(prompt) :], abs=0.1)
+    finally:
+        engine.close()

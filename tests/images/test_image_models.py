@@ -1,0 +1,192 @@
+"""Models that see: transformers' own forward, the trainer in every layout and the engine give the same log-probs."""
+
+from types import SimpleNamespace
+
+import image_cases as tiny
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
+from hotseat.data.prompts import make_prompts
+from hotseat.data.rows import Row
+from hotseat.errors import RunError, UserError
+from hotseat.rollout import TransformersEngine
+from hotseat.train.models import prepare_model
+from hotseat.train.packing import join, model_input, take, with_ends
+from hotseat.types import MicroBatch, Request, Sampling
+from hotseat.vision import Vision, pixels_of, placeholder_ids, policy_class, sees_images
+
+pytestmark = pytest.mark.slow
+
+IMAGES = ([tiny.drawn(0)], [tiny.drawn(1), tiny.drawn(2, 84, 28)], [])
+ANSWERS = ([5, 6, 7, 8, 9], [10, 11, 12], [13, 14])
+
+
+def texts(family):
+    place = tiny.PLACE[family]
+    return [f"ab{place}count a?", f"{place}cc{place}: count b?", "only text"]
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def seeing(request, tmp_path_factory):
+    """A tiny model of a family, and three prompts: with one image, with two, with none."""
+    family = request.param
+    folder = tmp_path_factory.mktemp(family)
+    name = tiny.save(family, folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    processor = load_processor(name, tokenizer)
+    store = ImageStore(folder / "images", processor, ImageLimits(2, 10**6, 10**6))
+    rows = [
+        Row({"input": text, "images": images}, "x", at, has_line=True)
+        for at, (text, images) in enumerate(zip(texts(family), IMAGES, strict=True))
+    ]
+    prompts, _ = make_prompts(
+        prepare_rows(rows, store, "images", "input", is_chat=False), tokenizer, image_key="images"
+    )
+
+    def load():
+        return policy_class(AutoConfig.from_pretrained(name)).from_pretrained(name).eval()
+
+    return SimpleNamespace(family=family, load=load, prompts=prompts, processor=processor)
+
+
+def by_transformers(seeing, model):
+    """Compute log-probs of the answers from what the family's own processor and forward make of texts and images."""
+    scores = []
+    for text, images, answer in zip(texts(seeing.family), IMAGES, ANSWERS, strict=True):
+        made = dict(seeing.processor(text=[text], images=[images] if images else None, return_tensors="pt"))
+        made.pop("attention_mask")
+        num_prompt = made["input_ids"].shape[1]
+        made["input_ids"] = torch.cat([made["input_ids"], torch.tensor([answer])], dim=1)
+        if "mm_token_type_ids" in made:
+            zeros = torch.zeros(1, len(answer), dtype=torch.int64)
+            made["mm_token_type_ids"] = torch.cat([made["mm_token_type_ids"], zeros], dim=1)
+        with torch.no_grad():
+            log_probs = model(**made, use_cache=False).logits[0].log_softmax(-1)
+        scores.append(log_probs[num_prompt - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0])
+    return scores
+
+
+def batch_of(pairs):
+    return MicroBatch.from_segments(
+        [torch.tensor([*prompt.token_ids, *answer]) for prompt, answer in pairs],
+        [torch.arange(len(prompt.token_ids) + len(answer)) >= len(prompt.token_ids) for prompt, answer in pairs],
+        [str(index) for index in range(len(pairs))],
+        images=[prompt.images for prompt, _ in pairs],
+    )
+
+
+def test_every_layout_of_the_trainer_gives_what_transformers_gives(seeing):
+    model = seeing.load()
+    expected = torch.cat(by_transformers(seeing, model))
+    policy, layout = prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+    assert layout == "auto"
+    vision = Vision.of(model)
+    pairs = [*zip(seeing.prompts, ANSWERS, strict=True), (seeing.prompts[0], [20, 21]), (seeing.prompts[1], [22])]
+    batch = batch_of(pairs)
+    with torch.no_grad():
+        padded, packed, shared = (
+            policy(model_input(batch, kind, vision=vision), 1.0)["log_probs"] for kind in ("padded", "packed", "shared")
+        )
+        # Of each two segments that differ in their images alone, neither shares the other's context.
+        other = join(
+            [take(batch, [0]), MicroBatch(**vars(take(batch, [0])) | {"images": (seeing.prompts[1].images[:1],)})]
+        )
+        mine, theirs = policy(model_input(other, "shared", vision=vision), 1.0)["log_probs"].chunk(2)
+    assert torch.allclose(padded[: len(expected)], expected, atol=2e-6)
+    assert torch.allclose(packed, padded, atol=2e-6)
+    assert torch.allclose(shared, padded, atol=2e-6)
+    assert torch.allclose(mine, expected[: len(mine)], atol=2e-6)
+    assert (mine - theirs).abs().max() > 1e-3  # the answer depends on the pixels
+    # Shared contexts stand there once, and so do their images.
+    pixels = [model_input(batch, kind, vision=vision).pixels["pixel_values"].numel() for kind in ("packed", "shared")]
+    assert pixels[0] == 2 * pixels[1]
+
+
+def test_the_engine_samples_and_scores_with_images(seeing):
+    model = seeing.load()
+    expected = by_transformers(seeing, model)
+    prompts = seeing.prompts
+    engine = TransformersEngine(model, max_length=128, num_slots=4)
+    try:
+        images = [prompt.images for prompt in prompts]
+        scores = engine.score([[*p.token_ids, *a] for p, a in zip(prompts, ANSWERS, strict=True)], 1.0, images)
+        for prompt, score, right in zip(prompts, scores, expected, strict=True):
+            assert torch.allclose(torch.tensor(score[len(prompt.token_ids) :]), right, atol=2e-6)
+        requests = [
+            Request(f"{at}/{seed}", prompt.token_ids, Sampling(12), 7 * seed + at, prompt.images)
+            for at, prompt in enumerate(prompts)
+            for seed in range(6)
+        ]
+        together = engine.generate(requests)
+        alone = [engine.generate([request])[0] for request in requests[:7:3]]
+        assert [(each.token_ids, each.log_probs) for each in together[:7:3]] == [
+            (each.token_ids, each.log_probs) for each in alone
+        ]
+        whole = [(*request.token_ids, *made.token_ids) for request, made in zip(requests, together, strict=True)]
+        again = engine.score(whole, 1.0, [request.images for request in requests])
+        for request, made, score in zip(requests, together, again, strict=True):
+            assert made.log_probs == pytest.approx(score[len(request.token_ids) :], abs=2e-6)
+            # A placeholder that is sampled ends the answer.
+            assert not set(made.token_ids[:-1]) & set(placeholder_ids(model.config))
+    finally:
+        engine.close()
+
+
+def test_a_placeholder_that_ends_an_answer_is_learned_like_any_other_token(seeing):
+    model = seeing.load()
+    policy, _ = prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+    batch = batch_of([(seeing.prompts[0], [5, placeholder_ids(model.config)[0]])])
+    with torch.no_grad():
+        [last] = policy(model_input(take(batch, [0]), "packed", vision=Vision.of(model)), 1.0)["log_probs"][-1:]
+    assert torch.isfinite(last)
+
+
+def test_gradients_reach_the_visual_encoder_unless_it_is_frozen(seeing):
+    gradients = []
+    for is_frozen in (False, True):
+        model = seeing.load()
+        policy, _ = prepare_model(
+            model, head="policy", layout="auto", gradient_checkpointing=True, freeze_visual_encoder=is_frozen
+        )
+        batch = batch_of(list(zip(seeing.prompts, ANSWERS, strict=True)))
+        policy(model_input(batch, "packed", vision=Vision.of(model)), 1.0)["log_probs"].sum().backward()
+        named = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        gradients.append({name for name, gradient in named.items() if gradient.abs().max() > 0})
+    trained, frozen = gradients
+    encoder = {
+        name for name in trained if any(part in name for part in (".visual.", ".vision_tower.", ".vision_model."))
+    }
+    assert encoder
+    assert trained - frozen == encoder
+
+
+def test_batches_keep_the_images_of_their_segments(seeing):
+    batch = batch_of(list(zip(seeing.prompts, ANSWERS, strict=True)))
+    one, two, none = (prompt.images for prompt in seeing.prompts)
+    assert (len(one), len(two), none) == (1, 2, ())
+    assert take(batch, [2, 1]).images == (none, two)
+    assert take(batch, [2]).images == ()
+    assert join([take(batch, [2]), take(batch, [0])]).images == (none, one)
+    assert with_ends(batch).images == batch.to(torch.device("cpu")).images == batch.images
+
+
+def test_a_model_of_text_takes_no_images(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    assert not sees_images(model.config)
+    assert Vision.of(model) is None
+    engine = TransformersEngine(model, max_length=16, num_slots=1)
+    try:
+        with pytest.raises(UserError, match="request 'a': it has images, and the model of this engine sees none"):
+            engine.submit(Request("a", (1, 2), Sampling(1), 0, ("x",)))
+        with pytest.raises(UserError, match="score: images, and the model of this engine sees none"):
+            engine.score([[1, 2]], 1.0, [("x",)])
+    finally:
+        engine.close()
+    with pytest.raises(RunError, match="must be on a file system that all machines of the run share"):
+        pixels_of(str(tmp_path / "gone.safetensors"))

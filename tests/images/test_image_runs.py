@@ -1,0 +1,143 @@
+"""Whole runs with images: SFT, RL with a reference, resuming; and what is refused before a model loads."""
+
+import json
+
+import image_cases
+import pytest
+from loop_cases import rl_yaml, same, sft_yaml, weights
+from safetensors.torch import load_file
+
+from hotseat.cli.main import main
+from hotseat.config import loads
+from hotseat.errors import ConfigError, DataError, UserError
+from hotseat.loop.run import start
+from hotseat.loop.state.saving import Saver
+from hotseat.observe import read_lines
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [float(sum(map(ord, query[len(prompt):])) % 5) for query, prompt in zip(queries, prompts)]
+"""
+DATA = "max_length: 64, image_key: images, max_images_per_prompt: 1, apply_chat_template: true"
+ROLLOUT = "{batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, num_slots: 4}"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """A tiny Qwen2.5-VL and eight questions, each about an image of its own; one has none."""
+    folder = tmp_path_factory.mktemp("images")
+    image_cases.save("qwen2_5_vl", folder / "model")
+    rows = []
+    for index in range(8):
+        image_cases.drawn(index, 28, 28).save(folder / f"{index}.png")
+        images = [f"{index}.png"] if index != 5 else None
+        rows.append({"input": f"how {index}?", "output": str(index), "label": str(index), "images": images})
+    for name in ("prompts", "examples"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def rl(task, name, **changes):
+    data = f"{{path: {task}/prompts.jsonl, label_key: label, {DATA}}}"
+    return rl_yaml(task, name=name, data=data, rollout=ROLLOUT, **changes)
+
+
+def timeless(records):
+    timing = ("time/", "memory/", "sync/", "step_s", "tokens_per_s")
+    return [{key: value for key, value in record.items() if not key.startswith(timing)} for record in records]
+
+
+class Stopped(Exception):
+    pass
+
+
+def _saves_once(save):
+    def saving(self, *args):
+        save(self, *args)
+        raise Stopped
+
+    return saving
+
+
+@pytest.mark.slow
+def test_rl_with_images_is_resumed_to_the_same_bits(task, monkeypatch):
+    common = ["train.batch_size=8", "train.micro_batch_size=8", "algorithm.kl.coef=0.01", "train.num_episodes=1"]
+    start(loads(rl(task, "whole"), common))
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save", _saves_once(Saver.save))
+        with pytest.raises(Stopped):
+            start(loads(rl(task, "part"), [*common, "checkpoint.every=2"]))
+    assert main(["resume", str(task / "runs" / "part")]) == 0
+    whole, part = (read_lines(task / "runs" / name / "metrics.jsonl") for name in ("whole", "part"))
+    assert timeless(whole) == timeless(part)
+    assert same(weights(task, "whole"), weights(task, "part"))
+    before = load_file(task / "model" / "model.safetensors")
+    changed = {name for name, value in weights(task, "whole").items() if (value != before[name]).any()}
+    assert any(".visual." in name for name in changed)
+    # Engine and trainer see the same image: what the policy sampled has the same log-probs on both sides.
+    assert all(record["canary/gap_max"] < 1e-4 for record in whole if "canary/gap_max" in record)
+    # The model that was trained is complete: it can be trained again.
+    assert (task / "runs" / "whole" / "model" / "processor_config.json").is_file()
+    shown = [line for line in read_lines(task / "runs" / "whole" / "samples.jsonl") if line.get("images")]
+    assert shown
+    page = (task / "runs" / "whole" / "report.html").read_text()
+    assert "img-src data:" in page
+
+
+@pytest.mark.slow
+def test_a_frozen_encoder_and_adapters_learn_from_examples_with_images(task):
+    data = f"{{path: {task}/examples.jsonl, output_key: output, {DATA}}}"
+    before = load_file(task / "model" / "model.safetensors")
+    for name, override in (("frozen", "train.freeze_visual_encoder=true"), ("adapted", "train.lora.rank=2")):
+        start(loads(sft_yaml(task, name=name, data=data, eval=""), [override, "train.max_epochs=3"]))
+        losses = [line["loss"] for line in read_lines(task / "runs" / name / "metrics.jsonl")]
+        assert losses[-1] < losses[0]
+        if name == "frozen":
+            after = weights(task, name)
+            changed = {key for key, value in after.items() if (value != before[key]).any()}
+            assert changed
+            assert not any(".visual." in key for key in changed)
+
+
+REFUSED = {
+    "task: dpo\ndata: {image_key: a, max_images_per_prompt: 1}": "data.image_key: task dpo is not built for images yet",
+    "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
+    "rollout: {engine: vllm}": "rollout.engine: vllm is not built for images yet: set it to transformers",
+    "algorithm: {estimator: gae}": "algorithm.estimator: a critic is not built for images yet",
+    "reward: {model: x}": "reward.model: reward models are not built for images yet",
+    "agent: {path: x.py}": "agent.path: agents of your own are not built for images yet",
+    "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",
+    "train: {liger_kernel: true}": "train.liger_kernel: not built for images yet",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_not_built_for_images_is_refused_by_name(text):
+    given = text if "image_key" in text else f"{text}\ndata: {{image_key: a, max_images_per_prompt: 1}}"
+    with pytest.raises(ConfigError) as caught:
+        loads(given)
+    assert REFUSED[text] in str(caught.value)
+
+
+@pytest.mark.slow
+def test_bad_images_and_models_without_sight_are_named_before_a_model_loads(task, tmp_path, monkeypatch):
+    from transformers import LlamaConfig
+
+    from hotseat.loop.setup import inputs
+
+    rows = [{"input": "a", "images": [name]} for name in ("0.png", "gone.png", "notes.png")]
+    (task / "notes.png").write_text("not an image")
+    (task / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = loads(rl(task, "bad"), [f"data.path={task}/bad.jsonl"])
+    with pytest.raises(DataError) as caught:
+        inputs.rl_prompts(config, inputs.load_tokenizer(config))
+    said = str(caught.value)
+    assert f"bad.jsonl:2: images: no such file: {task}/gone.png" in said
+    assert "bad.jsonl:3: images: not an image in one of the formats" in said
+    LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="Llama sees no images here, and data.image_key is set"):
+        inputs.check_models(loads(rl(task, "blind"), [f"actor.model={tmp_path}"]))
+    without = rl_yaml(task, data=f"{{path: {task}/prompts.jsonl, max_length: 64}}")
+    with pytest.raises(UserError, match=r"Qwen2_5_VL sees images, and the run has none: set data.image_key"):
+        inputs.check_models(loads(without))

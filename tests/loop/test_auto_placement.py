@@ -1,0 +1,260 @@
+"""Auto placement: phases measured under one placement predict the steps of others, and the fastest is chosen."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hotseat.cli.main import main
+from hotseat.cli.profile import default_factors, measure
+from hotseat.config import loads
+from hotseat.errors import UserError
+from hotseat.loop.planning.candidates import Candidate, Refused, candidates
+from hotseat.loop.planning.plan import make_plan
+from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
+from hotseat.loop.rl.pace_simulator import GroupCost
+from hotseat.loop.state.run_dir import ARRIVALS
+from hotseat.observe import METRICS, PREDICTION
+from hotseat.observe.report.curves import Table
+from hotseat.observe.report.facts import make_facts
+from hotseat.observe.report.times import read_prediction
+from hotseat.placement.cost import Curve, Reading
+
+BENCH = Path(__file__).parents[2] / "bench" / "auto_placement.py"
+
+SMALL = """
+cluster: {inventory: 1x8, component_placement: {actor: all, rollout: all}}
+actor: {model: Qwen/Qwen2.5-1.5B}
+reward: {function: reward.py}
+data: {path: prompts.jsonl}
+rollout: {batch_size: 16, samples_per_prompt: 4, num_slots: 64}
+train: {batch_size: 64, dtype: bf16}
+"""
+FOUR = SMALL.replace("1x8", "1x4")
+LARGER = SMALL.replace("batch_size: 16", "batch_size: 32").replace("batch_size: 64", "batch_size: 128")
+
+
+def on(placement: str, *overrides: str):
+    config = loads(SMALL, [f"cluster.component_placement={placement}", *overrides])
+    return config, make_plan(config)
+
+
+def profile(is_shared: bool = True) -> Profile:
+    """Rollouts of 8 and 16 samples per engine take 2 and 3 s, updates of 8 and 16 samples per rank 4 and 8 s."""
+    groups = tuple(GroupCost((2.0,) * 4) for _ in range(16))
+    return Profile(
+        tuple(
+            Measurement(1, size, size, phases, 0.5, 0.25, 0.0, 3, is_shared, groups)
+            for size, phases in (
+                (8.0, {"rollout": 2.0, "prepare": 1.0, "update": 4.0, "sync": 0.25}),
+                (16.0, {"rollout": 3.0, "prepare": 2.0, "update": 8.0, "sync": 0.25}),
+            )
+        ),
+        {"model": "m"},
+    )
+
+
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_auto_placement", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- reading off seconds ----------------------------------------------------------------------------------------------
+
+
+def test_seconds_are_linear_between_measured_sizes_and_marked_beyond_them():
+    curve = Curve.through([(4, 3.0), (2, 1.0), (2, 3.0), (8, 9.0)])
+    assert curve.points == ((2, 2.0), (4, 3.0), (8, 9.0))
+    assert curve.at(3) == Reading(2.5, False)
+    assert curve.at(6) == Reading(6.0, False)
+    assert curve.at(10) == Reading(12.0, True)
+    assert curve.at(1) == Reading(1.5, True)
+    assert Curve(((4, 2.0),)).at(8) == Reading(4.0, True)
+
+
+def test_seconds_outside_are_at_least_in_proportion_below_and_never_fall_above():
+    assert Curve(((2, 1.0), (4, 3.0))).at(1) == Reading(0.5, True)  # the line would be at 0
+    assert Curve(((2, 3.0), (4, 2.0))).at(8) == Reading(2.0, True)
+
+
+# --- predicting -------------------------------------------------------------------------------------------------------
+
+
+def test_a_synchronous_step_is_the_sum_of_its_phases_at_their_sizes():
+    shared = predict(*on("{actor: 0-7, rollout: 0-7}"), profile())
+    # 8 samples per engine and rank: rollout 2, prepare 1, update 4, sync 0.25, offload and onload 0.5, rest 0.25
+    assert (shared.step_s, shared.is_extrapolated) == (8.0, False)
+    assert shared.samples_per_s == 8.0
+    apart = predict(*on("{actor: 0-3, rollout: 4-7}"), profile())
+    assert apart.step_s == 3.0 + 2.0 + 8.0 + 0.25 + 0.25
+    few = predict(*on("{actor: 0-5, rollout: 6-7}", "train.batch_size=16"), profile())
+    assert few.is_extrapolated
+    assert few.phases["rollout"] == 3.0 + 2 * 1.0  # 32 samples per engine
+    assert few.phases["update"] == 6.0  # 3 groups of 4 on the rank that has most
+
+
+def test_with_staleness_the_longer_of_rollout_and_training_is_left():
+    config, plan = on(
+        "{actor: 0-3, rollout: 4-7}", "overlap.staleness=1", "overlap.order=arrival", "overlap.in_flight=keep"
+    )
+    # Prepare 2, update 8, sync 0.25 and the rest 0.25 hide the rollout of 3.
+    assert predict(config, plan, profile()).step_s == pytest.approx(10.5)
+
+
+def test_a_profile_survives_its_file_and_names_what_it_lacks(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(profile().to_json())
+    assert Profile.read(path) == profile()
+    with pytest.raises(UserError, match="no engines of tensor parallel size 2, it has 1: .* --tensor-parallel 2"):
+        Profile.read(path).rollout(2)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="is no profile"):
+        Profile.read(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        Profile.read(tmp_path / "none.json")
+    path.write_text('{"version": 0}')
+    with pytest.raises(UserError, match="of another version"):
+        Profile.read(path)
+
+
+def test_a_run_with_a_profile_records_what_is_predicted_for_its_report(tmp_path):
+    path, said = tmp_path / "profile.json", []
+    path.write_text(profile().to_json())
+    config, plan = on("{actor: 0-7, rollout: 0-7}", f"cluster.profile={path}")
+    record_prediction(config, plan, tmp_path, said.append)
+    assert said == [f"predicted: 8 s per step, by {path}"]
+    assert (tmp_path / PREDICTION).is_file()
+    assert read_prediction(tmp_path) == 8.0
+    assert read_prediction(tmp_path / "elsewhere") is None
+
+
+# --- enumerating ------------------------------------------------------------------------------------------------------
+
+
+def test_every_split_of_the_devices_is_tried_and_what_is_not_possible_has_a_reason():
+    made = list(candidates(loads(FOUR), None, (1, 2), (0, 1)))
+    possible = [each for each in made if isinstance(each, Candidate)]
+    assert [str(each) for each in possible] == [
+        "actor 0-3, rollout 0-3, staleness 0",
+        "actor 0-3, rollout 3, staleness 0",
+        "actor 0-3, rollout 2-3, staleness 0",
+        "actor 0-3, rollout 1-3, staleness 0",
+        "actor 0, rollout 1-3, staleness 0",
+        "actor 0, rollout 1-3, staleness 1",
+        "actor 0-1, rollout 2-3, staleness 0",
+        "actor 0-1, rollout 2-3, staleness 1",
+    ]
+    refused = [each.because for each in made if isinstance(each, Refused)]
+    assert any("does not divide over 3 ranks" in reason for reason in refused)
+    assert any("tensor_parallel_size" in reason for reason in refused)  # which the transformers engine does not have
+    apart = possible[-1]
+    assert (apart.num_engines, apart.num_ranks) == (2, 2)
+    assert " ".join(apart.as_yaml().split()) == (
+        "cluster: component_placement: actor: 0-1 rollout: 2-3 overlap: staleness: 1"
+    )
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused():
+    large = SMALL.replace("Qwen2.5-1.5B", "Qwen2.5-7B").replace("1x8", "1x2x24G")
+    made = list(candidates(loads(large), None, (1,), (0,)))
+    assert any(each.because == "it does not fit into the devices' memory" for each in made if isinstance(each, Refused))
+
+
+def test_sizes_to_measure_reach_from_all_engines_to_few():
+    assert default_factors(loads(SMALL)) == [1.0, 2.0, 4.0]
+    alone = loads(SMALL, ["cluster.component_placement={actor: 0, rollout: 0}"])
+    assert default_factors(alone) == [0.125, 0.25, 0.5, 1.0]
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_plan_auto_prints_the_five_fastest_as_yaml(tmp_path, capsys):
+    path, config = tmp_path / "profile.json", tmp_path / "run.yaml"
+    path.write_text(profile().to_json())
+    config.write_text(FOUR)
+    assert main(["plan", str(config), "--auto", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "As configured: " in printed
+    assert printed.count("component_placement:") == 5
+    assert "# 1:" in printed
+    assert "does not divide over 3 ranks" in printed
+
+
+def test_profile_and_auto_are_for_reinforcement_learning(tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text("task: sft\nactor: {model: m}\ndata: {path: a.jsonl, output_key: output}\n")
+    assert main(["profile", str(config)]) == 2
+    assert "measures the phases of task rl" in capsys.readouterr().err
+    assert main(["plan", str(config), "--auto", "profile.json"]) == 2
+    assert "the task of this config is sft" in capsys.readouterr().err
+    assert main(["profile", str(config), "--sizes", "a"]) == 2
+    assert "is no list of numbers" in capsys.readouterr().err
+    assert main(["profile", str(config), "--sizes", "1,0"]) == 2
+    assert "all numbers have to be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_cannot_be_measured_or_placed_is_refused(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"a batch 0\.01 times as large is no whole number: rollout.batch_size is 16"):
+        measure(loads(SMALL), lambda config: None, [0.01], [1], print)
+    config, plan = on("{actor: 0-7, rollout: 0-7}")
+    (tmp_path / METRICS).write_text("")
+    (tmp_path / ARRIVALS).write_text("")
+    with pytest.raises(UserError, match="made no step after its first, so there is nothing to measure"):
+        measurement_of(config, plan, tmp_path)
+    path, file = tmp_path / "profile.json", tmp_path / "run.yaml"
+    path.write_text(profile().to_json())
+    file.write_text(FOUR.replace("1x4", "1x1"))
+    assert main(["plan", str(file), "--auto", str(path), "train.micro_batch_size=3"]) == 2
+    assert "no placement is possible:" in capsys.readouterr().err
+
+
+def test_the_report_compares_the_prediction_with_the_steps_after_the_first():
+    steps = np.array([9.0, 4.0, 6.0])
+    table = Table(np.arange(1, 4), {"step_s": steps}, {"step_s": np.ones(3, bool)})
+    shown = {fact["label"]: (fact["value"], fact["note"]) for fact in make_facts(table, None, predicted_s=4.5)}
+    assert shown["Predicted step"] == ("4.5 s", "by a profile; measured 5 s (mean after the first), -10%")
+    empty = Table(np.arange(0), {}, {})
+    facts = make_facts(empty, None, predicted_s=4.5)
+    assert ("4.5 s", "by a profile; not measured yet") in [(fact["value"], fact["note"]) for fact in facts]
+
+
+# --- how good it is ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_steps_are_predicted_within_15_percent_and_the_choice_is_within_5_of_the_best():
+    result = bench().compare(6, 6, True, text=LARGER, sizes=(1,), staleness=(0, 1))
+    assert result.num_enumerated >= 20
+    assert result.spread >= 2
+    assert max(abs(row.error) for row in result.rows) <= 0.15
+    assert result.loss_of_choice <= 0.05
+
+
+@pytest.mark.slow
+def test_a_profile_is_measured_by_short_runs(task, tmp_path, capsys):
+    from loop_cases import rl_yaml
+
+    config, output = tmp_path / "run.yaml", tmp_path / "profile.json"
+    config.write_text(rl_yaml(task))
+    assert main(["profile", str(config), "-o", str(output), "--sizes", "0.5,1"]) == 0
+    found = Profile.read(output)
+    assert [each.samples_per_engine for each in found.measurements] == [8.0, 16.0]
+    for each in found.measurements:
+        assert each.num_steps == 3
+        assert each.step_s == pytest.approx(sum(each.phases.values()) + each.moves_s + each.other_s)
+        assert len(each.groups) == 3 * each.samples_per_engine / 4
+    assert not (task / "runs").exists()

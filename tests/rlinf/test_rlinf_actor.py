@@ -1,0 +1,108 @@
+"""The actor in the place of RLinf's `FSDPActor`: its loss is that of PPO, and its state survives a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from hotseat.cluster import Cluster as HotseatCluster
+from hotseat.errors import WorkerError
+from hotseat.rlinf import Channel, Cluster, FSDPActor, NodePlacementStrategy, Worker
+
+pytestmark = pytest.mark.slow
+
+ONE = NodePlacementStrategy([0])
+
+
+def config(task, **actor):
+    return {
+        "actor": {
+            "model": {"model_path": str(task / "model")},
+            "optim": {"lr": 1e-2, "adam_beta2": 0.99},
+            "global_batch_size": 4,
+            "micro_batch_size": 3,
+            **actor,
+        },
+        "algorithm": {"group_size": 2, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3},
+        "rollout": {"group_name": "samplers"},
+    }
+
+
+TRAJECTORIES = [
+    {"input_ids": [3, 4, 5, 6], "loss_mask": [0, 0, 1, 1], "prev_logprobs": [0, 0, -2.5, -2.9], "rewards": 1.0},
+    {"input_ids": [3, 4, 7], "loss_mask": [0, 0, 1], "prev_logprobs": [0, 0, -3.2], "rewards": 0.0},
+    {"input_ids": [8, 9, 2, 2], "loss_mask": [0, 1, 1, 1], "prev_logprobs": [0, -2.0, -2.7, -2.8], "rewards": 0.5},
+    {"input_ids": [8, 9], "loss_mask": [0, 1], "prev_logprobs": [0, -2.8], "rewards": 0.25},
+]
+
+
+def expected_loss(task) -> float:
+    """PPO's loss in float64, token by token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(task / "model").double()
+    losses = []
+    for index, each in enumerate(TRAJECTORIES):
+        pair = [TRAJECTORIES[index - index % 2 + other]["rewards"] for other in (0, 1)]
+        mean = sum(pair) / 2
+        deviation = sum((reward - mean) ** 2 for reward in pair) ** 0.5  # of two, with n - 1
+        advantage = (each["rewards"] - mean) / deviation
+        logits = model(torch.tensor([each["input_ids"]])).logits[0]
+        for at, is_sampled in enumerate(each["loss_mask"]):
+            if is_sampled:
+                log_prob = torch.log_softmax(logits[at - 1], -1)[each["input_ids"][at]].item()
+                ratio = 2.718281828459045 ** (log_prob - each["prev_logprobs"][at])
+                clipped = min(max(ratio, 0.9), 1.3)
+                losses.append(-min(ratio * advantage, clipped * advantage))
+    return sum(losses) / len(losses)
+
+
+class Sampler(Worker):
+    def receive(self):
+        return sorted(self.recv("actor", 0))
+
+
+def test_the_loss_is_that_of_ppo_and_training_resumes_from_a_checkpoint(task, tmp_path):
+    with HotseatCluster("local", num_devices=1) as machinery, Cluster(on=machinery) as cluster:
+        actor = FSDPActor.create_group(config(task)).launch(cluster, name="actor", placement_strategy=ONE)
+        sampler = Sampler.create_group().launch(cluster, name="samplers", placement_strategy=ONE)
+        with pytest.raises(WorkerError, match=r"actor has no model yet: call init_worker\(\).wait\(\) first"):
+            actor.save_checkpoint(str(tmp_path)).wait()
+        actor.init_worker().wait()
+        channel = Channel.create("Actor")
+
+        def train():
+            for each in TRAJECTORIES:
+                channel.put(each)
+            return actor.run_training(channel).wait()[0]
+
+        first = train()
+        assert first["actor/loss"] == pytest.approx(expected_loss(task), rel=1e-4)
+        assert (first["actor/num_tokens"], first["actor/version"], first["actor/lr"]) == (7, 1, 0.01)
+        actor.save_checkpoint(str(tmp_path / "saved"), 1).wait()
+        second = train()
+        assert second["actor/loss"] < first["actor/loss"]
+        actor.load_checkpoint(str(tmp_path / "saved")).wait()
+        assert train() == second
+        num_sent = actor.sync_model_to_rollout().wait()[0]
+        assert len(sampler.receive().wait()[0]) == num_sent > 0
+        channel.put({**TRAJECTORIES[0], "loss_mask": [1]})
+        for each in TRAJECTORIES[1:]:
+            channel.put(each)
+        with pytest.raises(WorkerError, match="trajectory 0: 4 input_ids, 1 entries of loss_mask and 4 of"):
+            actor.run_training(channel).wait()
+        pair = FSDPActor.create_group(config(task, global_batch_size=3))
+        with pytest.raises(WorkerError, match="actor.global_batch_size is 3, which 2 ranks cannot share evenly"):
+            pair.launch(cluster, name="pair", placement_strategy=NodePlacementStrategy([0, 0]))
+        nameless = FSDPActor.create_group(config(task, model={})).launch(cluster, name="x", placement_strategy=ONE)
+        with pytest.raises(WorkerError, match="actor.model.model_path is not set"):
+            nameless.init_worker().wait()
+        odd = FSDPActor.create_group(config(task, model={"model_path": "m", "precision": "fp8"}))
+        with pytest.raises(WorkerError, match="actor.model.precision is fp8: choose one of fp32, 32, bf16"):
+            odd.launch(cluster, name="odd", placement_strategy=ONE).init_worker().wait()
+        uneven = FSDPActor.create_group(config(task, global_batch_size=1)).launch(
+            cluster, name="uneven", placement_strategy=ONE
+        )
+        channel.put(TRAJECTORIES[0])
+        with pytest.raises(WorkerError, match="1 trajectories on a rank, in groups of algorithm.group_size 2"):
+            uneven.run_training(channel).wait()

@@ -1,0 +1,90 @@
+"""RLinf's configs in our keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hotseat.cli.main import main
+from hotseat.cli.rlinf_table import main as write_table
+from hotseat.config import loads
+from hotseat.config.rlinf import TABLE, translate
+from hotseat.errors import ConfigError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "rlinf.md"
+
+MATH = """
+hydra: {run: {dir: .}}
+cluster:
+  num_nodes: 1
+  num_gpus_per_node: 8
+  component_placement: {"actor,rollout": all}
+runner: {task_type: math, max_epochs: 5, max_steps: -1, save_interval: 50, val_check_interval: -1, seq_length: 2048,
+  experiment_name: grpo-1.5b, output_dir: results}
+algorithm: {group_size: 8, n_minibatches: 4, adv_type: grpo, loss_agg_func: token-mean, kl_beta: 0.0,
+  ratio_clip_eps: 0.2, entropy_bonus: 0.0, training_batch_size_per_gpu: 2,
+  sampling_params: {temperature: 1.0, top_k: 1000000, top_p: 1.0,
+  max_new_tokens: 1024}}
+rollout: {group_name: RolloutGroup, gpu_memory_utilization: 0.55, model_dir: my-model, model_arch: qwen2.5,
+  rollout_backend: sglang}
+actor: {group_name: ActorGroup, seed: 1234, training_backend: megatron, model: {precision: bf16, activation: swiglu},
+  optim: {lr: 2.0e-5, adam_beta1: 0.9, adam_beta2: 0.98, weight_decay: 0.05, clip_grad: 1.0, overlap_grad_reduce: true}}
+data: {type: math, max_prompt_length: 1024, rollout_batch_size: 64, prompt_key: question, train_data_paths: [a.jsonl]}
+"""
+
+
+def test_a_config_for_mathematics_becomes_ours_and_the_rest_is_listed(tmp_path, capsys):
+    path = tmp_path / "rlinf.yaml"
+    path.write_text(MATH)
+    assert main(["rlinf-config", str(path), "reward.function=reward.py"]) == 0
+    printed = capsys.readouterr()
+    config = loads(printed.out)
+    assert (config.actor.model, config.name, config.run_dir, config.seed) == ("my-model", "grpo-1.5b", "results", 1234)
+    assert (config.rollout.batch_size, config.rollout.samples_per_prompt, config.train.batch_size) == (64, 8, 128)
+    assert (config.algorithm.estimator, config.algorithm.clip_high) == ("group_norm", 0.2)
+    assert (config.rollout.top_k, config.rollout.max_new_tokens, config.rollout.memory_share) == (0, 1024, 0.55)
+    assert config.actor.optimizer.betas == (0.9, 0.98)
+    assert (config.data.path, config.data.input_key, config.checkpoint.every) == ("a.jsonl", "question", 50)
+    assert config.cluster.component_placement == {"actor,rollout": "all"}
+    lines = printed.err.splitlines()
+    assert "no effect here: runner.max_steps because steps follow from the data and runner.max_epochs" in lines
+    named = [line.split()[3] for line in lines]
+    assert {"hydra.run.dir", "cluster.num_gpus_per_node", "actor.model.activation", "data.type"} <= set(named)
+    assert {"rollout.group_name", "rollout.model_arch", "actor.optim.overlap_grad_reduce"} <= set(named)
+
+
+def test_an_estimator_without_counterpart_is_refused():
+    with pytest.raises(ConfigError, match="algorithm.adv_type: 'opd' has no counterpart here; .* grpo, gae"):
+        translate({"runner": {}, "algorithm": {"adv_type": "opd"}})
+
+
+def test_a_file_that_is_not_rlinfs_is_refused(tmp_path, capsys):
+    path = tmp_path / "ours.yaml"
+    path.write_text("actor: {model: m}\n")
+    assert main(["rlinf-config", str(path)]) == 2
+    assert "has no section runner, so it is no config of RLinf" in capsys.readouterr().err
+
+
+def test_interpolations_are_resolved(tmp_path, capsys):
+    pytest.importorskip("omegaconf")
+    path = tmp_path / "rlinf.yaml"
+    path.write_text(
+        MATH.replace(
+            "max_new_tokens: 1024", "max_new_tokens: '${subtract:${runner.seq_length},${data.max_prompt_length}}'"
+        )
+    )
+    assert main(["rlinf-config", str(path), "reward.function=reward.py", "run_dir=elsewhere"]) == 0
+    config = loads(capsys.readouterr().out)
+    assert (config.rollout.max_new_tokens, config.run_dir) == (1024, "elsewhere")
+    path.write_text("runner: {seq_length: '${nothing.there}'}\n")
+    assert main(["rlinf-config", str(path)]) == 2
+    assert "an interpolation cannot be resolved" in capsys.readouterr().err
+
+
+def test_the_table_in_the_docs_is_up_to_date(tmp_path):
+    copy = tmp_path / "rlinf.md"
+    copy.write_text(DOCUMENT.read_text())
+    write_table([str(copy)])
+    assert copy.read_text() == DOCUMENT.read_text(), "run: python -m hotseat.cli.rlinf_table docs/rlinf.md"
+    assert len({key.theirs for key in TABLE}) == len(TABLE)
