@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tasks", nargs="+", default=["BabyAI-GoToRedBallGrey-v0"])
-    parser.add_argument("--episodes", type=int, default=180)
+    parser.add_argument("--episodes", type=int, default=260)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
