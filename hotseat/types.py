@@ -176,10 +176,17 @@ class Episode:
     is_truncated: bool = False
     turn_lengths: tuple[int, ...] = ()  # sampled tokens of each turn, in order across segments; empty: not recorded
     facts: EpisodeFacts | None = field(default=None, compare=False)
+    action_length: int = 0  # tokens of one action in a simulator; 0: it was in none
+    has_bootstrap: bool = False  # the last segment is the observation at which time ran out, for a critic to value
 
     @property
     def num_sampled(self) -> int:
         return sum(segment.num_sampled for segment in self.segments)
+
+    @property
+    def played_segments(self) -> tuple[Segment, ...]:
+        """Return the segments without the one that is there for a critic alone."""
+        return self.segments[:-1] if self.has_bootstrap else self.segments
 
 
 @dataclass(frozen=True)

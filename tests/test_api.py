@@ -13,6 +13,7 @@ import pytest
 import hotseat
 from hotseat import ConfigError, Run, UserError, demo
 from hotseat.config import load
+from hotseat.envs import families, simulator
 from hotseat.loop.state.run_dir import named_run
 from hotseat.observe import JsonLines
 
@@ -51,7 +52,8 @@ def private_names(code: str) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.startswith("hotseat.")]
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hotseat":
-            public = {"hotseat": PUBLIC, "hotseat.demo": demo.__all__}.get(node.module, [])
+            modules = {"hotseat.demo": demo, "hotseat.envs.simulator": simulator, "hotseat.envs.families": families}
+            public = PUBLIC if node.module == "hotseat" else getattr(modules.get(node.module), "__all__", [])
             found += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in public]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hotseat":
             found += [f"hotseat.{node.attr}"] if node.attr not in PUBLIC else []

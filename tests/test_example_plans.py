@@ -187,18 +187,21 @@ def test_simulators_and_engines_make_room_for_training():
     assert devices(plan) == {"rollout": [4, 5, 6, 7], "env": [0, 1, 2, 3], "actor": EIGHT}
     assert table(plan, 0) == {
         "rollout": {"env": "S", "actor": "(wo)[g]"},
+        "prepare": {"env": "(s)", "actor": "W(o)[g]"},
         "update": {"env": "(s)", "actor": "WGO"},
         "sync": {"env": "(s)", "actor": "W(o)[g]"},
     }
     assert table(plan, 4) == {
         "rollout": {"rollout": "WK", "actor": "(wo)[g]"},
+        "prepare": {"rollout": "[wk]", "actor": "W(o)[g]"},
         "update": {"rollout": "[wk]", "actor": "WGO"},
         "sync": {"rollout": "W[k]", "actor": "W(o)[g]"},
     }
     assert routes(plan) == {rank: ("same_device", (rank + 4,)) for rank in range(4)}
     handed = [(h.from_step, h.to_step, h.from_roles, h.to_roles) for h in plan.group_of(0).hand_overs]
     assert handed == [
-        ("rollout", "update", ("env",), ("actor",)),
+        ("rollout", "prepare", ("env",), ("actor",)),
+        ("prepare", "update", ("actor",), ("actor",)),
         ("update", "sync", ("actor",), ("actor",)),
         ("sync", "rollout", ("actor",), ("env",)),
     ]

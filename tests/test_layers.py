@@ -16,7 +16,7 @@ LAYERS = (
     ("cli", "api", "demo", "rlinf"),
     ("loop",),
     ("rollout", "train", "weights", "cluster"),
-    ("agents", "rewards", "data", "observe"),
+    ("agents", "envs", "rewards", "data", "observe"),
     ("algorithms", "placement"),
     ("config", "types", "errors", "failed", "faults", "openmp", "determinism", "clock", "words", "caches", "vision"),
 )

@@ -56,6 +56,7 @@ from hotseat.algorithms.supervised_loss import (
     sft_loss,
     simpo_loss,
 )
+from hotseat.algorithms.time_steps import step_starts
 from hotseat.algorithms.value_loss import ValueLoss, value_loss
 
 __all__ = [
@@ -110,6 +111,7 @@ __all__ = [
     "rejection_weights",
     "sft_loss",
     "simpo_loss",
+    "step_starts",
     "step_totals",
     "turn_ends",
     "value_loss",

@@ -2,8 +2,8 @@
 
 An episode's reward is compared with its group (a baseline per episode), what is left is placed on tokens, and the
 tokens' returns are their advantages; GAE uses a critic instead of a group. Time steps are the tokens that the policy
-sampled, in order across the segments of an episode. Tokens that the environment inserted are no time steps: nothing is
-discounted across them. (OpenRLHF discounts across them.)
+sampled, in order across the segments of an episode, or runs of them (`time_steps.py`). Tokens that the environment
+inserted are no time steps: nothing is discounted across them. (OpenRLHF discounts across them.)
 
     gae                  Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t    Schulman et al. 2015
     reinforce            G_t = Σ_k γ^k r_{t+k}                              REINFORCE++, Hu et al. 2025
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hotseat.algorithms._tokens import floating, sampled_only
 from hotseat.algorithms.shaping import clip_rewards
+from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
 from hotseat.errors import RewardError, UserError
 from hotseat.types import TokenLayout
 
@@ -200,29 +201,85 @@ def within_turns(layout: TokenLayout, returns: Tensor, turns: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------- returns and advantages
 
 
-def discounted_returns(layout: TokenLayout, token_rewards: Tensor, *, gamma: float) -> Tensor:
-    """G_t = r_t + γ·G_{t+1} over the sampled tokens of each episode, 0 elsewhere. [num_tokens] in and out."""
+def discounted_returns(
+    layout: TokenLayout, token_rewards: Tensor, *, gamma: float, starts: Tensor | None = None
+) -> Tensor:
+    """G_t = r_t + γ·G_{t+1} over the sampled tokens of each episode, 0 elsewhere. [num_tokens] in and out.
+
+    starts: first tokens of longer steps of time, as `step_starts` returns them; a step's tokens share its return.
+    """
     assert token_rewards.shape == layout.mask.shape
+    if starts is not None:
+        long = _LongSteps(layout, starts)
+        return long.on_tokens(_decayed_sum(long.sums(token_rewards), long.episode, gamma))
     steps, episode = _time_steps(layout)
     returns = _decayed_sum(floating(token_rewards)[steps], episode, gamma)
     return returns.new_zeros(layout.num_tokens).index_copy(0, steps, returns)
 
 
 def gae(
-    layout: TokenLayout, token_rewards: Tensor, values: Tensor, *, gamma: float, lam: float
+    layout: TokenLayout,
+    token_rewards: Tensor,
+    values: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    starts: Tensor | None = None,
+    bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(A, A + V) with A_t = δ_t + γλ·A_{t+1} and δ_t = r_t + γ·V_{t+1} − V_t. [num_tokens] in and out.
 
-    V_{t+1} is the value at the next sampled token of the episode, and 0 after its last one: an episode that ran into
-    its length limit ends there too. Schulman et al., "High-Dimensional Continuous Control Using GAE", 2015.
+    V_{t+1} is the value at the next sampled token of the episode. After its last one it is `bootstrap`,
+    [num_episodes], the value of what follows an episode that was cut off; without it 0: an episode that ran into its
+    length limit ends there too. Schulman et al., "High-Dimensional Continuous Control Using GAE", 2015.
+
+    starts: first tokens of longer steps of time, as `step_starts` returns them. V is then the value at a step's first
+    token, r the sum of its rewards; its tokens share the advantage, and the first of them has the return.
     """
     assert token_rewards.shape == values.shape == layout.mask.shape
+    if starts is not None:
+        long = _LongSteps(layout, starts)
+        current = floating(values)[long.first]
+        following = _following(current, long.episode, bootstrap)
+        deltas = long.sums(token_rewards) + gamma * following - current
+        advantages = _decayed_sum(deltas, long.episode, gamma * lam)
+        returns = advantages.new_zeros(layout.num_tokens).index_copy(0, long.first, advantages + current)
+        return long.on_tokens(advantages), returns
     steps, episode = _time_steps(layout)
     rewards, current = floating(token_rewards)[steps], floating(values)[steps]
-    following = _later(current, episode, 1)
+    following = _following(current, episode, bootstrap)
     advantages = _decayed_sum(rewards + gamma * following - current, episode, gamma * lam)
     zeros = advantages.new_zeros(layout.num_tokens)
     return zeros.index_copy(0, steps, advantages), zeros.index_copy(0, steps, advantages + current)
+
+
+def _following(current: Tensor, episode: Tensor, bootstrap: Tensor | None) -> Tensor:
+    """Return the value at the next step of the same episode; past its end `bootstrap`, or 0. [num_steps] in and out."""
+    following = _later(current, episode, 1)
+    if bootstrap is None or not len(episode):
+        return following
+    is_last = torch.ones_like(episode, dtype=torch.bool)
+    is_last[:-1] = episode[1:] != episode[:-1]
+    return torch.where(is_last, floating(bootstrap).to(following)[episode], following)
+
+
+class _LongSteps:
+    """Steps of time of several tokens each."""
+
+    def __init__(self, layout: TokenLayout, starts: Tensor):
+        self.first = torch.nonzero(starts).squeeze(1)  # [num_steps]
+        self.episode = layout.token_episode[self.first]  # [num_steps]
+        self._steps = steps_of_tokens(starts, layout.mask)
+
+    def sums(self, token_rewards: Tensor) -> Tensor:
+        """[num_tokens] to [num_steps]."""
+        return sum_per_step(floating(token_rewards), self._steps, len(self.first))
+
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """[num_steps] to [num_tokens], 0 where not sampled."""
+        if not len(values):
+            return values.new_zeros(len(self._steps))
+        return torch.where(self._steps >= 0, values[self._steps.clamp(min=0)], 0.0)
 
 
 def _time_steps(layout: TokenLayout) -> tuple[Tensor, Tensor]:
@@ -344,6 +401,8 @@ def compute_advantages(
     lam: float = 1.0,
     divide_by_std: bool = True,
     eps: float = 1e-9,
+    starts: Tensor | None = None,
+    bootstrap: Tensor | None = None,
     add_up: Callable[[Moments], Moments] = lambda local: local,
 ) -> Advantages:
     """Compute advantages and returns of every token by one of `ESTIMATORS`, or by a function.
@@ -354,6 +413,8 @@ def compute_advantages(
     by a standard deviation then.
 
     With several ranks, each has whole groups, and `add_up` turns this rank's moments into the sum over all.
+
+    starts, bootstrap: steps of time longer than a token, and the values after episodes that were cut off, as in `gae`.
 
     An episode without a sampled token counts in no baseline: nothing that the policy did is compared with it.
 
@@ -410,9 +471,11 @@ def compute_advantages(
     if facts.needs_critic:
         if values is None:
             raise UserError(f"estimator {estimator!r} needs a critic: pass its values, or choose one without")
-        advantages, returns = gae(layout, token_rewards, values, gamma=gamma, lam=lam)
+        advantages, returns = gae(
+            layout, token_rewards, values, gamma=gamma, lam=lam, starts=starts, bootstrap=bootstrap
+        )
     else:
-        advantages = returns = discounted_returns(layout, token_rewards, gamma=gamma)
+        advantages = returns = discounted_returns(layout, token_rewards, gamma=gamma, starts=starts)
         if turn_credit == "own" and turns is not None:
             advantages = returns = within_turns(layout, returns, turns)
     if facts.normalisation == "batch":

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hotseat.algorithms._tokens import mean_per_episode, sampled_only
+from hotseat.algorithms.time_steps import steps_of_tokens, sum_per_step
 from hotseat.errors import UserError
 from hotseat.types import TokenLayout
 
@@ -53,9 +54,19 @@ def ppo_loss(
     eps_low: float,
     eps_high: float,
     dual_clip: float | None = None,
+    starts: Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute PPO's clipped surrogate with one ratio per token. [num_tokens] in and out."""
+    """Compute PPO's clipped surrogate with one ratio per token. [num_tokens] in and out.
+
+    starts: first tokens of longer steps of time, as `step_starts` returns them. The ratio is then that of a step, the
+    product over its tokens, each of which has it in its loss: the mean over tokens is a mean over steps.
+    """
     log_ratio = sampled_only(log_probs, mask) - sampled_only(old_log_probs, mask).detach()
+    if starts is not None:
+        steps = steps_of_tokens(starts, mask)
+        sums = sum_per_step(log_ratio, steps, int(starts.sum()))
+        of_step = sums[steps.clamp(min=0)] if len(sums) else log_ratio
+        return _surrogate(sampled_only(of_step, mask), log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
     return _surrogate(log_ratio, log_ratio, advantages, mask, eps_low, eps_high, dual_clip)
 
 

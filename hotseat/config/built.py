@@ -37,7 +37,6 @@ class Unbuilt:
 
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("flow", "flows other than the task's own"),
-    Unbuilt("cluster.component_placement", "simulators", role="env", options=("env",)),
     Unbuilt(
         "train.load_in_4bit",
         "4-bit weights, with which engines would sample from another model than the one that learns",

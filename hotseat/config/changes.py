@@ -50,6 +50,13 @@ _MAY_CHANGE: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
+        "simulators",
+        (
+            "rollout.pipeline_stage_num",
+            *(f"env.{name}" for name in ("num_envs", "num_processes", "eval_seeds", "step_timeout_s", "memory_gib")),
+        ),
+    ),
+    (
         "engine",
         (
             *(

@@ -16,12 +16,15 @@ from hotseat.config.roles import (
     compares_with_reference,
     has_agent,
     has_critic,
+    has_evaluation,
     has_judge,
     has_judge_engine,
     has_reference,
     has_reward_model,
+    has_simulator,
     is_base_reference,
     placed_roles,
+    roles_of,
     task_numbers,
 )
 from hotseat.config.schema import Config, CorrectionConfig, GraderConfig, OptimizerConfig
@@ -96,6 +99,7 @@ _RL_MATHS = tuple(
     f"algorithm.{name}"
     for name in (
         "estimator",
+        "time_step",
         "gamma",
         "gae_lambda",
         "std_norm",
@@ -435,7 +439,7 @@ RULES: tuple[Rule, ...] = (
             "eval.reward",
             "eval.graders",
         ),
-        lambda c: c.eval.path is not None,
+        has_evaluation,
         _says("eval.path is not set, so nothing is evaluated (eval=null clears the section)"),
     ),
     Rule(
@@ -453,7 +457,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.checkpoint.resume,
         _says("checkpoint.resume is false, so the run starts anew"),
     ),
-    Rule(("checkpoint.best_metric",), lambda c: c.eval.path is not None, _says("eval.path is not set")),
+    Rule(("checkpoint.best_metric",), has_evaluation, _says("eval.path is not set")),
     Rule(
         ("log.wandb.org", "log.wandb.project", "log.wandb.group", "log.wandb.run_name"),
         lambda c: c.log.wandb.enabled,
@@ -472,8 +476,28 @@ RULES: tuple[Rule, ...] = (
     Rule(("cluster.profile",), lambda c: c.task == "rl", _says("the steps of task rl alone are predicted")),
     Rule(
         ("env",),
-        _rl_but(lambda c: _is_placed(c, "env")),
-        _says("cluster.component_placement places no env"),
+        _rl_but(lambda c: _is_placed(c, "env") or has_simulator(c)),
+        _says("env.path is not set, and cluster.component_placement places no env"),
+    ),
+    Rule(
+        ("rollout.pipeline_stage_num",),
+        _rl_but(lambda c: "env" in roles_of(c)),
+        _says("env.path is not set, so no simulator is stepped"),
+    ),
+    Rule(
+        ("rollout.num_hosts",),
+        _rl_but(lambda c: not has_simulator(c)),
+        _says("with env.path, each process of the role env is a rollout host"),
+    ),
+    Rule(
+        ("data.path", "data.label_key", "eval.path"),
+        _rl_but(lambda c: not has_simulator(c)),
+        _says("env.path is set, and the simulator's tasks and seeds are the prompts"),
+    ),
+    Rule(
+        ("rollout.max_new_tokens",),
+        _rl_but(lambda c: not has_simulator(c)),
+        _says("env.path is set, and a chunk of actions has as many tokens as env.chunk times its numbers"),
     ),
     Rule(
         ("inference",),
@@ -524,6 +548,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
     problems += _agent_conflicts(config)
+    problems += _simulator_conflicts(config)
     problems += image_conflicts(config)
     if algorithm.filtering.low >= algorithm.filtering.high:
         problems.append(
@@ -596,6 +621,47 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
                 "rollout.max_new_tokens",
                 f"{rollout.max_new_tokens} leaves no room for a prompt within data.max_length {data.max_length}",
             )
+        )
+    return problems
+
+
+def _simulator_conflicts(config: Config) -> list[tuple[str, str]]:
+    """Refuse what does not go together with simulators, or is not built for them."""
+    env, problems = config.env, []
+    if config.algorithm.time_step == "action" and not has_simulator(config):
+        problems.append(("algorithm.time_step", "action: only simulators have actions; set it to token or chunk"))
+    if config.algorithm.time_step != "token" and config.algorithm.policy_loss != "ppo":
+        problems.append(
+            (
+                "algorithm.time_step",
+                f"{config.algorithm.time_step}: algorithm.policy_loss {config.algorithm.policy_loss} has ratios of its"
+                " own; set policy_loss to ppo, or time_step to token",
+            )
+        )
+    if not has_simulator(config):
+        return problems
+    stages = config.rollout.pipeline_stage_num
+    if env.num_envs % stages:
+        problems.append(
+            ("rollout.pipeline_stage_num", f"{stages} stages do not divide env.num_envs {env.num_envs} evenly")
+        )
+    for key, is_set in (
+        ("agent.path", config.agent.path is not None),
+        ("agent.command", config.agent.command is not None),
+        ("agent.max_steps", config.agent.max_steps is not None),
+    ):
+        if is_set:
+            problems.append((key, "env.path is set too: an episode is played by an agent or in a simulator"))
+    reward = config.reward
+    for key, is_set in (
+        *((f"reward.{name}", getattr(reward, name)) for name in ("function", "url", "model", "graders")),
+        ("reward.judge.rubric", has_judge(config)),
+    ):
+        if is_set:
+            problems.append((key, "env.path is set, and the simulator gives the rewards: remove it"))
+    if config.overlap.staleness > 0:
+        problems.append(
+            ("overlap.staleness", "with simulators only 0 is part of this version: episodes end within their rollout")
         )
     return problems
 
@@ -902,12 +968,16 @@ def missing(config: Config) -> list[tuple[str, str]]:
     problems: list[tuple[str, str]] = []
     if config.actor.model is None:
         problems.append(("actor.model", "not set: give a checkpoint directory or a hub name"))
-    if config.data.path is None:
+    if config.task == "rl" and _is_placed(config, "env") and not has_simulator(config):
+        problems.append(
+            ("env.path", "not set, but env is placed: name a simulator, babyai, gym or a Python file with `make`")
+        )
+    if config.data.path is None and not has_simulator(config):
         problems.append(("data.path", "not set: give a file, a saved data set or a hub name"))
     if config.task == "rl":
         reward = config.reward
         sources = (reward.function, reward.url, reward.model)
-        has_other_source = reward.graders or has_judge(config) or has_agent(config)
+        has_other_source = reward.graders or has_judge(config) or has_agent(config)  # a simulator is one
         if not has_other_source and all(source is None for source in sources):
             problems.append(
                 (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hotseat.config.roles import has_agent
+from hotseat.config.roles import has_agent, has_simulator
 from hotseat.config.schema import Config
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -94,10 +94,13 @@ def max_sampled_tokens(config: Config) -> int:
 
     In one turn that is `max_new_tokens`. With an agent it is `agent.max_steps` times as many, or `data.max_length` less
     the longest prompt if that is less. Where no longest prompt is set, a prompt of one token is assumed.
+    With a simulator it is `env.max_steps`.
     """
     per_turn, data = max_new_tokens(config), config.data
     if not has_agent(config):
         return per_turn
+    if has_simulator(config):  # each chunk begins a sequence of its own
+        return config.env.max_steps or data.max_length
     is_limited = data.prompt_max_length is not None or config.rollout.max_new_tokens is None
     room = data.max_length - (prompt_max_length(config) if is_limited else 1)
     return room if config.agent.max_steps is None else min(config.agent.max_steps * per_turn, room)

@@ -29,7 +29,9 @@ def is_base_reference(config: Config) -> bool:
 
 
 def has_agent(config: Config) -> bool:
-    """Tell whether an agent of the user's makes the episodes: a file, a program, or an environment of a library."""
+    """Tell whether an agent makes the episodes: a file, a program, an environment of a library, or a simulator's."""
+    if has_simulator(config):
+        return True
     agent = config.agent
     return agent.path is not None or agent.command is not None or agent.environment.family is not None
 
@@ -43,6 +45,16 @@ def task_numbers(path: str | None) -> tuple[int, int] | None:
     if not (first.isdecimal() and last.isdecimal() and dash) or int(first) > int(last):
         raise ValueError(f"{path!r}: write it as environment:0-511, from the first task to the last")
     return int(first), int(last)
+
+
+def has_simulator(config: Config) -> bool:
+    """Tell whether the policy acts in a simulator."""
+    return config.task == "rl" and config.env.path is not None
+
+
+def has_evaluation(config: Config) -> bool:
+    """Tell whether the policy is evaluated, on prompts or on held-out seeds of simulators."""
+    return config.eval.path is not None or (has_simulator(config) and config.env.eval_seeds > 0)
 
 
 def has_reward_model(config: Config) -> bool:
@@ -87,14 +99,14 @@ def placed_roles(config: Config) -> set[str]:
 def roles_of(config: Config) -> tuple[str, ...]:
     """Return the roles that hold models or simulators, in the order in which they work in a step.
 
-    The roles `inference` and `env` are present if the placement names them.
+    The role `inference` is present if the placement names it, `env` also if a simulator is named.
     """
     if config.task != "rl":
         return ("actor", "reference") if has_reference(config) else ("actor",)
     placed = placed_roles(config)
     present = {
         "rollout": True,
-        "env": "env" in placed,
+        "env": "env" in placed or has_simulator(config),
         "reward": has_reward_model(config),
         "judge": has_judge_engine(config),
         "reference": has_reference(config),

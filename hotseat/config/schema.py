@@ -191,6 +191,32 @@ class InferenceConfig(Section):
 
 
 class EnvConfig(Section):
+    path: str | None = None
+    """Simulator that the policy acts in: `babyai`, `gym`, or a Python file with `make`; its episodes are the data."""
+    tasks: list[str] = []
+    """Tasks by name, such as `BabyAI-GoToRedBallGrey-v0`; unset leaves them to the simulator."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments of the simulator."""
+    num_envs: Positive = 16
+    """Simulators of each process of the role env."""
+    num_processes: Positive = 1
+    """Child processes of each stage, among which its simulators are divided."""
+    chunk: Positive = 1
+    """Actions that the policy samples at once."""
+    bins: Annotated[int, Field(ge=2)] = 256
+    """Bins of each number of an action or a state; they are the last tokens of the vocabulary."""
+    max_steps: Positive | None = None
+    """Actions of an episode at most; unset is the simulator's own limit."""
+    reward: Literal["simulator", "success"] = "simulator"
+    """The simulator's rewards, or 1 for an episode that succeeds and 0 for others."""
+    num_seeds: Positive = 1024
+    """Seeds of each task to learn from; a task and a seed are a prompt."""
+    eval_seeds: NotNegative = 0
+    """Held-out seeds of each task to evaluate on; 0: nothing is evaluated."""
+    step_timeout_s: Seconds = 60.0
+    """Longest that a simulator may take for a reset or a chunk of actions before it is replaced."""
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one process of the role env on its device, for planning; unset is not checked."""
     enable_offload: bool | None = None
     """Offload simulators between phases: true always, false never, unset as needed."""
 
@@ -377,6 +403,8 @@ class RolloutConfig(Section):
     """Share of a device's memory that a vLLM engine takes; unset is 0.9. Without devices it has no effect."""
     num_hosts: Positive | None = None
     """Processes that run agents and score their answers; unset is one on each node with engines."""
+    pipeline_stage_num: Positive = 1
+    """Parts of each env process's simulators; while the policy samples for one, the others step."""
     num_slots: Positive = 64
     """Sequences that one transformers engine decodes at a time."""
     prefix_caching: bool = False
@@ -579,10 +607,12 @@ class AlgorithmConfig(Section):
         "group_norm"
     )
     """Advantage estimator, or your own, `my.py:function`; `gae` is PPO and brings a critic."""
+    time_step: Literal["token", "action", "chunk"] = "token"
+    """Step of time of gae and of the ratio: a token, an action of a simulator, or a chunk of actions (or turn)."""
     turn_credit: Literal["to_go", "own", "sum"] = "to_go"
     """What a turn is credited with where agents reward turns: its reward and later ones, its own alone, or the sum."""
     gamma: Fraction = 1.0
-    """Discount per sampled token (gae and reinforce)."""
+    """Discount per step of time (gae and reinforce)."""
     gae_lambda: Fraction = 1.0
     """GAE's lambda."""
     std_norm: bool = True

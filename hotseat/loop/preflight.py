@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hotseat.loop.setup.inputs import SupervisedData
 
 MAX_LOGICAL_DEVICES = 64
-ENGINES = ("rollout", "judge")  # the roles whose processes work independently of each other
+INDEPENDENT = ("rollout", "judge", "env")  # the roles whose processes work independently of each other
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _check_runtime(config: Config, plan: Plan) -> None:
     if config.cluster.runtime != "local":
         return
     for role in plan.roles:
-        if role.name not in ENGINES and len(role.processes) > 1:
+        if role.name not in INDEPENDENT and len(role.processes) > 1:
             raise PlacementError(
                 f"cluster.runtime is local, which holds one rank of each model, and {role.name} has"
                 f" {len(role.processes)} ranks on {role.on}: set cluster.runtime to ray, or place {role.name} on one"

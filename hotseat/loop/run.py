@@ -13,7 +13,7 @@ from hotseat.config import Config
 from hotseat.config.maths import maths_notes
 from hotseat.loop.opening import are_budgets_tried, export_models, on_cluster, open_run, record_plan
 from hotseat.loop.planning.budgets import smaller_budget_kept
-from hotseat.loop.preflight import ENGINES, refuse_what_cannot_start, rl_inputs, supervised_inputs
+from hotseat.loop.preflight import INDEPENDENT, refuse_what_cannot_start, rl_inputs, supervised_inputs
 from hotseat.loop.start import make_view, without_collector
 from hotseat.loop.state.saving import BACKEND, critic_folder
 from hotseat.observe import LiveView
@@ -67,7 +67,7 @@ def _start_rl(
         if run.evaluation is not None:
             return run.evaluation
         journal, saver = run.journal, run.saver
-        with on_cluster(run, inputs.plan, ENGINES if recording is None else (), template) as place:
+        with on_cluster(run, inputs.plan, INDEPENDENT if recording is None else (), template) as place:
             record_plan(journal, place, maths_notes(place.config))
             record_prediction(place.config, place.plan, run.run_dir, journal.say)
             journal.stage(_loading(place.config, place.plan), lambda: doing_in(place.cluster))

@@ -171,13 +171,7 @@ def _rl(roles: frozenset[str]) -> _Made:
 
 
 def _embodied(roles: frozenset[str]) -> _Made:
-    # The engine's own log-probs serve as the old ones unless an inference role is there to recompute them.
-    return ("actor", "rollout", "env"), (
-        _rollout_phase(roles),
-        Phase("prepare", _judge(roles) + _forward(roles, "reward", "reference", "critic", "inference"), "in_turn"),
-        Phase("update", _train(roles, "critic", "actor"), "in_turn"),
-        _sync_phase(roles),
-    )
+    return ("actor", "rollout", "env"), _rl(roles)[1]
 
 
 def _sft(roles: frozenset[str]) -> _Made:

@@ -351,10 +351,7 @@ def test_a_default_config_asks_for_nothing_that_is_not_built():
         ("train: {lora: {rank: 8}, ema: {enabled: true}}", []),
         ("train: {backend: deepspeed, lora: {rank: 8}, ema: {enabled: true}}", []),
         ("task: dpo", []),
-        (
-            "cluster: {component_placement: {env: 0}}",
-            [("cluster.component_placement", "simulators")],
-        ),
+        ("cluster: {component_placement: {env: 0}}", []),
     ],
 )
 def test_what_a_config_asks_for_is_named_by_its_key(text, found):

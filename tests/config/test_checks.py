@@ -128,6 +128,10 @@ WITHOUT_EFFECT = {
         "no grader of reward.graders runs code",
     ),
     "env.enable_offload": ("env: {enable_offload: true}", "places no env"),
+    "rollout.pipeline_stage_num": ("rollout: {pipeline_stage_num: 2}", "no simulator is stepped"),
+    "rollout.num_hosts": ("env: {path: gym}\nrollout: {num_hosts: 2}", "process of the role env is a rollout host"),
+    "data.path": ("env: {path: gym}\ndata: {path: p.jsonl}", "tasks and seeds are the prompts"),
+    "rollout.max_new_tokens": ("env: {path: gym}\nrollout: {max_new_tokens: 4}", "as many tokens as env.chunk"),
     "inference.enable_offload": ("inference: {enable_offload: true}", "places no inference"),
     "rollout.temperature": ("task: sft\nrollout: {temperature: 1}", "this is for rl"),
     "algorithm.dpo.beta": ("algorithm: {dpo: {beta: 1}}", "this is for dpo"),
@@ -317,6 +321,12 @@ def test_every_rule_speaks_of_keys_that_exist():
             "'score', but the critic begins as reward.model, whose head is called 'value_head'",
         ),
         ("rollout: {max_new_tokens: 64}\ndata: {max_length: 64}", "leaves no room for a prompt"),
+        ("algorithm: {time_step: action}", "only simulators have actions; set it to token or chunk"),
+        ("algorithm: {time_step: chunk, policy_loss: cispo}", "policy_loss cispo has ratios of its own"),
+        ("env: {path: gym, num_envs: 6}\nrollout: {pipeline_stage_num: 4}", "do not divide env.num_envs 6 evenly"),
+        ("env: {path: gym}\nagent: {path: a.py}", "an episode is played by an agent or in a simulator"),
+        ("env: {path: gym}\nreward: {function: r.py}", "the simulator gives the rewards: remove it"),
+        ("env: {path: gym}\noverlap: {staleness: 1}", "with simulators only 0 is part of this version"),
     ],
 )
 def test_values_that_contradict_each_other_are_an_error(text, message):
@@ -361,6 +371,16 @@ def test_a_prompt_longer_than_a_sequence_is_one_problem():
     with pytest.raises(ConfigError) as caught:
         loads("data: {prompt_max_length: 100, max_length: 64}")
     assert [problem.key for problem in caught.value.problems] == ["data.prompt_max_length"]
+
+
+def test_a_simulator_takes_the_place_of_data_and_rewards():
+    base = "actor: {model: m}\nrollout: {samples_per_prompt: 2}\n"
+    assert missing(loads(base + "env: {path: gym}")) == []
+    [(key, message), *_] = missing(loads(base + "cluster: {component_placement: {env: 0}}"))
+    assert (key, message) == (
+        "env.path",
+        "not set, but env is placed: name a simulator, babyai, gym or a Python file with `make`",
+    )
 
 
 def test_a_run_names_what_it_cannot_start_without():

@@ -37,10 +37,11 @@ def test_a_separate_inference_role_scores_instead_of_the_actor_and_gets_the_weig
     assert flow.phases[3].pushes == ("rollout", "inference")
 
 
-def test_the_usual_embodied_flow_has_no_preparation_without_a_scorer():
+def test_the_usual_embodied_flow_has_simulators_beside_the_engines():
     flow = default_flow("embodied", ("actor", "rollout", "env"))
     assert [(phase.name, phase.roles) for phase in flow.phases] == [
         ("rollout", ("env", "rollout")),
+        ("prepare", ("actor",)),
         ("update", ("actor",)),
         ("sync", ("actor", "rollout")),
     ]

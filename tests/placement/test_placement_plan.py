@@ -206,11 +206,13 @@ def test_hybrid_placement_with_simulators_beside_engines():
     ]
     assert {step.name: states(found, 0, step.name) for step in found.steps} == {
         "rollout": {"actor": "(wo)[g]", "env": "S"},
+        "prepare": {"actor": "W(o)[g]", "env": "(s)"},
         "update": {"actor": "WGO", "env": "(s)"},
         "sync": {"actor": "W(o)[g]", "env": "(s)"},
     }
     assert {step.name: states(found, 4, step.name) for step in found.steps} == {
         "rollout": {"actor": "(wo)[g]", "rollout": "WK"},
+        "prepare": {"actor": "W(o)[g]", "rollout": "[wk]"},
         "update": {"actor": "WGO", "rollout": "[wk]"},
         "sync": {"actor": "W(o)[g]", "rollout": "W[k]"},
     }

@@ -34,6 +34,7 @@ from hotseat.placement import (
     Plan,
     PlannedRole,
     RoleSpec,
+    SimulatorMemory,
     TrainMemory,
     default_flow,
     estimate,
@@ -391,7 +392,9 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             ),
         )
     if role == "env":
-        return replace(spec, can_offload=frozenset({Part.SIMULATOR}))
+        gib = config.env.memory_gib
+        memory = None if gib is None else SimulatorMemory(gib)
+        return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=memory)
     if role in ("actor", "critic"):
         return replace(
             spec,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hotseat.config import Config
 from hotseat.config.maths import overlap_queue
-from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy
+from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simulator
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import OnCluster
@@ -49,7 +49,9 @@ from hotseat.placement import Plan, shares_devices
 def columns(config: Config) -> dict[str, str]:
     """Return the metrics of a step's line on the screen, and their formats."""
     evaluation = {"eval/accuracy": "accuracy {:.3f}"}
-    if not has_accuracy(config):
+    if has_simulator(config):
+        evaluation = {"extra/success": "success {:.3f}", "eval/success": "held-out success {:.3f}"}
+    elif not has_accuracy(config):
         evaluation = {"eval/reward": "held-out reward {:.3f}"}
     return {
         "reward": "reward {:.3f}",
@@ -141,6 +143,7 @@ def _connect(
         rejoin=lambda ranks: groups.hosts.rejoin(groups.engines, ranks),
         say=partial(journal.say, kind="fault"),
         measures_its_device=groups.measures_its_device,
+        is_env="env" in groups.by_role,
         judge=groups.judge,
         reconnect_judge=reconnect_judge,
     )

@@ -13,6 +13,7 @@ from hotseat.data import PromptOrder, SampledOrder
 from hotseat.errors import RunError
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.workers.facts import EVALUATION, GroupFacts, Job
+from hotseat.loop.workers.simulation import SUCCESS
 from hotseat.rewards import RewardTally
 from hotseat.types import Failed, Prompt, Sampling
 
@@ -144,7 +145,14 @@ def evaluation_metrics(
         if num_failed:
             metrics[f"{label}failed"] = float(num_failed)  # the other numbers leave failed samples out
         metrics[f"{label}length"] = statistics.fmean(n for facts in members for n in facts.num_sampled)
+        metrics |= {f"{label}success": rate for rate in success_rates(members)}
     return metrics
+
+
+def success_rates(groups: Sequence[GroupFacts]) -> list[float]:
+    """Return the share of episodes that succeeded, if they say so: those in simulators do."""
+    successes = [extra[SUCCESS] for facts in groups for extra in facts.extra if SUCCESS in extra]
+    return [statistics.fmean(successes)] if successes else []
 
 
 def rollout_metrics(collected: Collected) -> dict[str, float]:
@@ -165,6 +173,10 @@ def rollout_metrics(collected: Collected) -> dict[str, float]:
         "samples_failed": float(collected.num_failed),
         "groups_dropped": float(len(collected.dropped)),
     }
+    tasks = sorted({facts.source for facts in groups if facts.source})
+    for task in tasks if len(tasks) > 1 else []:
+        members = [facts for facts in groups if facts.source == task]
+        metrics |= {f"{SUCCESS}/{task}": rate for rate in success_rates(members)}
     names = sorted({name for facts in groups for extra in facts.extra for name in extra})
     for name in names:
         metrics[f"extra/{name}"] = statistics.fmean(

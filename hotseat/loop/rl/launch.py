@@ -15,7 +15,14 @@ from hotseat import faults
 from hotseat.cluster import Process, WorkerGroup
 from hotseat.config import Config
 from hotseat.config.batches import BatchAlgebra
-from hotseat.config.roles import has_critic, has_inference, has_judge_engine, has_reference, has_reward_model
+from hotseat.config.roles import (
+    has_critic,
+    has_inference,
+    has_judge_engine,
+    has_reference,
+    has_reward_model,
+    has_simulator,
+)
 from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
@@ -147,6 +154,8 @@ def _launch(
         return group
 
     def launch_hosts() -> WorkerGroup[RolloutHost]:
+        if host.simulation is not None:
+            return launch("env", RolloutHost, host)
         started_s = time.monotonic()
         group = cluster.launch(
             "agents",
@@ -226,8 +235,9 @@ def _launch(
         start_up(judges, say_fault)
         if judge_away:
             judges.call(EngineWorker.offload, judge_away)
-    for group in by_role.values():
-        group.ready()
+    for role, group in by_role.items():
+        if role != "env":  # started above
+            group.ready()
     for warm_up in warming:
         warm_up.result()
     if host.spool is not None and len({place.node for place in places}) > 1:
@@ -255,7 +265,12 @@ def _launch(
 
 
 def host_places(config: Config, plan: Plan) -> list[Process]:
-    """Return the places of the rollout hosts: as many as the config says, spread over the nodes with engines."""
+    """Return the places of the rollout hosts: as many as the config says, spread over the nodes with engines.
+
+    With simulators they are those of the role env.
+    """
+    if has_simulator(config):
+        return [Process(process.rank, process.node) for process in plan.role("env").processes]
     nodes = sorted({process.node for process in plan.role("rollout").processes}) or [0]
     return [Process(rank, nodes[rank % len(nodes)]) for rank in range(config.rollout.num_hosts or len(nodes))]
 

@@ -29,6 +29,7 @@ class Recovery:
     reconnect: connects hosts of these ranks, which are new, to the engines' current processes. push: sends the current
     weights to engines of these ranks, and proves that they arrived. rejoin: has hosts send requests to them.
     measures_its_device: a starting engine takes a share of the free memory that it measures, so other roles offload.
+    is_env: hosts are the role env, which has devices.
     reconnect_judge: connects all hosts to the current processes of `judge`.
     """
 
@@ -43,6 +44,7 @@ class Recovery:
         rejoin: Callable[[Sequence[int]], object],
         say: Callable[[str], object],
         measures_its_device: bool = False,
+        is_env: bool = False,
         judge: WorkerGroup[Any] | None = None,
         reconnect_judge: Callable[[], object] = lambda: None,
     ):
@@ -55,6 +57,7 @@ class Recovery:
         self._new_engines: set[int] = set()  # replaced, and not in use yet
         self._say = say
         self._measures_its_device = measures_its_device
+        self._is_env = is_env
         self._judge = judge
         self._reconnect_judge = reconnect_judge
         self._num_deaths = 0
@@ -116,6 +119,8 @@ class Recovery:
                     self._say(f"rollout host {rank} died and is replaced ({_first_line(error)})")
                     self.num_host_restarts += 1
                     self._hosts.restart(rank)
+                    if self._is_env:
+                        self._scheduler.replaced("env", rank)
                 self._replace_judges(dead_judges, error)
                 if dead_hosts:
                     self._reconnect(dead_hosts)

@@ -12,7 +12,14 @@ from hotseat.agents.environments.agent import check_environment, environment_row
 from hotseat.config import Config
 from hotseat.config.images import filler_image, image_folder
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
-from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model, task_numbers
+from hotseat.config.roles import (
+    has_critic,
+    has_judge_engine,
+    has_reference,
+    has_reward_model,
+    has_simulator,
+    task_numbers,
+)
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
 from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
@@ -22,6 +29,7 @@ from hotseat.loop.setup.settings import environment_settings
 from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
+from hotseat.loop.workers.simulation import EVAL_SEED, simulation_prompts
 from hotseat.types import Prompt
 from hotseat.vision import sees_images
 
@@ -178,6 +186,8 @@ def _eos_token_ids(key: str, model: str, tokenizer: Any) -> tuple[int, ...]:
 
 def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
     """Return (prompts to learn from, prompts to evaluate on, notes for the user)."""
+    if has_simulator(config):
+        return _simulated(config, tokenizer)
     environment = environment_settings(config)
     if environment is not None and task_numbers(config.data.path) is None:
         check_environment(environment, config.agent.pass_env)
@@ -186,6 +196,18 @@ def rl_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
     if evaluation is None:
         return prompts, [], notes
     return prompts, evaluation[0], [*notes, _described("evaluation prompts", evaluation[1])]
+
+
+def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """Return the tasks and seeds of a simulator as prompts."""
+    from hotseat.loop.setup.settings import simulation_settings
+
+    env, settings = config.env, simulation_settings(config)
+    ends = range(env.num_seeds), range(EVAL_SEED, EVAL_SEED + env.eval_seeds)
+    prompts, evaluation = simulation_prompts(settings, tokenizer, config.data.max_length, ends)
+    tasks = len({prompt.source for prompt in prompts})
+    note = f"{tasks} {'task' if tasks == 1 else 'tasks'} of {env.path}, {env.num_seeds:,} seeds each"
+    return prompts, evaluation, [note + (f", {env.eval_seeds:,} held out" if env.eval_seeds else "")]
 
 
 def prompts_alone(

@@ -15,7 +15,15 @@ from hotseat.config import Config
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
 from hotseat.config.maths import judge_length
-from hotseat.config.roles import has_critic, has_judge_engine, has_reference, has_reward_model, task_numbers
+from hotseat.config.roles import (
+    has_critic,
+    has_judge_engine,
+    has_reference,
+    has_reward_model,
+    has_simulator,
+    task_numbers,
+)
+from hotseat.envs.loading import EXAMPLES, import_problem, path_problem
 from hotseat.errors import NotBuiltError, UserError
 from hotseat.loop.setup.graders import grader_obstacles
 from hotseat.loop.setup.hub import hub_problem
@@ -38,6 +46,7 @@ def obstacles(config: Config, optional: Collection[str] = ()) -> list[tuple[str,
     return [
         *((key, message) for key, message in missing(config) if key not in optional),
         *_user_files(config),
+        *_simulators(config),
         *grader_obstacles(config),
         *judge_obstacles(config),
         *_missing_models(config),
@@ -105,6 +114,17 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
     command = config.agent.command
     if command and shutil.which(command[0]) is None:
         yield "agent.command", f"there is no program {command[0]}{near(Path(command[0]))}"
+
+
+def _simulators(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) of a simulator that is not there, or lacks a package."""
+    if has_simulator(config):
+        path = str(config.env.path)
+        problem = path_problem(path) or import_problem(path)
+        if problem is not None:
+            yield "env.path", problem
+        elif not path.endswith(".py") and not config.env.tasks:
+            yield "env.tasks", f"not set: {path} has no tasks of its own; name some, such as {EXAMPLES[path]}"
 
 
 # --- models and data --------------------------------------------------------------------------------------------------

@@ -19,9 +19,17 @@ from hotseat.config.maths import (
     max_sampled_tokens,
 )
 from hotseat.config.precision import dtype_of
-from hotseat.config.roles import compares_with_reference, has_inference, has_reward_model, is_base_reference
+from hotseat.config.roles import (
+    compares_with_reference,
+    has_critic,
+    has_inference,
+    has_reward_model,
+    has_simulator,
+    is_base_reference,
+)
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.config.urls import as_list
+from hotseat.envs.loading import SimulatorSettings
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
 from hotseat.loop.setup.graders import eval_graders_of, graders_of, sandbox_of
@@ -36,6 +44,7 @@ from hotseat.loop.workers.models import PolicySettings
 from hotseat.loop.workers.own_functions import absolute
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.rollout_host import HostSettings
+from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.rewards.addresses import bearer_token
@@ -300,9 +309,34 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         eval_graders=eval_graders_of(config),
         judge=judge_of(config, run_dir),
         sandbox=sandbox_of(config),
+        simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
     )
+
+
+def simulation_settings(config: Config) -> SimulationSettings:
+    """Return the settings of the simulators of one rollout host."""
+    env = config.env
+    assert env.path is not None
+    return SimulationSettings(
+        simulator=SimulatorSettings(absolute_file(env.path), tuple(env.tasks), env.max_steps, env.kwargs),
+        num_envs=env.num_envs,
+        num_stages=config.rollout.pipeline_stage_num,
+        num_processes=env.num_processes,
+        chunk=env.chunk,
+        bins=env.bins,
+        timeout_s=env.step_timeout_s,
+        is_success_rewarded=env.reward == "success",
+        # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
+        has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
+        bootstraps=has_critic(config),
+    )
+
+
+def absolute_file(path: str) -> str:
+    """Return a file's path as any process finds it; the name of a family stays."""
+    return str(Path(path).expanduser().absolute()) if path.endswith(".py") else path
 
 
 def program_settings(config: Config) -> ProgramSettings:
@@ -375,6 +409,7 @@ def policy_settings(
             truncation_penalty=reward.truncation_penalty,
             max_sampled=max_sampled_tokens(config),
             distill_coefficient=algorithm.distill_coef,
+            time_step=algorithm.time_step,
             turn_credit=algorithm.turn_credit,
         ),
         aggregation=aggregation(config),
@@ -406,7 +441,11 @@ def is_filtered(config: Config) -> bool:
 
 def critic_settings(config: Config) -> CriticSettings:
     return CriticSettings(
-        ValueObjective(config.critic.value_clip), config.train.max_epochs, score_batches(config), train_batches(config)
+        ValueObjective(config.critic.value_clip),
+        config.train.max_epochs,
+        score_batches(config),
+        train_batches(config),
+        config.algorithm.time_step,
     )
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from hotseat.algorithms import (
     mask_truncated,
     overlong_penalty,
     penalise_truncation,
+    step_starts,
     step_totals,
 )
 from hotseat.loop.workers.losses import (
@@ -37,6 +38,7 @@ from hotseat.loop.workers.losses import (
     REFERENCE_LOG_PROBS,
     RETURNS,
     ROLLOUT_LOG_PROBS,
+    STEP_STARTS,
 )
 from hotseat.loop.workers.own_functions import is_own, own_function
 from hotseat.train.packing import balance, take
@@ -58,6 +60,7 @@ class AdvantageSettings:
     overlong_factor: float
     truncation_penalty: float | None  # None: no penalty
     max_sampled: int  # tokens that an episode may sample, over all of its turns
+    time_step: Literal["token", "action", "chunk"] = "token"
     distill_coefficient: float = 0.0  # of the teacher's log-probs in advantages; the reference is the teacher
     turn_credit: TurnCredit = "to_go"
 
@@ -250,6 +253,40 @@ def rewards_of_turns(groups: Sequence[PromptGroup], batch: MicroBatch) -> tuple[
     return torch.tensor(rewards, dtype=torch.float32), sampled[torch.tensor(ends) - 1]
 
 
+def starts_of_steps(groups: Sequence[PromptGroup], batch: MicroBatch, time_step: str) -> Tensor | None:
+    """Return the first tokens of the steps of time: [num_tokens] bool; None where every token is one."""
+    if time_step == "token":
+        return None
+    lengths = {sample.episode.action_length for group in groups for sample in group.samples}
+    assert time_step == "chunk" or len(lengths) <= 1, f"actions of {lengths} tokens in one run"
+    return step_starts(batch.layout, None if time_step == "chunk" else next(iter(lengths), 1))
+
+
+def bootstrap_values(groups: Sequence[PromptGroup], batch: MicroBatch, values: Tensor) -> Tensor | None:
+    """Return the critic's value of what follows each episode that was cut off, 0 for others: [num_episodes].
+
+    It is the value at the last token of the episode's last segment. None: no episode has such a segment.
+    """
+    has_bootstrap = [sample.episode.has_bootstrap for group in groups for sample in group.samples]
+    if not any(has_bootstrap):
+        return None
+    layout = batch.layout
+    last = torch.zeros(layout.num_episodes, dtype=torch.int64)
+    last = last.scatter_reduce(0, layout.segment_episode, layout.offsets[1:] - 1, "amax")
+    return torch.where(torch.tensor(has_bootstrap), values[last], 0.0)
+
+
+def without_bootstraps(groups: Sequence[PromptGroup], batch: MicroBatch) -> MicroBatch:
+    """Return the batch without segments that were there for the critic alone."""
+    kept = [
+        not (sample.episode.has_bootstrap and at == len(sample.episode.segments) - 1)
+        for group in groups
+        for sample in group.samples
+        for at in range(len(sample.episode.segments))
+    ]
+    return batch if all(kept) else take(batch, [index for index, is_kept in enumerate(kept) if is_kept])
+
+
 def with_advantages(
     groups: Sequence[PromptGroup],
     batch: MicroBatch,
@@ -273,6 +310,7 @@ def with_advantages(
         # Turn rewards go to the ends of their turns; the rest of the episode's reward stays on its last token.
         rewards = rewards.index_add(0, batch.layout.token_episode[turns], -turn_rewards)
     estimator = settings.estimator
+    starts = starts_of_steps(groups, batch, settings.time_step)
     advantages = compute_advantages(
         own_function(estimator) if is_own(estimator) else estimator,
         batch.layout,
@@ -288,9 +326,13 @@ def with_advantages(
         gamma=settings.gamma,
         lam=settings.gae_lambda,
         divide_by_std=settings.divide_by_std,
+        starts=starts,
+        bootstrap=None if values is None else bootstrap_values(groups, batch, values),
         add_up=add_up,
     )
     learned = {} if values is None else {RETURNS: advantages.returns}
+    if starts is not None:
+        learned[STEP_STARTS] = starts.to(torch.float32)
     of_tokens = advantages.advantages
     if settings.distill_coefficient:
         teacher = distillation_advantages(batch.fields[OLD_LOG_PROBS], batch.fields[REFERENCE_LOG_PROBS], batch.mask)

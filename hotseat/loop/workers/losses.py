@@ -40,6 +40,7 @@ REFERENCE_LOG_PROBS = "reference_log_probs"  # absent without a reference
 CORRECTION_SCALES = "correction_scales"  # present where corrections are normalised: 1 / their mean over the step
 OLD_VALUES = "old_values"  # the critic's, before it learns from the rollout
 RETURNS = "returns"  # what the critic learns
+STEP_STARTS = "step_starts"  # 1 at the first token of a step of time; absent where steps are tokens
 LAGS = "lags"  # versions by which the oldest weights in a token's context are behind; absent without staleness
 
 
@@ -117,7 +118,9 @@ class PolicyObjective:
         elif is_own(self.ratio):
             surrogate = own_policy_loss(self.ratio, log_probs, old, advantages, batch.layout, **clip)
         else:
-            surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, **clip)
+            starts = batch.fields.get(STEP_STARTS)
+            starts = None if starts is None else starts.bool()
+            surrogate = ppo_loss(log_probs, old, advantages, mask, dual_clip=self.dual_clip, starts=starts, **clip)
         loss = surrogate.loss
         metrics: dict[str, Tensor | float] = {
             "clipped": surrogate.clipped.sum(),

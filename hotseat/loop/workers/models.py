@@ -40,6 +40,7 @@ from hotseat.loop.workers.experience import (
     with_advantages,
     with_fields,
     with_lags,
+    without_bootstraps,
     without_truncated,
 )
 from hotseat.loop.workers.losses import (
@@ -324,6 +325,7 @@ class ActorWorker(ModelWorker):
         if RETURNS in batch.fields:
             self._returns = by_sample([batch], [batch.fields[RETURNS]])
             batch = replace(batch, fields={name: field for name, field in batch.fields.items() if name != RETURNS})
+        batch = without_bootstraps(groups, batch)
         self._recorder = self._start_recording(batch, settings, record) if record else None
         if settings.mask_truncated:
             batch = without_truncated(groups, batch)

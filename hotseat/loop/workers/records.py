@@ -86,7 +86,7 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
                 engine_log_probs=segment.log_probs.tolist(),
                 versions=segment.versions.tolist(),
             )
-            for segment in sample.episode.segments
+            for segment in sample.episode.played_segments
         ),
         turns=_turns_of(sample),
         images=prompt.images,

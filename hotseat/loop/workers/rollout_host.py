@@ -23,17 +23,19 @@ from hotseat import faults
 from hotseat.agents import AgentHost, Deadlines, ProgramSettings, load_agent
 from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
+from hotseat.loop.devices.memory import Held
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring, submit_group
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.judge_engines import JudgeEngines
 from hotseat.loop.workers.records import SampleRecord, record_of
+from hotseat.loop.workers.simulation import Player, SimulationSettings
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
 from hotseat.rewards.graders import add_verdict
 from hotseat.rewards.rubrics import JudgeSettings
-from hotseat.types import Episode, Failed, MicroBatch, PromptGroup, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Episode, Failed, MicroBatch, Moved, PromptGroup, SampleKey, Sampling, ScoredEpisode
 
 if TYPE_CHECKING:
     from hotseat.rewards.judge import Judge
@@ -67,6 +69,7 @@ class HostSettings:
     judge: JudgeSettings | None = None  # a model whose verdicts are added, too
     eval_graders: tuple[Grader, ...] = ()  # as `graders`, for `eval_reward`
     sandbox: SandboxSettings | None = None  # None: its defaults
+    simulation: SimulationSettings | None = None  # episodes are played in simulators
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
 
@@ -80,7 +83,10 @@ class RolloutHost:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer, trust_remote_code=settings.trust_remote_code)
-        self._agent = load_agent(
+        self._player: Player | None = None
+        if settings.simulation is not None:
+            self._player = Player(settings.simulation, tokenizer, settings.max_length)
+        self._agent = self._player or load_agent(
             settings.agent,
             tokenizer,
             max_length=settings.max_length,
@@ -132,12 +138,18 @@ class RolloutHost:
             self._lost, self._has_engines = None, True
         if self._agents is not None:
             self._agents.close()
+        if self._player is not None:
+            self._player.begin_anew()
         self._client = EngineClient(engines, client, timeout_s=settings.episode_timeout_s, when_lost=self._lose)
         self._agents = AgentHost(
             self._agent,
             self._client.generate,
             run_seed=settings.run_seed,
-            max_concurrent=-(-settings.max_concurrent * engines.size // num_hosts),
+            max_concurrent=(
+                -(-settings.max_concurrent * engines.size // num_hosts)
+                if settings.simulation is None
+                else settings.simulation.num_envs
+            ),
             timeout_s=settings.episode_timeout_s,
             abort=self._client.abort,
             deadlines=settings.deadlines,
@@ -457,6 +469,24 @@ class RolloutHost:
         for scorer in (self._reward, self._eval_reward, self._judge):
             if scorer is not None:
                 scorer.close()
+        if self._player is not None:
+            self._player.end()
+
+    # --- a role with devices: env -------------------------------------------------------------------------------------
+
+    def offload(self, parts: Sequence[str], keep_weights: bool = True) -> Moved:
+        """Take simulators off the device. Their episodes end within a rollout, so none is open then."""
+        return Moved(0, 0, 0.0) if self._player is None else self._player.offload()
+
+    def onload(self, parts: Sequence[str]) -> Moved:
+        return Moved(0, 0, 0.0) if self._player is None else self._player.onload()
+
+    def release_cache(self) -> None:
+        """Return unused allocator cache to the device: this process allocates nothing there."""
+
+    def held(self) -> Held:
+        """Return the device memory of this process, in which simulators do not run."""
+        return Held(0, 0)
 
     def _seed_agents(self, jobs: Sequence[Job]) -> None:
         """Seed the global generators, so that agents that use them in the same order draw the same after a resume."""

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from hotseat.algorithms import normalise_rewards
 from hotseat.loop.workers.cutting import BatchSettings
-from hotseat.loop.workers.experience import Share, cut_into_steps, flatten, groups_of, steps_of, weighted, with_fields
+from hotseat.loop.workers.experience import (
+    Share,
+    cut_into_steps,
+    flatten,
+    groups_of,
+    starts_of_steps,
+    steps_of,
+    weighted,
+    with_fields,
+)
 from hotseat.loop.workers.losses import OLD_VALUES, RETURNS, ValueObjective
 from hotseat.loop.workers.models import BySample, ModelWorker, by_sample, in_order
 from hotseat.train.backend import TrainOptions, UpdateReport
@@ -23,6 +34,7 @@ class CriticSettings:
     max_epochs: int
     score: BatchSettings
     train: BatchSettings
+    time_step: str = "token"
 
 
 class CriticWorker(ModelWorker):
@@ -31,14 +43,17 @@ class CriticWorker(ModelWorker):
     def __init__(self, model: str, options: TrainOptions, trust_remote_code: bool = False):
         super().__init__(model, options, trust_remote_code)
         self._batch: MicroBatch | None = None  # the rollout whose values were computed last
+        self._starts: Tensor | None = None  # first tokens of its steps of time; None: each token is one
         self._sample_steps: dict[str, int] = {}
 
     def values(self, shares: Sequence[Share], settings: CriticSettings) -> BySample:
         """Return a value for each token of each segment of each sample, by sample id. Collective."""
-        batch = flatten(groups_of(shares))
+        groups = groups_of(shares)
+        batch = flatten(groups)
         pieces, scores = self._cutter.run("rollout", settings.score, lambda cut: cut.cut(batch), self._backend.values)
         values = by_sample(pieces, scores)
         self._batch = replace(batch, fields={OLD_VALUES: in_order(batch, [values])})
+        self._starts = starts_of_steps(groups, batch, settings.time_step)
         self._sample_steps = steps_of(shares)
         return values
 
@@ -46,6 +61,8 @@ class CriticWorker(ModelWorker):
         """Make every optimizer step of the rollout of the last `values`. `returns`: of all actor ranks. Collective."""
         assert self._batch is not None, "update before values"
         batch, self._batch = self._batch, None
+        if self._starts is not None:
+            batch = replace(batch, mask=self._starts)  # a step of time has one value, at its first token
         steps = cut_into_steps(with_fields(batch, {RETURNS: in_order(batch, returns)}), self._sample_steps, num_steps)
         step_totals = self._add_totals(steps)
         reports = []

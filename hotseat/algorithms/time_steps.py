@@ -1,0 +1,35 @@
+"""Steps of time that are longer than a token: the actions of a simulator, chunks of them, or turns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hotseat.types import TokenLayout
+
+
+def step_starts(layout: TokenLayout, tokens_per_step: int | None) -> Tensor:
+    """[num_tokens] bool: the first token of each step of time.
+
+    Steps are `tokens_per_step` tokens each, counted from the beginning of every unbroken run of sampled tokens in a
+    segment; None: the whole run is one. The last step of a run may be shorter.
+    """
+    mask, segment = layout.mask, layout.token_segment
+    goes_on = torch.zeros_like(mask)
+    goes_on[1:] = mask[:-1] & (segment[1:] == segment[:-1])
+    begins = mask & ~goes_on
+    if tokens_per_step is None:
+        return begins
+    position = torch.arange(layout.num_tokens, device=mask.device)
+    begun = torch.where(begins, position, 0).cummax(0).values if len(position) else position
+    return mask & ((position - begun) % tokens_per_step == 0)
+
+
+def steps_of_tokens(starts: Tensor, mask: Tensor) -> Tensor:
+    """[num_tokens] int64: the step of each sampled token, counted through the batch; -1 where not sampled."""
+    return torch.where(mask, starts.to(torch.int64).cumsum(0) - 1, -1)
+
+
+def sum_per_step(values: Tensor, steps: Tensor, num_steps: int) -> Tensor:
+    """Sum token values over each step: [num_tokens] to [num_steps]. Values must be 0 where not sampled."""
+    return values.new_zeros(num_steps).index_add(0, steps.clamp(min=0), torch.where(steps >= 0, values, 0.0))

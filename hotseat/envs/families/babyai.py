@@ -1,0 +1,109 @@
+"""BabyAI and MiniGrid (package `minigrid`): the view of the agent in words.
+
+Either the objects in view are listed with their places (`view: objects`), or every cell is named, row by row
+(`view: cells`). The words are those of `WORDS`, so a tokenizer made of them has one token for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hotseat.envs.families.gym import GymSimulator
+from hotseat.envs.simulator import Seen
+from hotseat.errors import UserError
+
+KINDS = ("unseen", "empty", "wall", "floor", "door", "key", "ball", "box", "goal", "lava", "agent")
+COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
+STATES = ("open", "closed", "locked")
+_COLOURED = ("floor", "door", "key", "ball", "box", "goal")
+ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")
+
+REACH = 7  # cells of a view, to the front and from side to side
+PLACES = (
+    "middle",
+    *(f"{side}-{far}" for side in ("left", "right") for far in range(1, REACH // 2 + 1)),
+    *(f"ahead-{far}" for far in range(REACH)),
+)
+WORDS = (
+    *PLACES,
+    "front",
+    "carries",
+    *(kind for kind in KINDS if kind not in _COLOURED),
+    *(f"{colour}-{kind}" for kind in _COLOURED if kind != "door" for colour in COLOURS),
+    *(f"{colour}-{state}-door" for colour in COLOURS for state in STATES),
+)
+
+
+def make(tasks: Sequence[str], max_steps: int | None = None, **kwargs: Any) -> GymSimulator:
+    """Make a simulator of environments such as BabyAI-GoToRedBallGrey-v0.
+
+    kwargs: `view`, objects (unless set) or cells; the others are of `gymnasium.make`.
+    """
+    return BabyAi(tasks, max_steps, kwargs)
+
+
+class BabyAi(GymSimulator):
+    """MiniGrid's environments. Their own time limit depends on the level; `max_steps` replaces it."""
+
+    def __init__(self, tasks: Sequence[str], max_steps: int | None, kwargs: dict[str, Any]):
+        limit = {} if max_steps is None else {"max_steps": max_steps}
+        view = kwargs.get("view", "objects")
+        if view not in VIEWS:
+            raise UserError(f"env.kwargs.view is {view!r}: set it to {' or '.join(VIEWS)}")
+        kwargs = {name: value for name, value in kwargs.items() if name != "view"}
+        with contextlib.redirect_stdout(io.StringIO()):
+            super().__init__(tasks, None, {"imports": ["minigrid"], **limit, **kwargs}, VIEWS[view])
+
+    def reset(self, task: int, seed: int) -> Seen:
+        with contextlib.redirect_stdout(io.StringIO()):  # levels print the positions that they reject
+            return super().reset(task, seed)
+
+    def expert(self) -> Any:
+        """Return BabyAI's bot for the episode that was just begun: `bot.replan(last action)` is the next action."""
+        from minigrid.utils.baby_ai_bot import BabyAIBot
+
+        return BabyAIBot(self.environments[self._current])
+
+
+def cells(environment: Any, observation: Any) -> Seen:
+    """Return the mission and the view: row by row from the agent outwards, each cell a word."""
+    view = np.asarray(observation["image"])  # [width, height, 3]: kind, colour, state; the agent is below the middle
+    words = [_word(*view[x, y]) for y in reversed(range(view.shape[1])) for x in range(view.shape[0])]
+    return _seen(environment, observation, words)
+
+
+def objects(environment: Any, observation: Any) -> Seen:
+    """Return the mission, what is in front of the agent, and the objects in view with their places, near ones first."""
+    view = np.asarray(observation["image"])
+    middle, last = view.shape[0] // 2, view.shape[1] - 1
+    words = ["front", _word(*view[middle, last - 1])]
+    for y in reversed(range(last + 1)):
+        for x in sorted(range(view.shape[0]), key=lambda x: (abs(x - middle), x)):
+            kind = KINDS[view[x, y, 0]]
+            if kind in ("unseen", "empty", "wall", "agent") or (kind == "floor") or (x, y) == (middle, last):
+                continue
+            side = "middle" if x == middle else f"{'left' if x < middle else 'right'}-{abs(x - middle)}"
+            words += [_word(*view[x, y]), f"ahead-{last - y}", side]
+    return _seen(environment, observation, words)
+
+
+def _seen(environment: Any, observation: Any, words: list[str]) -> Seen:
+    carried = environment.unwrapped.carrying
+    if carried is not None:
+        words += ["carries", f"{carried.color}-{carried.type}"]
+    return Seen(instruction=str(observation["mission"]), text=" ".join(words))
+
+
+VIEWS = {"objects": objects, "cells": cells}
+
+
+def _word(kind: int, colour: int, state: int) -> str:
+    name = KINDS[kind]
+    if name == "door":
+        return f"{COLOURS[colour]}-{STATES[state]}-door"
+    return f"{COLOURS[colour]}-{name}" if name in _COLOURED else name

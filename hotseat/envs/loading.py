@@ -1,0 +1,91 @@
+"""Finds a family of simulators: one of `hotseat/envs/families`, or a user's file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hotseat.envs import families
+from hotseat.errors import UserError
+
+if TYPE_CHECKING:  # numpy is heavy, and refusals are not
+    from hotseat.envs.simulator import Simulator
+
+_MODULE = "hotseat_env"
+_PACKAGES = {"babyai": ("gymnasium", "minigrid"), "gym": ("gymnasium",)}
+EXAMPLES = {"babyai": "BabyAI-GoToRedBallGrey-v0", "gym": "CartPole-v1"}  # of tasks
+
+
+@dataclass(frozen=True)
+class SimulatorSettings:
+    """Which simulator to make. path: name of a family, or a file with a function `make`."""
+
+    path: str
+    tasks: tuple[str, ...] = ()
+    max_steps: int | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def family_names() -> list[str]:
+    """List the families that come with Hotseat."""
+    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+
+
+def path_problem(path: str) -> str | None:
+    """Return why there is no simulator under this path; None: there may be one. Imports nothing of it."""
+    if path.endswith(".py"):
+        return None if Path(path).expanduser().is_file() else f"there is no file {path}"
+    if path in family_names():
+        return None
+    return f"no simulator {path!r}: name one of {', '.join(family_names())}, or a file such as my_env.py"
+
+
+def make_simulator(settings: SimulatorSettings) -> Simulator:
+    """Make a simulator. Raises for what is wrong with the settings."""
+    problem = path_problem(settings.path)
+    if problem is not None:
+        raise UserError(f"env.path: {problem}")
+    module = _load(Path(settings.path).expanduser().absolute()) if settings.path.endswith(".py") else _own(settings)
+    make = getattr(module, "make", None)
+    if not callable(make):
+        raise UserError(f"env.path: {settings.path} has no function make(tasks, max_steps, **kwargs)")
+    return make(list(settings.tasks), settings.max_steps, **settings.kwargs)
+
+
+def _own(settings: SimulatorSettings) -> ModuleType:
+    try:
+        return importlib.import_module(f"{families.__name__}.{settings.path}")
+    except ImportError as error:
+        raise UserError(
+            f"env.path {settings.path}: {error}; `pip install 'hotseat[sim]'` installs its package"
+        ) from None
+
+
+def _load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # for the modules beside it
+    sys.modules[_MODULE] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"env.path: {file}: {type(error).__name__}: {error}") from None
+    return module
+
+
+def import_problem(path: str) -> str | None:
+    """Return which package a family lacks; None if it lacks none, or is the user's file."""
+    absent = [name for name in _PACKAGES.get(path, ()) if importlib.util.find_spec(name) is None]
+    if absent:
+        return f"{path} needs the package {' and '.join(absent)}: pip install 'hotseat[sim]'"
+    return None

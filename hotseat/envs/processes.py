@@ -1,0 +1,357 @@
+"""Simulators in child processes: any family as an `Env`.
+
+A process that dies or does not answer in time is ended and replaced, and its episodes are played again from their seeds
+and actions. Each replayed answer must be the one that was given before, bit for bit. The same call of the same
+simulator may fail so `MAX_ATTEMPTS` times; after that its episode fails, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from hotseat.envs.env import Env, Outcome
+from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.simulator import Seen
+from hotseat.errors import RunError, UserError
+from hotseat.types import Moved
+
+MAX_ATTEMPTS = 3
+
+
+class SimulatorError(RunError):
+    """A simulator failed: the episode in it cannot go on."""
+
+
+@dataclass
+class _Episode:
+    """What happened in a slot since its reset: enough to play it again. digests: of every answer."""
+
+    task: int
+    seed: int
+    actions: list[np.ndarray] = field(default_factory=list)  # [K, D] each
+    digests: list[bytes] = field(default_factory=list)
+
+
+class ProcessEnv(Env):
+    """Simulators of one family in `num_processes` children, slot by slot in turn.
+
+    timeout_s: of each reset and each chunk of actions. start_timeout_s: until a new process answers. say: called with
+    a sentence about every process that is replaced.
+    """
+
+    def __init__(
+        self,
+        settings: SimulatorSettings,
+        num_envs: int,
+        *,
+        num_processes: int = 1,
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 120.0,
+        say: Callable[[str], object] = lambda text: None,
+    ):
+        self.num_envs = num_envs
+        self.num_replaced = 0
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._say = say
+        self._episodes: dict[int, _Episode] = {}
+        self._is_offloaded = False
+        self._children: list[_Child | None] = [self._spawn() for _ in range(min(num_processes, num_envs))]
+        try:
+            for child in self._children:
+                assert child is not None
+                self._meet(child)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- the contract -------------------------------------------------------------------------------------------------
+
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen | Exception]:
+        for slot, task, seed in zip(where, tasks, seeds, strict=True):
+            assert 0 <= task < len(self.tasks), f"task {task}, {len(self.tasks)} tasks"
+            self._episodes[slot] = _Episode(task, seed)
+        answers = self._ask("reset", dict.fromkeys(where, ()))
+        return [answers[slot] for slot in where]
+
+    def step(self, where: Sequence[int], actions: np.ndarray) -> Outcome:
+        assert actions.ndim == 3, f"actions {actions.shape}, not [n, K, D]"
+        assert actions.shape[0] == len(where), f"actions {actions.shape} for {len(where)} slots"
+        assert actions.shape[2] == self.action.dim, f"actions {actions.shape}, {self.action.dim} numbers each"
+        for slot, chunk in zip(where, actions, strict=True):
+            assert slot in self._episodes, f"no episode in slot {slot}"
+            self._episodes[slot].actions.append(np.array(chunk, dtype=np.float64))
+        answers = self._ask("step", {slot: (self._episodes[slot].actions[-1],) for slot in where})
+        rewards = np.zeros(actions.shape[:2])
+        num_taken = np.zeros(len(where), dtype=np.int64)
+        flags = np.zeros((3, len(where)), dtype=bool)
+        seen: list[Seen | None] = []
+        failures = {}
+        for row, slot in enumerate(where):
+            answer = answers[slot]
+            if isinstance(answer, Exception):
+                failures[slot] = str(answer)
+                seen.append(None)
+                continue
+            after, values, *ends = answer
+            seen.append(after)
+            rewards[row, : len(values)] = values
+            num_taken[row] = len(values)
+            flags[:, row] = ends
+        return Outcome(seen, rewards, num_taken, flags[0], flags[1], flags[2], failures)
+
+    def snapshot(self) -> bytes:
+        return pickle.dumps(self._episodes)
+
+    def restore(self, state: bytes) -> None:
+        self._episodes = pickle.loads(state)
+        for index in range(len(self._children)):
+            self._replay(index, self._mine(index, self._episodes))
+
+    def render(self, where: Sequence[int]) -> list[np.ndarray]:
+        answers = self._ask("render", dict.fromkeys(where, ()))
+        for answer in answers.values():
+            if isinstance(answer, Exception):
+                raise answer
+        return [answers[slot] for slot in where]
+
+    def offload(self) -> Moved:
+        """End the processes of simulators that hold memory of a device; others have nothing there."""
+        started_s = time.monotonic()
+        if self._is_on_device:
+            self._is_offloaded = True
+            for index, child in enumerate(self._children):
+                if child is not None:
+                    child.end()
+                self._children[index] = None
+        return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
+
+    def onload(self) -> Moved:
+        started_s = time.monotonic()
+        if self._is_offloaded:
+            self._children = [self._spawn() for _ in self._children]
+            for index in range(len(self._children)):
+                self._replay(index, self._mine(index, self._episodes))
+            self._is_offloaded = False
+        return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
+
+    def forget(self, where: Sequence[int]) -> None:
+        """Drop the episodes of these slots, which have ended."""
+        for slot in where:
+            self._episodes.pop(slot, None)
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the children."""
+        return [child.process.pid for child in self._children if child is not None]
+
+    def close(self) -> None:
+        for child in self._children:
+            if child is not None:
+                child.end()
+
+    # --- children -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self) -> _Child:
+        return _Child(self._settings)
+
+    def _meet(self, child: _Child) -> None:
+        """Wait until a new child has made its first simulator."""
+        if child.is_met:
+            return
+        try:
+            kind, answer = child.receive(self._start_timeout_s)
+        except (EOFError, OSError, TimeoutError) as error:
+            why = f"did not start in {self._start_timeout_s:g} s" if isinstance(error, TimeoutError) else "died"
+            raise SimulatorError(f"a process of simulator {self._settings.path} {why} while it started") from None
+        if kind == "refused":
+            raise UserError(answer)
+        child.is_met = True
+        self.tasks, self.action, self.state_bounds, self._is_on_device = answer
+
+    def _mine(self, index: int, slots: Any) -> list[int]:
+        return [slot for slot in sorted(slots) if slot % len(self._children) == index]
+
+    def _ask(self, name: str, items: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Have children answer, all at the same time; replace those that do not."""
+        assert not self._is_offloaded, "the simulators are offloaded"
+        shares = {index: self._mine(index, items) for index in range(len(self._children))}
+        for index, slots in shares.items():
+            self._send(index, name, slots, items)
+        answers: dict[int, Any] = {}
+        for index, slots in shares.items():
+            waiting, attempts = list(slots), 0
+            while waiting:
+                problem = self._receive_all(index, name, waiting, answers)
+                if problem is None:
+                    continue
+                attempts += 1
+                slot = waiting[0]
+                self._say(f"{problem}; its process is replaced, and its episodes are played again")
+                if attempts >= MAX_ATTEMPTS:
+                    answers[slot] = SimulatorError(f"{problem}, {attempts} times in a row")
+                    self._episodes.pop(slot, None)
+                    waiting.pop(0)
+                    attempts = 0
+                self._replace(index, name, waiting)
+                self._send(index, name, waiting, items)
+        return answers
+
+    def _send(self, index: int, name: str, slots: Sequence[int], items: dict[int, tuple[Any, ...]]) -> None:
+        child = self._children[index]
+        assert child is not None
+        if not slots:
+            return
+        episodes = self._episodes
+        begun = {slot: (episodes[slot].task, episodes[slot].seed) for slot in slots}
+        arguments = begun if name == "reset" else items
+        with contextlib.suppress(OSError):  # it is dead, which whoever waits for the answer sees
+            child.send(name, [(slot, *arguments[slot]) for slot in slots])
+
+    def _receive_all(self, index: int, name: str, waiting: list[int], answers: dict[int, Any]) -> str | None:
+        """Take answers for the slots that wait, which are removed from `waiting`; return what went wrong."""
+        child = self._children[index]
+        assert child is not None
+        while waiting:
+            slot = waiting[0]
+            try:
+                kind, answer = child.receive(self._timeout_s)
+            except TimeoutError:
+                return f"{self._name(slot, name)} did not answer in {self._timeout_s:g} s"
+            except (EOFError, OSError):
+                return f"{self._name(slot, name)}: its process died{child.how_it_ended()}"
+            if kind == "failed":
+                answers[slot] = SimulatorError(f"{self._name(slot, name)}: {answer}")
+                self._episodes.pop(slot, None)
+            else:
+                answers[slot] = answer
+                if name != "render":
+                    self._episodes[slot].digests.append(_digest(answer))
+            waiting.pop(0)
+        return None
+
+    def _name(self, slot: int, call: str) -> str:
+        """Name a simulator for messages."""
+        episode = self._episodes[slot]
+        task = self.tasks[episode.task].name
+        where = "in its reset" if call == "reset" else f"at action {sum(map(len, episode.actions[:-1]))}"
+        return f"simulator {self._settings.path}, task {task}, seed {episode.seed}, {where}"
+
+    def _replace(self, index: int, name: str, waiting: Sequence[int]) -> None:
+        """Start another process, and play its episodes up to the call that `waiting` slots still wait for."""
+        self.num_replaced += 1
+        for _ in range(MAX_ATTEMPTS - 1):
+            try:
+                self._restart(index, name, waiting)
+                return
+            except SimulatorError as error:
+                self._say(str(error))
+        self._restart(index, name, waiting)
+
+    def _restart(self, index: int, name: str, waiting: Sequence[int]) -> None:
+        child = self._children[index]
+        if child is not None:
+            child.end()
+        self._children[index] = self._spawn()
+        unfinished = set(waiting) if name != "render" else set()
+        begun = [slot for slot in self._mine(index, self._episodes) if self._episodes[slot].digests]
+        self._replay(index, begun, unfinished)
+
+    def _replay(self, index: int, slots: Sequence[int], unfinished: Set[int] = frozenset()) -> None:
+        """Play episodes again in a child that has none of them. unfinished: slots whose last action comes later."""
+        child = self._children[index]
+        assert child is not None
+        self._meet(child)
+        for slot in slots:
+            episode = self._episodes[slot]
+            calls: list[tuple[str, tuple[Any, ...]]] = [("reset", (episode.task, episode.seed))]
+            calls += [("step", (chunk,)) for chunk in episode.actions]
+            if slot in unfinished:
+                calls.pop()
+            for at, (name, args) in enumerate(calls):
+                try:
+                    child.send(name, [(slot, *args)])
+                    kind, answer = child.receive(self._timeout_s)
+                except (EOFError, OSError, TimeoutError):
+                    raise SimulatorError(f"{self._name(slot, 'step')}: it died or hung while it was replayed") from None
+                if kind == "failed" or _digest(answer) != episode.digests[at]:
+                    raise RunError(
+                        f"{self._name(slot, 'step')}: played again from its seed and actions, it gave another result at"
+                        f" call {at}: the simulator depends on more than task, seed and actions"
+                    )
+
+
+class _Child:
+    """One process and the pipe to it."""
+
+    def __init__(self, settings: SimulatorSettings):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A group of its own: whoever interrupts the run does not interrupt a simulator in the middle of a step.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hotseat.envs._child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self.is_met = False
+        with contextlib.suppress(OSError):  # `receive` reports a process that died at once
+            self._connection.send(settings)
+
+    def send(self, name: str, items: list[Any]) -> None:
+        self._connection.send((name, items))
+
+    def receive(self, timeout_s: float) -> tuple[str, Any]:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def how_it_ended(self) -> str:
+        """Describe the end of a process whose pipe is closed."""
+        try:
+            code = self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" by signal {-code}" if code < 0 else f" with exit code {code}"
+
+    def end(self) -> None:
+        self._connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def _digest(answer: Any) -> bytes:
+    """Hash everything that a simulator answered."""
+    hashed = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            hashed.update(f"{value.dtype}{value.shape}".encode())
+            hashed.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, Seen):
+            for part in (value.instruction, value.text, value.state, value.image):
+                add(part)
+        elif isinstance(value, list | tuple):
+            for part in value:
+                add(part)
+        else:
+            hashed.update(repr(value).encode())
+
+    add(answer)
+    return hashed.digest()

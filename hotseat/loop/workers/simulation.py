@@ -1,0 +1,362 @@
+"""Plays episodes in simulators: the agent of a rollout host whose role is env.
+
+A host's simulators are divided into stages. The simulators of a stage step together, once each of them has its actions;
+while the policy samples for one stage, the others step. Which stage plays an episode, and what is beside it, changes
+nothing in it: its simulator depends on task, seed and actions alone, and every request has a seed of its own.
+
+Each chunk of actions is a segment: the observation as tokens, then the sampled tokens of the actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotseat.agents.agent import Agent, AgentError, SampleFunction
+from hotseat.envs.env import Env, Outcome
+from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.processes import ProcessEnv
+from hotseat.envs.simulator import ActionSpec, Seen
+from hotseat.envs.tokens import NumberTokens
+from hotseat.errors import UserError
+from hotseat.types import Completion, Episode, Moved, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
+
+EVAL_SEED = 1_000_000  # the first of the held-out seeds; those to learn from begin at 0
+SUCCESS = "success"
+
+
+@dataclass(frozen=True)
+class SimulationSettings:
+    """Settings of the simulators of one rollout host."""
+
+    simulator: SimulatorSettings
+    num_envs: int
+    num_stages: int
+    num_processes: int  # of each stage
+    chunk: int
+    bins: int
+    timeout_s: float
+    is_success_rewarded: bool  # instead of the simulator's rewards
+    has_turn_rewards: bool  # rewards count where they came, not at the end of the episode
+    bootstraps: bool  # a critic values the last observation of an episode that ran out of time
+
+
+def simulation_prompts(
+    settings: SimulationSettings, tokenizer: Any, max_length: int, seeds: Iterable[Iterable[int]]
+) -> list[list[Prompt]]:
+    """Return prompts for each set of seeds: one for each task and seed, which its label names. Its source is the task.
+
+    Its tokens are the first observation of the task under seed 0. Raises for a simulator that cannot be started, or
+    whose observations the policy cannot read.
+    """
+    env = ProcessEnv(settings.simulator, 1, timeout_s=settings.timeout_s)
+    try:
+        reader = Reader(settings, tokenizer, max_length, env)
+        first = []
+        for task in env.tasks:
+            [seen] = env.reset([0], [task.index], [0])
+            if isinstance(seen, Exception):
+                raise UserError(f"env.path: {seen}")
+            first.append(tuple(reader.encode(seen)))
+    finally:
+        env.close()
+    pairs = ([(task, seed) for seed in each for task in env.tasks] for each in seeds)
+    return [
+        [
+            Prompt(at, f"{task.name} {seed}", first[task.index], f"{task.index}/{seed}", task.name)
+            for at, (task, seed) in enumerate(each)
+        ]
+        for each in pairs
+    ]
+
+
+class Reader:
+    """Turns observations into tokens, and tokens into actions."""
+
+    def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int, env: Env):
+        self._name = settings.simulator.path
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self.actions = NumberTokens.of_actions(env.action, settings.bins, len(tokenizer))
+        self.num_sampled = settings.chunk * env.action.dim  # tokens of a chunk
+        self._states = None
+        if env.state_bounds is not None:
+            low, high = env.state_bounds
+            spec = ActionSpec(tuple(low.tolist()), tuple(high.tolist()))
+            self._states = NumberTokens.of_actions(spec, settings.bins, len(tokenizer))
+
+        self._tokens_of = lru_cache(maxsize=65536)(self._tokenize)  # worlds look alike again and again
+
+    def _tokenize(self, words: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(words, add_special_tokens=False)["input_ids"])
+
+    def encode(self, seen: Seen) -> list[int]:
+        """Return the tokens of an observation: instruction and words, then the state in bins."""
+        words = " ".join(part for part in (seen.instruction, seen.text) if part)
+        token_ids = list(self._tokens_of(words)) if words else []
+        if seen.state is not None and self._states is not None:
+            token_ids += self._states.encode(seen.state)
+        if not token_ids or (seen.image is not None and seen.state is None and not seen.text):
+            raise UserError(
+                f"env.path {self._name}: its observations are pictures alone, and policies that see are not part of"
+                " this version; use a simulator with words or numbers"
+            )
+        room = self._max_length - self.num_sampled
+        if len(token_ids) > room:
+            raise UserError(
+                f"data.max_length {self._max_length}: an observation of {self._name} has {len(token_ids)} tokens, and"
+                f" its actions {self.num_sampled}: set it to {len(token_ids) + self.num_sampled} or more"
+            )
+        return token_ids
+
+
+class Stage:
+    """Simulators that step together, called from one event loop.
+
+    A call waits until every episode of the stage waits for its simulator; then all of them are carried out in a thread.
+    """
+
+    def __init__(self, env: Env):
+        self.env = env
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        self._playing: set[int] = set()  # slots with an episode
+        self._resets: dict[int, tuple[int, int, asyncio.Future[Any]]] = {}
+        self._steps: dict[int, tuple[np.ndarray, asyncio.Future[Any]]] = {}
+        self._is_busy = False
+
+    async def reset(self, slot: int, task: int, seed: int) -> Seen:
+        """Begin an episode in a free slot."""
+        self._playing.add(slot)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._resets[slot] = (task, seed, future)
+        self._look()
+        seen = await future
+        if isinstance(seen, Exception):
+            raise AgentError(str(seen))
+        return seen
+
+    async def step(self, slot: int, actions: np.ndarray) -> tuple[Outcome, int]:
+        """Carry out a chunk, [K, D]; return the outcome of the whole stage and the row of this slot."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._steps[slot] = (actions, future)
+        self._look()
+        outcome, row = await future
+        if slot in outcome.failures:
+            raise AgentError(outcome.failures[slot])
+        return outcome, row
+
+    def leave(self, slot: int) -> None:
+        """End the episode of a slot, however it ended."""
+        self._playing.discard(slot)
+        self._resets.pop(slot, None)
+        self._steps.pop(slot, None)
+        self._look()
+
+    def clear(self) -> None:
+        """Forget all episodes, whose event loop has ended, once the call in progress is over."""
+        self._thread.submit(lambda: None).result()
+        self._playing.clear()
+        self._resets.clear()
+        self._steps.clear()
+        self._is_busy = False
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.env.close()
+
+    def _look(self) -> None:
+        """Start the next call if nobody has to be waited for."""
+        waiting = self._resets.keys() | self._steps.keys()
+        if self._is_busy or not waiting or waiting != self._playing:
+            return
+        self._is_busy = True
+        resets, self._resets = self._resets, {}
+        steps, self._steps = self._steps, {}
+        loop = asyncio.get_running_loop()
+        called = loop.run_in_executor(self._thread, self._call, resets, steps)
+        called.add_done_callback(lambda done: self._answer(done, resets, steps))
+
+    def _call(self, resets: dict[int, Any], steps: dict[int, Any]) -> tuple[list[Any], Outcome | None]:
+        begun: list[Any] = []
+        if resets:
+            slots = sorted(resets)
+            begun = list(
+                zip(
+                    slots,
+                    self.env.reset(slots, [resets[s][0] for s in slots], [resets[s][1] for s in slots]),
+                    strict=True,
+                )
+            )
+        if not steps:
+            return begun, None
+        slots = sorted(steps)
+        return begun, self.env.step(slots, np.stack([steps[slot][0] for slot in slots]))
+
+    def _answer(self, done: asyncio.Future[Any], resets: dict[int, Any], steps: dict[int, Any]) -> None:
+        self._is_busy = False
+        error = done.exception() if not done.cancelled() else asyncio.CancelledError()
+        futures = {slot: waiting[-1] for slot, waiting in (resets | steps).items()}
+        if error is not None:
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
+            return
+        begun, outcome = done.result()
+        for slot, seen in begun:
+            if not futures[slot].done():
+                futures[slot].set_result(seen)
+        for row, slot in enumerate(sorted(steps)):
+            if not futures[slot].done():
+                futures[slot].set_result((outcome, row))
+        self._look()  # others may have come meanwhile
+
+
+class Player(Agent):
+    """Plays one episode for each prompt in a free simulator of any stage."""
+
+    makes_checked_episodes = True  # of what the engine returned
+
+    def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int):
+        self.name = settings.simulator.path
+        self._settings = settings
+        size = settings.num_envs // settings.num_stages
+        self._stages = [
+            Stage(
+                ProcessEnv(
+                    settings.simulator,
+                    size,
+                    num_processes=settings.num_processes,
+                    timeout_s=settings.timeout_s,
+                    say=lambda text: print(text, file=sys.stderr, flush=True),
+                )
+            )
+            for _ in range(settings.num_stages)
+        ]
+        self._reader = Reader(settings, tokenizer, max_length, self._stages[0].env)
+        self._free: list[tuple[int, int]] = []
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all episodes, whose event loop has ended."""
+        for stage in self._stages:
+            stage.clear()
+        size = self._settings.num_envs // len(self._stages)
+        # Stages fill evenly.
+        self._free = [(stage, slot) for slot in reversed(range(size)) for stage in reversed(range(len(self._stages)))]
+
+    async def run(self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction) -> ScoredEpisode:
+        assert prompt.label is not None, "a prompt without task and seed"
+        task, seed = map(int, prompt.label.split("/"))
+        index, slot = self._free.pop()
+        stage = self._stages[index]
+        try:
+            return await self._play(stage, slot, task, seed, key, sampling, sample)
+        finally:
+            stage.leave(slot)
+            self._free.append((index, slot))
+
+    async def _play(
+        self,
+        stage: Stage,
+        slot: int,
+        task: int,
+        seed: int,
+        key: SampleKey,
+        sampling: Sampling,
+        sample: SampleFunction,
+    ) -> ScoredEpisode:
+        settings, reader = self._settings, self._reader
+        dim = reader.num_sampled // settings.chunk
+        sampling = replace(sampling, max_new_tokens=reader.num_sampled, ignore_eos=True, stop_token_ids=())
+        seen = await stage.reset(slot, task, seed)
+        instruction = seen.instruction
+        segments: list[Segment] = []
+        lengths: list[int] = []
+        rewards: list[float] = []
+        num_steps = num_outside = 0
+        while True:
+            context = reader.encode(seen)
+            completion = await sample(context, sampling, len(segments))
+            token_ids = completion.token_ids
+            if len(token_ids) != reader.num_sampled:
+                raise AgentError(f"the engine sampled {len(token_ids)} tokens for {settings.chunk} actions of {dim}")
+            num_outside += sum(not reader.actions.is_bin(token) for token in token_ids)
+            outcome, row = await stage.step(slot, reader.actions.decode(token_ids))
+            taken = int(outcome.num_taken[row])
+            segments.append(_segment(context, completion, taken * dim))
+            lengths.append(taken * dim)
+            rewards.append(float(outcome.rewards[row].sum()))
+            num_steps += taken
+            after = outcome.seen[row]
+            assert after is not None
+            seen = after
+            if outcome.terminated[row] or outcome.truncated[row]:
+                break
+        is_success, is_truncated = bool(outcome.success[row]), bool(outcome.truncated[row])
+        if settings.is_success_rewarded:
+            rewards = [0.0] * (len(rewards) - 1) + [float(is_success)]
+        if settings.bootstraps and is_truncated:
+            segments.append(_value_segment(reader.encode(seen)))
+        episode = Episode(
+            key,
+            tuple(segments),
+            f"{instruction}\n{num_steps} actions, {'success' if is_success else 'no success'}",
+            is_truncated=is_truncated,
+            turn_lengths=tuple(lengths),
+            action_length=dim,
+            has_bootstrap=settings.bootstraps and is_truncated,
+        )
+        extra = {SUCCESS: float(is_success), "actions": float(num_steps), "tokens_outside": float(num_outside)}
+        turn_rewards = tuple(rewards) if settings.has_turn_rewards else ()
+        return ScoredEpisode(episode, sum(rewards), float(is_success), extra, turn_rewards)
+
+    def offload(self) -> Moved:
+        return _total(stage.env.offload() for stage in self._stages)
+
+    def onload(self) -> Moved:
+        return _total(stage.env.onload() for stage in self._stages)
+
+    def end(self) -> None:
+        """End all simulators."""
+        for stage in self._stages:
+            stage.close()
+
+
+def _total(moves: Iterable[Moved]) -> Moved:
+    total = Moved(0, 0, 0.0)
+    for moved in moves:
+        total = total + moved
+    return total
+
+
+def _segment(context: Sequence[int], completion: Completion, num_learned: int) -> Segment:
+    """Return an observation and its actions. Tokens of actions after the end of the episode are not learned."""
+    length, start = len(context) + len(completion.token_ids), len(context)
+    mask = torch.zeros(length, dtype=torch.bool)
+    mask[start : start + num_learned] = True
+    log_probs = torch.zeros(length)
+    log_probs[start:] = torch.tensor(completion.log_probs)
+    versions = torch.full((length,), -1, dtype=torch.int32)
+    versions[start:] = torch.tensor(completion.versions, dtype=torch.int32)
+    return Segment(
+        token_ids=torch.tensor([*context, *completion.token_ids]),
+        mask=mask,
+        log_probs=torch.where(mask, log_probs, 0.0),
+        versions=torch.where(mask, versions, -1),
+    )
+
+
+def _value_segment(context: Sequence[int]) -> Segment:
+    """Return an observation whose value is that of its last token: a value is given what precedes its token."""
+    token_ids = torch.tensor([*context, context[-1]])
+    nothing = torch.zeros(len(token_ids), dtype=torch.bool)
+    versions = torch.full((len(token_ids),), -1, dtype=torch.int32)
+    return Segment(token_ids, nothing, torch.zeros(len(token_ids)), versions)

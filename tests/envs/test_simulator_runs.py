@@ -1,0 +1,150 @@
+"""Whole runs in simulators: stages, hosts, engines, deaths and placement change nothing that is learned."""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from loop_cases import make_task
+
+from hotseat.cli.main import main
+
+pytestmark = pytest.mark.slow
+WALK = str(Path(__file__).parent / "walk_env.py")
+
+BASE = {
+    "cluster": "{runtime: local}",
+    "data": "{max_length: 32}",
+    "env": (
+        f"{{path: {WALK}, tasks: [left, right], num_envs: 8, chunk: 2, bins: 4, max_steps: 6, num_seeds: 4,"
+        " eval_seeds: 1}"
+    ),
+    "rollout": "{batch_size: 4, samples_per_prompt: 2, num_slots: 8}",
+    "train": "{dtype: fp32, batch_size: 8, micro_batch_size: 8}",
+    "seed": "3",
+}
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("walk"))
+
+
+def run(task: Path, name: str, **changes: str) -> Path:
+    shutil.rmtree(task / "runs" / name, ignore_errors=True)
+    actor = f"{{model: {task}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}"
+    sections = BASE | {"name": name, "run_dir": f"{task}/runs", "actor": actor} | changes
+    file = task / f"{name}.yaml"
+    file.write_text("\n".join(f"{key}: {value}" for key, value in sections.items() if value))
+    assert main(["run", str(file)]) == 0
+    return task / "runs" / name
+
+
+def weights_of(run_dir: Path) -> str:
+    return hashlib.sha256((run_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_stage(task):
+    return run(task, "one-stage")
+
+
+def test_what_is_learned_does_not_depend_on_stages_hosts_or_engines(task, one_stage):
+    two = run(
+        task,
+        "two-stages",
+        cluster="{runtime: local, component_placement: {actor: 0, env: 0-1, rollout: 2-3}}",
+        rollout="{batch_size: 4, samples_per_prompt: 2, num_slots: 4, pipeline_stage_num: 4}",
+    )
+    assert weights_of(two) == weights_of(one_stage)
+    same = ("reward", "extra/success", "eval/success", "success/left", "eval/left/success")
+    for ours, theirs in zip(metrics_of(two), metrics_of(one_stage), strict=True):
+        assert {name: ours.get(name) for name in same} == {name: theirs.get(name) for name in same}
+    assert "success/left" in metrics_of(two)[1]
+
+
+def test_a_process_that_dies_in_a_run_changes_nothing(task, one_stage, tmp_path):
+    trouble = f"kwargs: {{trouble: [dies, 1, 2, 1], folder: {tmp_path}}}"
+    disturbed = run(task, "disturbed", env=BASE["env"].replace("num_envs", f"{trouble}, num_envs"))
+    assert (tmp_path / "times").read_text() == "x"
+    assert weights_of(disturbed) == weights_of(one_stage)
+
+
+def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
+    from hotseat.loop.state.saving import Saver
+
+    save = Saver.save
+
+    def stopping(self, *args):
+        save(self, *args)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save", stopping)
+        with pytest.raises(Stop):
+            run(task, "broken", checkpoint="{every: 1}")
+    assert main(["resume", str(task / "runs" / "broken"), "rollout.pipeline_stage_num=2"]) == 0
+    assert weights_of(task / "runs" / "broken") == weights_of(one_stage)
+
+
+def test_chunks_learn_by_ppo_with_a_critic(task):
+    done = run(task, "ppo", algorithm="{estimator: gae, time_step: chunk, gamma: 0.9, gae_lambda: 0.9}")
+    last = metrics_of(done)[-1]
+    assert last["value_loss"] > 0
+    assert last["truncated"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        pytest.param("{actor: 0}", id="colocated"),
+        pytest.param("{actor: 0, env: 1-2, rollout: 3}", id="disaggregated"),
+        pytest.param("{actor: 0, env: 0-1, rollout: 1-2}", id="hybrid"),
+    ],
+)
+def test_on_ray_placement_changes_no_bit(task, one_stage, placement):
+    offload = "enable_offload: true"
+    found = run(
+        task,
+        "on-ray",
+        cluster=f"{{runtime: ray, component_placement: {placement}}}",
+        env=BASE["env"].replace("num_envs", f"{offload}, num_envs"),
+        rollout=f"{{batch_size: 4, samples_per_prompt: 2, num_slots: 8, pipeline_stage_num: 2, {offload}}}",
+    )
+    assert weights_of(found) == weights_of(one_stage)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_rlinfs_hybrid_placement_runs_on_eight_devices(task):
+    """Simulators on four devices and engines on the other four, in two stages; then the actor trains on all eight."""
+    done = run(
+        task,
+        "hybrid-8",
+        cluster="{runtime: ray, num_nodes: 1, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7}}",
+        env=BASE["env"].replace("num_envs: 8", "num_envs: 4, enable_offload: true"),
+        rollout="{enable_offload: true, pipeline_stage_num: 2, batch_size: 4, samples_per_prompt: 4, num_slots: 8}",
+        train="{dtype: fp32, batch_size: 16}",
+        actor=(
+            f"{{enable_offload: true, model: {task}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}"
+        ),
+    )
+    assert "offload env simulator" in (done / "timeline.json").read_text()
+    assert len(metrics_of(done)) == 3
