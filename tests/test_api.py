@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hotseat
-from hotseat import ConfigError, Run, UserError, demo
+from hotseat import ConfigError, Run, UserError, demo, rlinf
 from hotseat.config import load
 from hotseat.envs import families, simulator
 from hotseat.loop.state.run_dir import named_run
@@ -52,7 +52,12 @@ def private_names(code: str) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.startswith("hotseat.")]
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hotseat":
-            modules = {"hotseat.demo": demo, "hotseat.envs.simulator": simulator, "hotseat.envs.families": families}
+            modules = {
+                "hotseat.demo": demo,
+                "hotseat.envs.families": families,
+                "hotseat.envs.simulator": simulator,
+                "hotseat.rlinf": rlinf,
+            }
             public = PUBLIC if node.module == "hotseat" else getattr(modules.get(node.module), "__all__", [])
             found += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in public]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hotseat":

@@ -228,7 +228,7 @@ def live_parameters() -> int:
 
 def test_a_reference_that_does_not_fit_beside_the_actor_is_offloaded():
     least = "train.chosen_tokens_per_device=1024"
-    wide, narrow = planned(least), planned(least, inventory="1x1xGPU-36G")
+    wide, narrow = planned(least), planned(least, inventory="1x1xGPU-38G")
     assert not is_offloaded(wide, "reference")
     assert is_offloaded(narrow, "reference")
 

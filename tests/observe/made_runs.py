@@ -147,6 +147,9 @@ def sample(chance, step, index, num_tokens, attack=""):
         "label": f"{step + index}{attack}",
         "prompt_text": f"Each of {step} boxes holds {index + 2} apples. How many apples are there in all?{attack}",
         "extra": {"format": 1.0},
+        "waited_s": None,
+        "took_s": None,
+        "turns": [],
         "segments": [],
     }
     if state == "failed":

@@ -114,10 +114,10 @@ def test_dtypes():
     pure = train(num_procs=1, weight_bytes=2, gradient_bytes=2, master_bytes=0, moment_bytes=2)
     assert sum(parts(pure, Part.OPTIMIZER).values()) == 340 * 4
     assert "master weights" not in parts(pure, Part.OPTIMIZER)
-    cast = train(num_procs=1, weight_bytes=4, master_bytes=0)
-    assert parts(cast, Part.WEIGHTS) == {"weights": 1360}
+    cast = train(weight_bytes=4, master_bytes=0)
+    assert parts(cast, Part.WEIGHTS) == {"weights": 1360 / 4}
     assert working(cast, "train")["gathered weights"] == 680
-    copied = train(backend="fsdp", num_procs=1, weight_bytes=4, master_bytes=0)
+    copied = train(num_procs=1, weight_bytes=4, master_bytes=0)
     assert parts(copied, Part.WEIGHTS) == {"weights": 1360, "16-bit copy of the weights": 680}
     assert "gathered weights" not in working(copied, "train")
     assert "gathered weights" not in working(train(num_procs=1), "train")

@@ -374,12 +374,13 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
         model_assumed=assumed,
     )
     if role in ("rollout", "judge"):
-        section = config.rollout if role == "rollout" else config.reward.judge.engine
+        rollout, judge = config.rollout, config.reward.judge.engine
+        section = rollout if role == "rollout" else judge
         is_vllm = engine_kind(config, role) == "vllm"
         return replace(
             spec,
             tensor_parallel=section.tensor_parallel_size,
-            num_procs=section.num_engines,
+            num_procs=rollout.num_engines if role == "rollout" else judge.num_engines,
             share=(section.memory_share or DEFAULT_ENGINE_SHARE) if is_vllm else None,
             can_offload=frozenset({Part.WEIGHTS, Part.KV_CACHE}),
             memory=EngineMemory(

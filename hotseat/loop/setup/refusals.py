@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotseat.agents.environments.families import library_problem
 from hotseat.config import Config
 from hotseat.config.built import not_built
 from hotseat.config.checks import missing
@@ -106,6 +105,8 @@ def _user_files(config: Config) -> Iterator[tuple[str, str]]:
             yield key, problem
     environment = config.agent.environment
     if environment.family is not None:
+        from hotseat.agents.environments.families import library_problem  # which loads torch
+
         problem = library_problem(environment.family, config.agent.python)
         if problem is not None:
             yield "agent.environment", problem
