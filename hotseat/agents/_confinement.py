@@ -79,15 +79,15 @@ def works(confinement: Confinement) -> bool:
 
 def namespaces() -> list[tuple[str, ...]]:
     """Return the words before a command by which the programs of this system start it in a PID namespace."""
-    found = []
+    commands = []
     unshare, bubblewrap = shutil.which("unshare"), shutil.which("bwrap")
     if unshare is not None:
         user = () if os.geteuid() == 0 else ("--user", "--map-current-user")
-        found.append((unshare, *user, "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"))
+        commands.append((unshare, *user, "--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"))
     if bubblewrap is not None:
         words = ("--unshare-pid", "--die-with-parent", "--dev-bind", "/", "/", "--proc", "/proc", "--")
-        found.append((bubblewrap, *words))
-    return found
+        commands.append((bubblewrap, *words))
+    return commands
 
 
 def own_groups() -> Path | None:

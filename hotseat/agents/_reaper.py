@@ -33,11 +33,11 @@ def end_marked(is_meant: Callable[[str], bool]) -> None:
     deadline = time.monotonic() + _SWEEP_S
     num_clean = 0
     while num_clean < 2 and time.monotonic() < deadline:
-        found = [pid for pid in _pids() if _is_marked(pid, is_meant)]
-        num_clean = 0 if found else num_clean + 1
-        for pid in found:
+        alive = [pid for pid in _pids() if _is_marked(pid, is_meant)]
+        num_clean = 0 if alive else num_clean + 1
+        for pid in alive:
             _kill(pid, is_meant)
-        if found:
+        if alive:
             time.sleep(0.01)
 
 

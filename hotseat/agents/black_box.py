@@ -240,13 +240,13 @@ def _rewards(
     them are not learned from, the sum alone counts.
     """
     reward = None if result.get("reward") is None else number("the reward of the result", result["reward"])
-    given = result.get("turn_rewards")
-    if given is None:
+    rewards = result.get("turn_rewards")
+    if rewards is None:
         return reward, ()
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(given) != len(asked):
-        shown = f"{len(given)} numbers" if isinstance(given, list | tuple) else f"a {type(given).__name__}"
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str | bytes) or len(rewards) != len(asked):
+        shown = f"{len(rewards)} numbers" if isinstance(rewards, list | tuple) else f"a {type(rewards).__name__}"
         raise AgentError(f"turn_rewards of the result is {shown}, not one for each of the {len(asked)} answers")
-    numbers = [number(f"turn_rewards[{at}]", value) for at, value in enumerate(given)]
+    numbers = [number(f"turn_rewards[{at}]", value) for at, value in enumerate(rewards)]
     total = sum(numbers)
     if reward is not None and not math.isclose(reward, total, rel_tol=1e-6, abs_tol=1e-6):
         raise AgentError(f"turn_rewards of the result sum up to {total:g}, but its reward is {reward:g}: leave one out")

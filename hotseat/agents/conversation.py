@@ -159,8 +159,8 @@ class Conversation:
         rest = text.partition(_PLACE)[2]
         if said.stop is None or (said.stop not in rest and not calls):
             return rest
-        _, found, tail = rest.partition(said.stop)
-        return tail if found else None
+        _, stop, tail = rest.partition(said.stop)
+        return tail if stop else None
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
@@ -266,8 +266,8 @@ def _digest_after(before: bytes, message: Message) -> bytes:
     """Return the digest of a conversation with one more message. Of an answer, what clients send back counts."""
     if message.get("role") == "assistant":
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        told = [[call.get("name"), _parsed(call.get("arguments"))] for call in calls]
-        return _hashed(["assistant", text_of_content(message.get("content")), told], before)
+        named = [[call.get("name"), _parsed(call.get("arguments"))] for call in calls]
+        return _hashed(["assistant", text_of_content(message.get("content")), named], before)
     rest = {name: value for name, value in message.items() if value is not None and name != "content"}
     return _hashed([rest, text_of_content(message.get("content"))], before)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import Asked, BadRequest, Given, own_settings
+from hotseat.agents.gateway.asking import Asked, BadRequest, ClientAnswer, own_settings
 from hotseat.agents.gateway.reply import Event, Reply, pieces
 from hotseat.agents.gateway.session import Session
 
@@ -41,8 +41,8 @@ async def create(body: Mapping[str, Any], session: Session) -> Reply:
         stop=fields.stops(body, "stop_sequences"),
         own=own,
     )
-    [given] = await session.answer(asked)
-    return _Message(body, given)
+    [answer] = await session.answer(asked)
+    return _Message(body, answer)
 
 
 def _tools(value: Any) -> Any:
@@ -103,8 +103,8 @@ def _assistant(content: list[Any]) -> dict[str, Any]:
 
 
 class _Message(Reply):
-    def __init__(self, body: Mapping[str, Any], given: Given):
-        self._given = given
+    def __init__(self, body: Mapping[str, Any], answer: ClientAnswer):
+        self._answer = answer
         self._frame = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -113,24 +113,24 @@ class _Message(Reply):
         }
 
     def body(self) -> dict[str, Any]:
-        used = {"input_tokens": len(self._given.context), "output_tokens": len(self._given.token_ids)}
+        used = {"input_tokens": len(self._answer.context), "output_tokens": len(self._answer.token_ids)}
         return {**self._frame, "content": self._blocks(), **self._end(), "usage": used}
 
     def _end(self) -> dict[str, Any]:
-        given = self._given
-        if given.tool_calls:
+        answer = self._answer
+        if answer.tool_calls:
             reason = "tool_use"
-        elif given.stop is not None:
+        elif answer.stop is not None:
             reason = "stop_sequence"
         else:
-            reason = "max_tokens" if given.is_cut else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": given.stop}
+            reason = "max_tokens" if answer.is_cut else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": answer.stop}
 
     def _blocks(self) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []
-        if self._given.text or not self._given.tool_calls:
-            blocks.append({"type": "text", "text": self._given.text})
-        for call in self._given.tool_calls:
+        if self._answer.text or not self._answer.tool_calls:
+            blocks.append({"type": "text", "text": self._answer.text})
+        for call in self._answer.tool_calls:
             arguments = _object(call["function"]["arguments"])
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
         return blocks
@@ -141,7 +141,7 @@ class _Message(Reply):
 
     def _events(self) -> Iterator[dict[str, Any]]:
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        used = {"input_tokens": len(self._given.context), "output_tokens": 0}
+        used = {"input_tokens": len(self._answer.context), "output_tokens": 0}
         yield {"type": "message_start", "message": {**self._frame, **begun, "usage": used}}
         for index, block in enumerate(self._blocks()):
             is_text = block["type"] == "text"
@@ -151,7 +151,7 @@ class _Message(Reply):
                 delta = {"type": "text_delta", "text": piece} if is_text else _json_delta(piece)
                 yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
-        used = {"output_tokens": len(self._given.token_ids)}
+        used = {"output_tokens": len(self._answer.token_ids)}
         yield {"type": "message_delta", "delta": self._end(), "usage": used}
         yield {"type": "message_stop"}
 

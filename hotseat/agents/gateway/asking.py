@@ -35,7 +35,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Given:
+class ClientAnswer:
     """One answer to a client."""
 
     context: tuple[int, ...]

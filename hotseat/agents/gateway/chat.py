@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, Given, own_settings
+from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, ClientAnswer, own_settings
 from hotseat.agents.gateway.reply import Event, Reply, pieces
 from hotseat.agents.gateway.session import Session
 
@@ -72,7 +72,7 @@ async def completions(body: Mapping[str, Any], session: Session) -> Reply:
     )
     requests = [replace(asked, **prompt) for prompt in _prompts(body.get("prompt"))]
     answers = await asyncio.gather(*(session.answer(request) for request in requests))
-    return _Text(body, session, [given for several in answers for given in several])
+    return _Text(body, session, [answer for several in answers for answer in several])
 
 
 def _check(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -107,10 +107,10 @@ class _OpenAI(Reply):
     chunk_name = ""
     prefix = ""
 
-    def __init__(self, body: Mapping[str, Any], session: Session, given: list[Given]):
+    def __init__(self, body: Mapping[str, Any], session: Session, answers: list[ClientAnswer]):
         options = body.get("stream_options") or {}
         self._session = session
-        self._given = given
+        self._answers = answers
         self._shows_tokens = bool(body.get("return_token_ids"))
         self._shows_usage = bool(options.get("include_usage"))
         self._frame = {
@@ -120,62 +120,62 @@ class _OpenAI(Reply):
         }
 
     def body(self) -> dict[str, Any]:
-        choices = [self._choice(index, given) | self._tokens(given) for index, given in enumerate(self._given)]
-        shown = {"prompt_token_ids": list(self._given[0].context)} if self._shows_tokens else {}
-        return {**self._frame, "object": self.name, "choices": choices, "usage": usage(self._given), **shown}
+        choices = [self._choice(index, answer) | self._tokens(answer) for index, answer in enumerate(self._answers)]
+        shown = {"prompt_token_ids": list(self._answers[0].context)} if self._shows_tokens else {}
+        return {**self._frame, "object": self.name, "choices": choices, "usage": usage(self._answers), **shown}
 
     def events(self) -> Iterator[Event]:
         frame = {**self._frame, "object": self.chunk_name}
-        for index, given in enumerate(self._given):
-            for choice in self._parts(given):
+        for index, answer in enumerate(self._answers):
+            for choice in self._parts(answer):
                 yield Event({**frame, "choices": [{"index": index, "finish_reason": None, **choice}]})
         if self._shows_usage:
-            yield Event({**frame, "choices": [], "usage": usage(self._given)})
+            yield Event({**frame, "choices": [], "usage": usage(self._answers)})
         yield Event("[DONE]")
 
-    def _tokens(self, given: Given) -> dict[str, Any]:
-        return {"token_ids": list(given.token_ids)} if self._shows_tokens else {}
+    def _tokens(self, answer: ClientAnswer) -> dict[str, Any]:
+        return {"token_ids": list(answer.token_ids)} if self._shows_tokens else {}
 
     @abstractmethod
-    def _choice(self, index: int, given: Given) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ClientAnswer) -> dict[str, Any]:
         """Return one answer as an entry of `choices`."""
 
     @abstractmethod
-    def _parts(self, given: Given) -> Iterator[dict[str, Any]]:
+    def _parts(self, answer: ClientAnswer) -> Iterator[dict[str, Any]]:
         """Yield what differs between the chunks of one answer."""
 
 
 class _Chat(_OpenAI):
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, body: Mapping[str, Any], session: Session, given: list[Given]):
-        super().__init__(body, session, given)
+    def __init__(self, body: Mapping[str, Any], session: Session, answers: list[ClientAnswer]):
+        super().__init__(body, session, answers)
         self._has_log_probs = fields.flag(body, "logprobs")
 
-    def _choice(self, index: int, given: Given) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ClientAnswer) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"refusal": None, **given.message},
-            "logprobs": self._log_probs(given),
-            "finish_reason": _finish(given),
+            "message": {"refusal": None, **answer.message},
+            "logprobs": self._log_probs(answer),
+            "finish_reason": _finish(answer),
         }
 
-    def _parts(self, given: Given) -> Iterator[dict[str, Any]]:
+    def _parts(self, answer: ClientAnswer) -> Iterator[dict[str, Any]]:
         yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        if given.reasoning:
-            yield {"delta": {"reasoning_content": given.reasoning}}
-        shown = [given.text] if self._has_log_probs else pieces(given.text)
+        if answer.reasoning:
+            yield {"delta": {"reasoning_content": answer.reasoning}}
+        shown = [answer.text] if self._has_log_probs else pieces(answer.text)
         for text in shown:
-            yield {"delta": {"content": text}, "logprobs": self._log_probs(given)}
-        for at, call in enumerate(given.tool_calls):
+            yield {"delta": {"content": text}, "logprobs": self._log_probs(answer)}
+        for at, call in enumerate(answer.tool_calls):
             yield {"delta": {"tool_calls": [{"index": at, "type": "function", **call}]}}
-        yield {"delta": {}, "finish_reason": _finish(given), **self._tokens(given)}
+        yield {"delta": {}, "finish_reason": _finish(answer), **self._tokens(answer)}
 
-    def _log_probs(self, given: Given) -> dict[str, Any] | None:
+    def _log_probs(self, answer: ClientAnswer) -> dict[str, Any] | None:
         if not self._has_log_probs:
             return None
         shown = []
-        for token, log_prob in zip(given.token_ids, given.log_probs, strict=True):
+        for token, log_prob in zip(answer.token_ids, answer.log_probs, strict=True):
             text = self._session.token_text(token)
             shown.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
         return {"content": shown, "refusal": None}
@@ -184,42 +184,42 @@ class _Chat(_OpenAI):
 class _Text(_OpenAI):
     name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, body: Mapping[str, Any], session: Session, given: list[Given]):
-        super().__init__(body, session, given)
+    def __init__(self, body: Mapping[str, Any], session: Session, answers: list[ClientAnswer]):
+        super().__init__(body, session, answers)
         self._has_log_probs = body.get("logprobs") is not None
 
-    def _choice(self, index: int, given: Given) -> dict[str, Any]:
-        shown = {"prompt_token_ids": list(given.context)} if self._shows_tokens else {}
+    def _choice(self, index: int, answer: ClientAnswer) -> dict[str, Any]:
+        shown = {"prompt_token_ids": list(answer.context)} if self._shows_tokens else {}
         return {
             "index": index,
-            "text": given.text,
-            "logprobs": self._log_probs(given),
-            "finish_reason": _finish(given),
+            "text": answer.text,
+            "logprobs": self._log_probs(answer),
+            "finish_reason": _finish(answer),
             **shown,
         }
 
-    def _parts(self, given: Given) -> Iterator[dict[str, Any]]:
-        shown = [given.text] if self._has_log_probs else pieces(given.text)
+    def _parts(self, answer: ClientAnswer) -> Iterator[dict[str, Any]]:
+        shown = [answer.text] if self._has_log_probs else pieces(answer.text)
         for text in shown:
-            yield {"text": text, "logprobs": self._log_probs(given)}
-        yield {"text": "", "logprobs": None, "finish_reason": _finish(given), **self._tokens(given)}
+            yield {"text": text, "logprobs": self._log_probs(answer)}
+        yield {"text": "", "logprobs": None, "finish_reason": _finish(answer), **self._tokens(answer)}
 
-    def _log_probs(self, given: Given) -> dict[str, Any] | None:
+    def _log_probs(self, answer: ClientAnswer) -> dict[str, Any] | None:
         if not self._has_log_probs:
             return None
-        texts = [self._session.token_text(token) for token in given.token_ids]
+        texts = [self._session.token_text(token) for token in answer.token_ids]
         offsets = list(accumulate(map(len, texts), initial=0))[:-1]
-        return {"tokens": texts, "token_logprobs": list(given.log_probs), "top_logprobs": None, "text_offset": offsets}
+        return {"tokens": texts, "token_logprobs": list(answer.log_probs), "top_logprobs": None, "text_offset": offsets}
 
 
-def _finish(given: Given) -> str:
-    if given.tool_calls:
+def _finish(answer: ClientAnswer) -> str:
+    if answer.tool_calls:
         return "tool_calls"
-    return "length" if given.is_cut else "stop"
+    return "length" if answer.is_cut else "stop"
 
 
-def usage(given: list[Given]) -> dict[str, Any]:
+def usage(answers: list[ClientAnswer]) -> dict[str, Any]:
     """Return the numbers of tokens of a request. A context that several answers follow counts once."""
-    read = sum(map(len, {answer.context for answer in given}))
-    sampled = sum(len(answer.token_ids) for answer in given)
+    read = sum(map(len, {answer.context for answer in answers}))
+    sampled = sum(len(answer.token_ids) for answer in answers)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}

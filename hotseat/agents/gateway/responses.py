@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, Given, own_settings
+from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, ClientAnswer, own_settings
 from hotseat.agents.gateway.chat import usage
 from hotseat.agents.gateway.reply import Event, Reply, pieces
 from hotseat.agents.gateway.session import Session
@@ -40,8 +40,8 @@ async def create(body: Mapping[str, Any], session: Session) -> Reply:
         max_tokens=fields.integer(body, "max_output_tokens"),
         own=own,
     )
-    [given] = await session.answer(asked)
-    return _Response(body, given)
+    [answer] = await session.answer(asked)
+    return _Response(body, answer)
 
 
 def _tools(value: Any) -> Any:
@@ -83,10 +83,10 @@ def _messages(value: Any, instructions: Any) -> list[dict[str, Any]]:
 
 
 class _Response(Reply):
-    def __init__(self, body: Mapping[str, Any], given: Given):
-        self._given = given
+    def __init__(self, body: Mapping[str, Any], answer: ClientAnswer):
+        self._answer = answer
         self._text_id, self._id = f"msg_{secrets.token_hex(12)}", f"resp_{secrets.token_hex(12)}"
-        self._calls = [(f"fc_{secrets.token_hex(12)}", call) for call in given.tool_calls]
+        self._calls = [(f"fc_{secrets.token_hex(12)}", call) for call in answer.tool_calls]
         self._frame = {
             "id": self._id,
             "object": "response",
@@ -104,8 +104,8 @@ class _Response(Reply):
         }
 
     def body(self) -> dict[str, Any]:
-        counted = usage([self._given])
-        is_cut = self._given.is_cut
+        counted = usage([self._answer])
+        is_cut = self._answer.is_cut
         return {
             **self._frame,
             "status": "incomplete" if is_cut else "completed",
@@ -122,14 +122,14 @@ class _Response(Reply):
 
     def _items(self) -> list[tuple[dict[str, Any], str]]:
         """Return the items of the output, each with the text that a stream has it in pieces of."""
-        given, items = self._given, []
-        if given.text or not given.tool_calls:
-            part = {"type": "output_text", "text": given.text, "annotations": [], "logprobs": []}
-            status = "incomplete" if given.is_cut else "completed"
+        answer, items = self._answer, []
+        if answer.text or not answer.tool_calls:
+            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+            status = "incomplete" if answer.is_cut else "completed"
             items.append(
                 (
                     {"id": self._text_id, "type": "message", "role": "assistant", "status": status, "content": [part]},
-                    given.text,
+                    answer.text,
                 )
             )
         for name, call in self._calls:

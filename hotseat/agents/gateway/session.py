@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
-from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, Given
+from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, ClientAnswer
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
 from hotseat.agents.gateway.settings import SessionSettings
 from hotseat.agents.transcript import decode, decode_after
@@ -100,7 +100,7 @@ class Session:
         self._num_asked = 0
         self._turns: dict[bytes, set[int]] = {}  # by context: numbers of the requests for it
 
-    async def answer(self, asked: Asked) -> list[Given]:
+    async def answer(self, asked: Asked) -> list[ClientAnswer]:
         """Return the answers to a request, and record them. Raises `BadRequest` for what cannot be answered."""
         settings = self._policy.settings
         sampling, is_learned = self._sampling(asked.own)
@@ -130,8 +130,10 @@ class Session:
             raise
         return await self._policy.work(self._give, context, completions, asked, is_learned)
 
-    def _give(self, context: Context, completions: list[Completion], asked: Asked, is_learned: bool) -> list[Given]:
-        return [self._given(context, completion, asked, is_learned) for completion in completions]
+    def _give(
+        self, context: Context, completions: list[Completion], asked: Asked, is_learned: bool
+    ) -> list[ClientAnswer]:
+        return [self._client_answer(context, completion, asked, is_learned) for completion in completions]
 
     def token_text(self, token_id: int) -> str:
         return decode(self._policy.tokenizer, [token_id])
@@ -232,14 +234,14 @@ class Session:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def _given(self, context: Context, completion: Completion, asked: Asked, is_learned: bool) -> Given:
+    def _client_answer(self, context: Context, completion: Completion, asked: Asked, is_learned: bool) -> ClientAnswer:
         stop = _first_stop(self.conversation.text_of(context, completion.token_ids), asked.stop)
         if stop is not None:
             completion = self._cut(context, completion, stop)
         text = self._visible(context, completion.token_ids)
         if stop is not None and stop in text:
             text = text[: text.find(stop)]
-        given = Given(
+        answer = ClientAnswer(
             context.token_ids,
             completion.token_ids,
             completion.log_probs,
@@ -248,11 +250,11 @@ class Session:
             stop=stop,
         )
         if asked.tools and stop is None:
-            given = self._with_tool_calls(given, context, completion, asked)
-        message = None if asked.messages is None else given.message
+            answer = self._with_tool_calls(answer, context, completion, asked)
+        message = None if asked.messages is None else answer.message
         self.conversation.record(context, completion, message, is_learned=is_learned)
-        self.is_cut = given.is_cut
-        return given
+        self.is_cut = answer.is_cut
+        return answer
 
     def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
         """Return a completion up to the token that completes a stop string: an engine would have stopped there."""
@@ -276,18 +278,20 @@ class Session:
         shown = [token for token in token_ids if token not in self._policy.special_ids]
         return decode_after(self._policy.tokenizer, context.token_ids, shown) if shown else ""
 
-    def _with_tool_calls(self, given: Given, context: Context, completion: Completion, asked: Asked) -> Given:
+    def _with_tool_calls(
+        self, answer: ClientAnswer, context: Context, completion: Completion, asked: Asked
+    ) -> ClientAnswer:
         parser = self._policy.parser
         assert parser is not None, "tools without a parser"
         raw = self.conversation.text_of(context, completion.token_ids)
         parsed = parser(Sampled(context.text, context.token_ids, raw, completion.token_ids), asked.tools)
         if parsed is None:
-            return given
+            return answer
         calls = tuple(
             {"id": f"call_{secrets.token_hex(12)}", "function": {"name": name, "arguments": arguments}}
             for name, arguments in parsed.calls
         )
-        return replace(given, text=parsed.content, tool_calls=calls, reasoning=parsed.reasoning)
+        return replace(answer, text=parsed.content, tool_calls=calls, reasoning=parsed.reasoning)
 
     def check(self) -> None:
         """Raise what the engine raised, and refuse an episode in which nothing was sampled."""
