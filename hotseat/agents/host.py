@@ -269,12 +269,15 @@ class AgentHost:
         try:
             completion = await self._ask_in_time(job, request)
         except asyncio.CancelledError:
-            if not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                self._abort_request(job, name)
+            else:
                 job.engine_error = WorkerError(f"request {name} was cancelled by the engine")
                 self._end_request(job, name)
             job.turns.discard(turn)  # nobody got an answer, so the same request may come again
             raise
         except AgentError:
+            self._abort_request(job, name)
             raise
         except Exception as error:
             job.engine_error = error
@@ -300,6 +303,13 @@ class AgentHost:
         if not job.in_flight and job.tool_clock is not None and not job.future.done():
             job.tool_clock.start()
 
+    def _abort_request(self, job: _Job, name: str) -> None:
+        """End a request whose answer nobody waits for any more, while its episode may continue."""
+        if self._abort is not None:
+            with contextlib.suppress(Exception):  # the reason why nobody waits is what counts
+                self._abort([name])
+        self._end_request(job, name)
+
     async def _ask_in_time(self, job: _Job, request: Request) -> Completion:
         """Return the engine's answer, or what there is of it when the policy's time is over."""
         asked = self._ask(request)
@@ -319,21 +329,25 @@ class AgentHost:
                 self._fail(job, reason)
                 raise AgentError(reason)
             job.is_out_of_time = job.is_out_of_time or not is_turn
-            return await self._cut(request.id, answer)
+            return await self._cut(job, request.id, answer)
         finally:
             if not answer.done():
                 answer.cancel()
 
-    async def _cut(self, name: str, answer: asyncio.Future[Completion]) -> Completion:
-        """End a request, and return what the engine has sampled of it as if it had reached its limit of tokens."""
+    async def _cut(self, job: _Job, name: str, answer: asyncio.Future[Completion]) -> Completion:
+        """End a request, and return what the engine has sampled of it as if it had reached its limit of tokens.
+
+        Without a token of it, the episode has no such turn: at the end of its time it consists of the earlier ones.
+        """
         if self._abort is not None:
             self._abort([name])
             await asyncio.wait({answer}, timeout=_CUT_S)
+        error = OutOfTimeError if job.is_out_of_time else AgentError
         if not answer.done() or answer.cancelled():
-            raise AgentError(f"request {name}: its time was over, and the engine did not return what it had sampled")
+            raise error(f"request {name}: its time was over, and the engine did not return what it had sampled")
         completion = answer.result()
         if not completion.token_ids:
-            raise AgentError(f"request {name}: its time was over before a token was sampled")
+            raise error(f"request {name}: its time was over before a token was sampled")
         return replace(completion, finish="length") if completion.finish == "abort" else completion
 
     # --- in any thread ------------------------------------------------------------------------------------------------

@@ -451,6 +451,35 @@ def test_a_policy_that_sampled_nothing_in_time_fails():
     assert "did not return what it had sampled" in played(engine, turn_s=0.02, scores_policy=True).reason
 
 
+def test_earlier_turns_are_scored_where_the_policy_sampled_nothing_of_the_last_in_time():
+    engine = Slow("ab")
+    engine.abort = lambda names: [
+        engine.waiting[name].set_result(completion_of(engine.waiting[name].request, "", "abort"))
+        for name in names
+        if not engine.waiting[name].done()
+    ]
+    scored = played(engine, timeout_s=0.3, scores_policy=True)
+    assert marked(scored.episode)[0].startswith("q[ab]")
+    assert scored.turn_rewards == (2.0,)
+    assert scored.episode.is_truncated
+
+
+def test_the_limit_of_tools_holds_after_a_request_that_was_given_up():
+    aborted = []
+
+    async def run(prompt, key, sampling, sample):
+        given_up = asyncio.create_task(sample([1], sampling, 0))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.Event().wait()
+
+    limits = Deadlines(tool_s=0.1, scores_policy=True)
+    failed = outcome(run, lambda request: Future(), timeout_s=WAIT_S, abort=aborted.append, deadlines=limits)
+    assert "took longer than 0.1 s between answers (agent.tool_timeout_s)" in failed.reason
+    assert aborted == [["0/3/1/0#0"]]
+
+
 def test_tools_that_block_do_not_block_other_episodes():
     released = threading.Event()
 

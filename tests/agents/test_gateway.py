@@ -171,6 +171,7 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it():
     tokenizer = tokenizer_of("smollm2")
     assert tokenizer.decode(segment.token_ids) == "Q: add\nObs: 7bad<|im_end|>"
     assert tokenizer.decode(segment.token_ids[segment.mask]) == "add\nObbad<|im_end|>"  # not "s: made up"
+    assert len(outcome.episode.facts.turns) == 2  # the time of the answer that was cut is known too
 
 
 def test_an_answer_cut_at_the_clients_limit_says_so():

@@ -137,6 +137,24 @@ def test_silence_becomes_an_error_that_names_engine_and_request():
         asyncio.run(main())
 
 
+def test_what_was_sampled_of_a_request_that_is_ended_at_its_deadline_has_time_to_come():
+    engines = FakeEngines(1)
+    engines.is_silent = True
+
+    async def main():
+        client = EngineClient(engines, "host-0", timeout_s=0.8)
+        ended, other = (asyncio.create_task(client.generate(request(name))) for name in "ab")
+        await asyncio.sleep(0.4)
+        client.abort(["a"])
+        with pytest.raises(DeadlineError, match="request b"):
+            await other
+        engines.is_silent = False
+        return await ended
+
+    assert asyncio.run(main()).request_id == "a"
+    assert engines.aborted == [(0, ["a"])]
+
+
 def test_a_second_batch_of_requests_is_sent_at_once():
     engines = FakeEngines(1)
 

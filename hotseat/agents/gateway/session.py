@@ -266,12 +266,12 @@ class Session:
             else:
                 low = middle + 1
         is_whole = low == len(completion.token_ids)
-        return Completion(
-            completion.request_id,
-            completion.token_ids[:low],
-            completion.log_probs[:low],
-            completion.versions[:low],
-            completion.finish if is_whole else "length",  # it does not end with a stop token
+        return replace(
+            completion,
+            token_ids=completion.token_ids[:low],
+            log_probs=completion.log_probs[:low],
+            versions=completion.versions[:low],
+            finish=completion.finish if is_whole else "length",  # it does not end with a stop token
         )
 
     def _visible(self, context: Context, token_ids: tuple[int, ...]) -> str:

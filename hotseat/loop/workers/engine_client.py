@@ -43,7 +43,7 @@ class TakesRequests(Protocol):
 
 @dataclass(eq=False)
 class _Open:
-    """A request that is waited for. since_s: when it was sent last. among: the requests of the same engine, by id."""
+    """A request that is waited for. since_s: when it was sent or ended last. among: those of the same engine, by id."""
 
     request: Request
     future: asyncio.Future[Completion]
@@ -81,7 +81,7 @@ class EngineClient:
         self._outbox: dict[int, list[_Open]] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
         self._submitting: set[asyncio.Task[None]] = set()
-        self._to_abort: dict[int, list[str]] = {}
+        self._to_abort: dict[int, dict[str, None]] = {}  # by rank, each id once
         self.num_sent_again = 0
 
     @property
@@ -107,6 +107,8 @@ class EngineClient:
         for name in request_ids:
             for waiting in self._in_flight.values():
                 if name in waiting:
+                    # A new limit: who ends a request at the old one still waits for what was sampled.
+                    waiting[name].since_s = time.monotonic()
                     self._abort_later(waiting[name])
             if name in self._without_engine:
                 self._without_engine[name].future.cancel()
@@ -202,7 +204,7 @@ class EngineClient:
         now = time.monotonic()
         for name, opened in list(waiting.items()):
             if now - opened.since_s < self._timeout_s:
-                return
+                continue
             error = DeadlineError(f"engine {rank}: request {name} had no answer in {self._timeout_s:.0f} s")
             _fail([opened], error)
 
@@ -212,13 +214,13 @@ class EngineClient:
             if opened.among is waiting:
                 if not self._to_abort:
                     asyncio.get_running_loop().call_soon(self._send_aborts)
-                self._to_abort.setdefault(rank, []).append(opened.request.id)
+                self._to_abort.setdefault(rank, {})[opened.request.id] = None
 
     def _send_aborts(self) -> None:
         to_abort, self._to_abort = self._to_abort, {}
         for rank, names in to_abort.items():
             with suppress(RunError):  # an engine that is gone has nothing to abort
-                self._engine(rank).start(TakesRequests.abort, names)
+                self._engine(rank).start(TakesRequests.abort, list(names))
 
 
 def _fail(requests: Iterable[_Open], error: Exception) -> None:
