@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import inspect
 import re
 import sys
 import traceback
 import types
-from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hotseat.agents._globals import needs_own_globals
 from hotseat.agents._openrlhf import ExecutorAgent, FunctionTurns, InstanceTurns, accepted, stand_in
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
 from hotseat.agents.gateway.settings import ProgramSettings
@@ -77,7 +75,7 @@ def _load(
         except AgentError as error:
             raise UserError(f"{file}: {error}") from None
     if name == "step":
-        load = source.load if needs_own_globals(module) else lambda: module
+        load = source.load if needs_own_globals(module, source.text) else lambda: module
         return MultiTurn.of_turns(lambda: FunctionTurns(load), tokenizer, run_seed=seed, **limits)
     if name == "AgentInstance":
         return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, run_seed=seed, **limits)
@@ -119,48 +117,14 @@ def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tup
     raise UserError(f"{file}: no agent in it; what would fit: {_FORMS}")
 
 
-_CONTAINERS = (list, dict, set, bytearray, deque)
-
-
-def needs_own_globals(module: types.ModuleType) -> bool:
-    """Tell whether functions of a module may change its globals, so that episodes cannot share it.
-
-    They may if one of them assigns to a global, or uses one that is a container, or an object of a class of the file
-    itself. Objects of libraries, such as a tokenizer or a model, are shared: to make them is what takes long.
-    """
-    codes = list(_codes(module))
-    if any(each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for code in codes for each in dis.get_instructions(code)):
-        return True
-    used = {name for code in codes for name in code.co_names}
-    values = [value for name, value in vars(module).items() if name in used]
-    return any(isinstance(value, _CONTAINERS) or type(value).__module__ == _MODULE for value in values)
-
-
-def _codes(module: types.ModuleType) -> Iterator[types.CodeType]:
-    """Yield the code of all functions of a module, those of classes and inner ones too."""
-    waiting: list[Any] = [value for value in vars(module).values() if getattr(value, "__module__", None) == _MODULE]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, type):
-            waiting += [getattr(each, "__func__", each) for each in vars(value).values()]
-        elif isinstance(value, property):
-            waiting += [each for each in (value.fget, value.fset, value.fdel) if each is not None]
-        elif isinstance(value, types.CodeType):
-            yield value
-            waiting += [each for each in value.co_consts if isinstance(each, types.CodeType)]
-        elif hasattr(value, "__wrapped__") or hasattr(value, "__code__"):
-            waiting += [
-                each for each in (getattr(value, "__wrapped__", None), getattr(value, "__code__", None)) if each
-            ]
-
-
 class _Source:
     """A file that can be loaded more than once: read and compiled the first time, run each time."""
 
     def __init__(self, file: Path):
         self._file = file
         try:
-            self._code = compile(file.read_text(encoding="utf-8"), str(file), "exec")
+            self.text = file.read_text(encoding="utf-8")
+            self._code = compile(self.text, str(file), "exec")
         except OSError as error:
             raise UserError(f"agent: {file}: {error.strerror or error}") from None
         except (SyntaxError, ValueError) as error:

@@ -185,6 +185,35 @@ def step(state, action, label, **kwargs):
         ("COUNT = 0", "pass", "global COUNT; COUNT = 1", False),
         ("SEEN = {}", "SEEN[text] = 1", "pass", False),
         ("class Env: pass\nENV = Env()", "ENV.text = text", "pass", False),
+        ("class State: turn = 0", "State.turn += 1", "pass", False),
+        ("class State:\n    turn = 0\n    def go(self): type(self).turn += 1", "State().go()", "pass", False),
+        ("class State: seen = []", "State().seen.append(text)", "pass", False),
+        ("", "helper.count = 1", "pass", False),
+        ("def seen(text, all_of_them=[]): all_of_them.append(text)", "seen(text)", "pass", False),
+        ("import types\nSTATE = types.SimpleNamespace(turn=0)", "STATE.turn += 1", "pass", False),
+        ("import random\nRNG = random.Random(0)", "RNG.random()", "pass", False),
+        ("import itertools\nCOUNT = itertools.count()", "next(COUNT)", "pass", False),
+        ("import numpy\nSEEN = numpy.zeros(1)", "SEEN[0] += 1", "pass", False),
+        ("import functools\n@functools.cache\ndef seen(): return []", "seen().append(text)", "pass", False),
+        ("APPEND = [].append", "APPEND(text)", "pass", False),
+        (
+            "def make():\n    seen = []\n    return lambda text: seen.append(text)\nSEEN = make()",
+            "SEEN(text)",
+            "pass",
+            False,
+        ),
+        ("PAIR = (1, [])", "PAIR[1].append(text)", "pass", False),
+        ("", "globals()['LIMIT'] = 4", "pass", False),
+        ("class Memory:\n    def __init__(self): self.seen = []", "Memory().seen.append(text)", "pass", True),
+        (
+            "import enum, typing, dataclasses\nclass Kind(enum.Enum):\n    A = 1\n"
+            "@dataclasses.dataclass\nclass Move:\n    kind: typing.Optional[Kind] = None\n"
+            "    of: list = dataclasses.field(default_factory=list)\n"
+            "class Pair(typing.NamedTuple):\n    x: int = 0\nNAMES = (1, 'a', Kind.A, len)",
+            "return Move(Kind.A), Pair(), NAMES",
+            "pass",
+            True,
+        ),
     ],
 )
 def test_a_file_is_executed_once_for_all_episodes_unless_its_globals_may_change(
