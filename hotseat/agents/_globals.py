@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import datetime
 import decimal
 import enum
@@ -30,6 +31,7 @@ _NEVER_CHANGE = (
 _STATEFUL = sys.stdlib_module_names | {"numpy"}
 _STATEFUL_OF_TORCH = ("Tensor", "Parameter", "Generator")
 _REACH_GLOBALS = {"globals", "vars", "setattr", "delattr", "exec", "eval", "__dict__", "__setattr__", "__class__"}
+_MAKERS = ("<string>", dataclasses.__file__, reprlib.__file__)  # files of the code that dataclasses make
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -142,7 +144,7 @@ def _is_made(cls: type, name: str, value: object) -> bool:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):  # by NamedTuple
         return name.startswith("_") or name in cls._fields
     if isinstance(value, types.FunctionType):
-        return "__dataclass_fields__" in vars(cls) and value.__code__.co_filename in ("<string>", reprlib.__file__)
+        return "__dataclass_fields__" in vars(cls) and value.__code__.co_filename in _MAKERS
     return name == "_abc_impl" or (name.startswith("__") and name.endswith("__"))
 
 
