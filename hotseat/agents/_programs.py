@@ -36,6 +36,12 @@ def environment(folder: Path, passed_on: Sequence[str], own: Mapping[str, str]) 
     return {**ours, "HOME": str(folder), "TMPDIR": str(folder), **own}
 
 
+def container_environment() -> dict[str, str]:
+    """Return the variables by which a program's containers are kept where ours are: its HOME is another."""
+    ours = {name: os.environ[name] for name in _reaper.CONTAINER_ENV if name in os.environ}
+    return {"XDG_DATA_HOME": str(Path.home() / ".local" / "share"), **ours}
+
+
 class ProgramHost:
     """The programs of one process: each in a folder of its own, ended with what it started.
 
@@ -78,8 +84,8 @@ class ProgramHost:
 
     def _clean(self, path: Path, name: str, labels: Path) -> None:
         self._confinement.end(name)
-        if self._confinement.kind == "process group":
-            _reaper.end_marked(lambda value: value == name)
+        # Whatever the confinement: a program that may write to control groups can leave its own.
+        _reaper.end_marked(lambda value: value == name)
         _reaper.remove_folder(path)
         labels.unlink(missing_ok=True)
         if self._containers is not None:
@@ -93,13 +99,15 @@ class ProgramHost:
     ) -> tuple[int, str]:
         """Run a program with a line on its standard input; return its exit code and the end of what it wrote."""
         await asyncio.get_running_loop().run_in_executor(None, _check_startable, command[0])
-        marked = {**env, _reaper.MARK: folder.name, "HOTSEAT_LABEL_FILE": str(folder.labels)}
+        stores = {} if self._containers is None else container_environment()
+        marked = {**stores, **env, _reaper.MARK: folder.name, "HOTSEAT_LABEL_FILE": str(folder.labels)}
         return await _run(self._confinement.command(command, folder.name), folder.path, marked, line)
 
 
 def _check_startable(file: str) -> None:
     """Raise what starting the file would raise: in confinement another program starts it, and only says so."""
-    with open(file, "rb") as opened:
+    first = b""
+    with contextlib.suppress(PermissionError), open(file, "rb") as opened:  # what can be executed need not be readable
         first = opened.readline(256)
     words = first[2:].split() if first.startswith(b"#!") else []
     for needed in (file, *(word.decode(errors="replace") for word in words[:1])):

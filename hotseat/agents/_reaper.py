@@ -23,6 +23,8 @@ from typing import Any
 
 MARK = "HOTSEAT_EPISODE"
 HOST_LABEL, EPISODE_LABEL = "hotseat.host", "hotseat.episode"
+# Where an engine of containers keeps them, beside HOME: a program's must be the one by which they are removed.
+CONTAINER_ENV = ("XDG_DATA_HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF", "CONTAINER_HOST", "DOCKER_HOST")
 
 _SWEEP_S = 5.0
 _CONTAINERS_S = 60.0
@@ -74,7 +76,11 @@ def end_group(group: Path) -> None:
     deadline = time.monotonic() + _SWEEP_S
     while group.is_dir() and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            (group / "cgroup.kill").write_text("1")
+            kill = os.open(group / "cgroup.kill", os.O_WRONLY)
+            try:
+                os.write(kill, b"1")
+            finally:
+                os.close(kill)
         for inner in [path for path in group.iterdir() if path.is_dir()]:  # made by the program
             end_group(inner)
         with contextlib.suppress(OSError):
@@ -93,10 +99,12 @@ def remove_containers(engine: str, label: str) -> None:
         raise RuntimeError(f"{engine} ps: {listed.stderr.strip()[-400:]}")
     names = listed.stdout.split()
     if names:
-        subprocess.run(
+        removed = subprocess.run(
             [engine, "rm", "--force", "--volumes", *names],
-            capture_output=True, timeout=_CONTAINERS_S, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=_CONTAINERS_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
+        if removed.returncode != 0:
+            raise RuntimeError(f"{engine} rm: {removed.stderr.strip()[-400:]}")
 
 
 def remove_folder(folder: Path) -> None:
@@ -119,13 +127,12 @@ def remove_folder(folder: Path) -> None:
 
 def start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start a supervisor of this process. task: host, folder, groups (a folder or None), containers (or None)."""
-    names = ("PATH", "HOME", "XDG_RUNTIME_DIR", "CONTAINER_HOST", "DOCKER_HOST")  # for the engine of containers
     return subprocess.Popen(
         [sys.executable, "-I", "-S", os.path.abspath(__file__), json.dumps({**task, "pid": os.getpid()})],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={name: os.environ[name] for name in names if name in os.environ},
+        env={name: os.environ[name] for name in ("PATH", "HOME", *CONTAINER_ENV) if name in os.environ},
         cwd="/",
         start_new_session=True,  # Ctrl-C in the terminal is for the host
     )

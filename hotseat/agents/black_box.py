@@ -167,7 +167,13 @@ class Program(BlackBox):
         if self._programs is None:
             made = asyncio.get_running_loop().run_in_executor(None, ProgramHost, self._settings.containers)
             self._programs = asyncio.ensure_future(made)
-        return await asyncio.shield(self._programs)
+        opening = self._programs
+        try:
+            return await asyncio.shield(opening)
+        except Exception:
+            if self._programs is opening:
+                self._programs = None  # the next episode tries again
+            raise
 
     async def close(self) -> None:
         await super().close()

@@ -249,7 +249,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("algorithm.turn_credit",),
         _rl_but(has_agent),
-        _says("neither agent.path nor agent.command is set, so an episode has one turn"),
+        _says("none of agent.path, agent.command and agent.environment is set, so an episode has one turn"),
     ),
     Rule(
         ("algorithm.gae_lambda",),

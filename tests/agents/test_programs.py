@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
 
 from hotseat.agents import AgentHost, ProgramSettings, _reaper, load_agent
 from hotseat.agents._confinement import Confinement, namespaces, own_groups, works
-from hotseat.agents._programs import ProgramHost
+from hotseat.agents._programs import ProgramHost, _check_startable, environment
 from hotseat.errors import UserError
 from hotseat.types import Episode, Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -104,9 +105,13 @@ def test_a_program_that_fails_is_a_failed_sample_with_its_reason(tmp_path, code,
     assert reason(run(tmp_path, code)) == expected
 
 
-def test_what_a_program_started_ends_with_it(tmp_path):
+def test_what_a_program_started_ends_with_it(tmp_path, monkeypatch):
     """Also at the deadline, with a program that would never end."""
-    child = "import subprocess; child = subprocess.Popen(['sleep', '1000']); open({!r}, 'w').write(str(child.pid))"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    child = (
+        "import subprocess; child = subprocess.Popen(['sleep', '1000']);"
+        " open({!r}, 'w').write(os.readlink(f'/proc/{{child.pid}}/cwd'))"
+    )
     ended, late = tmp_path / "ended", tmp_path / "late"
     assert reason(run(tmp_path, child.format(str(ended)))).startswith("the program did not write")
     hangs = child.format(str(late)) + "; child.wait()"
@@ -114,9 +119,10 @@ def test_what_a_program_started_ends_with_it(tmp_path):
         assert reason(run(tmp_path, hangs, timeout_s=timeout_s)) == f"the agent took longer than {timeout_s:g} s"
         if late.exists() and late.read_text():
             break
+    # By their folders: the numbers that a program sees may be those of its namespace.
     for file in (ended, late):
-        pid = int(file.read_text())
-        wait_until_gone(pid)
+        assert file.read_text().startswith(str(tmp_path))
+    wait_until_none_works_in(tmp_path)
 
 
 def test_a_program_that_never_stops_writing_ends_at_its_deadline(tmp_path):
@@ -124,16 +130,12 @@ def test_a_program_that_never_stops_writing_ends_at_its_deadline(tmp_path):
     assert reason(run(tmp_path, writes, timeout_s=2.0)) == "the agent took longer than 2 s"
 
 
-def wait_until_gone(pid: int) -> None:
-    """Wait for a process to end. It is a child of whoever adopted it, so it may stay a zombie."""
-    gone = threading.Event()
-    while not gone.wait(0.01):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state == "Z":
-            return
+def wait_until_none_works_in(folder: Path) -> None:
+    """Wait for processes to end. One that has ended works nowhere, even if nobody reaps it."""
+    deadline = time.monotonic() + WAIT_S
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline, left
+        threading.Event().wait(0.01)
 
 
 # --- what programs start ----------------------------------------------------------------------------------------------
@@ -194,6 +196,28 @@ def test_what_a_program_started_ends_with_it_whatever_session_it_is_in(name, tmp
     while processes_of(tmp_path):
         threading.Event().wait(0.01)
     programs.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_has_left_its_confinement_is_found_by_its_mark(tmp_path, monkeypatch):
+    """Here by a stand-in for one, which holds nothing back."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    programs = ProgramHost(confinement=Confinement("PID namespace", (shutil.which("env"),)))
+    leaves = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+
+    async def main():
+        async with programs.folder() as folder:
+            code, written = await programs.run([sys.executable, "-c", leaves], folder, dict(os.environ), b"")
+            assert code == 0, written
+            assert processes_of(tmp_path)
+
+    asyncio.run(main())
+    wait_until_none_works_in(tmp_path)
+    programs.close()
+
+
+def test_a_control_group_that_cannot_be_killed_as_a_whole_is_not_used(tmp_path):
+    assert not works(Confinement("control group", groups=tmp_path))
     assert os.listdir(tmp_path) == []
 
 
@@ -287,6 +311,30 @@ def test_containers_with_the_label_of_an_episode_are_removed(tmp_path, monkeypat
     assert os.listdir(tmp_path / "containers") == ["other"]
 
 
+def test_containers_of_a_program_are_kept_where_they_are_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    programs = ProgramHost("true")
+    code = "import os; print(os.environ['XDG_DATA_HOME'])"
+
+    async def main():
+        async with programs.folder() as folder:
+            return await programs.run([sys.executable, "-c", code], folder, environment(folder.path, (), {}), b"")
+
+    try:
+        assert asyncio.run(main()) == (0, str(tmp_path / ".local" / "share"))
+    finally:
+        programs.close()
+
+
+def test_containers_that_cannot_be_removed_are_an_error(tmp_path):
+    engine = tmp_path / "engine"
+    engine.write_text("#!/bin/sh\ncase $1 in\n  ps) echo one ;;\n  rm) echo it is paused >&2; exit 2 ;;\nesac\n")
+    engine.chmod(0o755)
+    with pytest.raises(RuntimeError, match="engine rm: it is paused"):
+        _reaper.remove_containers(str(engine), "hotseat.host=x")
+
+
 @pytest.mark.long
 def test_podmans_containers_with_the_label_are_removed(tmp_path):
     if shutil.which("podman") is None:
@@ -333,6 +381,34 @@ def test_a_program_that_cannot_be_started_is_a_failed_sample(tmp_path):
     with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
         outcome = host.submit(Prompt(3, "bad?", (1,)), SampleKey(0, 3, 1), SAMPLING).result(WAIT_S)
     assert reason(outcome).startswith("the program cannot be started: ")
+
+
+def test_a_program_need_not_be_readable(tmp_path):
+    file = tmp_path / "program"
+    file.write_bytes(b"\x7fELF")
+    file.chmod(0o111)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(folder.stat().st_mode | 0o011)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)  # root reads everything
+        _check_startable(str(file))
+    finally:
+        os.seteuid(user)
+
+
+def test_programs_that_could_not_be_hosted_are_tried_again(tmp_path, monkeypatch):
+    file = tmp_path / "program.py"
+    file.write_text(ASK + "ask([{'role': 'user', 'content': 'bad?'}]); write('1')")
+    programs = ProgramSettings(command=(sys.executable, str(file)))
+    agent = load_agent(None, tokenizer_of("smollm2"), max_length=600, programs=programs)
+    with AgentHost(agent, Engine(), run_seed=5, timeout_s=WAIT_S) as host:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+        first = host.submit(Prompt(3, "bad?", (1,)), KEY, SAMPLING).result(WAIT_S)
+        assert "missing" in reason(first)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        assert host.submit(Prompt(3, "bad?", (1,)), KEY, SAMPLING).result(WAIT_S).reward == 1.0
 
 
 def test_a_file_with_play_is_an_agent_and_one_with_step_too_is_refused(tmp_path):

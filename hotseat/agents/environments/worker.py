@@ -17,6 +17,7 @@ process and all that it started.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import importlib.util
 import inspect
@@ -176,6 +177,8 @@ def _plain(result: Any) -> Any:
     """Replace numbers of numpy and the like by Python's."""
     if isinstance(result, Mapping):
         return {str(name): _plain(value) for name, value in result.items()}
+    if isinstance(result, list | tuple):
+        return [_plain(value) for value in result]
     return result.item() if callable(getattr(result, "item", None)) else result
 
 
@@ -199,8 +202,13 @@ def main(handle: str, spec: str) -> None:
         traceback.print_exc()
         connection.sendall(json.dumps({"id": 0, "error": _described(error)}).encode() + b"\n")
     else:
-        asyncio.run(worker.serve(connection))
+        try:
+            asyncio.run(worker.serve(connection))
+        except BaseException:
+            traceback.print_exc()
     finally:
+        with contextlib.suppress(OSError, ValueError):  # the file may be full or closed
+            sys.stdout.flush()
         os.killpg(0, signal.SIGKILL)
 
 
