@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 
 from chat_templates import STOPS, tokenizer_of
 
@@ -72,3 +75,13 @@ class Engine:
     @property
     def contexts(self) -> list[str]:
         return [tokenizer_of(self._name).decode(request.token_ids) for request in self.requests]
+
+
+def processes_of(folder: Path) -> set[int]:
+    """Processes that work in a folder."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{name}/cwd").startswith(str(folder)):
+                found.add(int(name))
+    return found

@@ -9,17 +9,21 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from chat_templates import tokenizer_of
 from environment_cases import GYM, OPENENV, VERIFIERS, python_of
-from gateway_cases import SAMPLING, WAIT_S, Engine, Outcome, learned
+from gateway_cases import SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
 from hotseat.agents import AgentHost, ProgramSettings, load_agent
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.agents.environments.families import FAMILIES, EnvironmentSettings, library_problem
+from hotseat.agents.environments.worker import _plain
 from hotseat.errors import UserError
 from hotseat.types import Failed, Prompt, SampleKey, ScoredEpisode
 
@@ -266,6 +270,62 @@ def test_the_end_of_its_socket_ends_the_process_and_what_it_started(tmp_path):
     assert process.wait(WAIT_S) == -signal.SIGKILL
     with os.fdopen(output, "rb") as written:
         assert written.read() in (b"up\n", b"")  # ends when the last one has
+
+
+ENVIRONMENT_HOST = """
+import sys, time
+from hotseat.agents.environments.agent import _Started
+from hotseat.agents.environments.families import EnvironmentSettings
+started = _Started(EnvironmentSettings(file=sys.argv[1], python=sys.executable), ())
+print(started.connection.makefile().readline(), flush=True)
+time.sleep(1e6)
+"""
+
+
+@pytest.mark.long
+def test_environments_of_a_host_that_was_killed_end_with_what_they_started(tmp_path):
+    code = """
+        import subprocess
+
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+        def play(prompt, client):
+            return 0.0
+    """
+    own_function(tmp_path, code)
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    env = {**os.environ, "TMPDIR": str(folders)}
+    command = [sys.executable, "-c", ENVIRONMENT_HOST, f"{tmp_path}/agent.py"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as host:
+        assert json.loads(host.stdout.readline()) == {"id": 0, "result": None}
+        assert processes_of(folders)
+        host.kill()
+    deadline = time.monotonic() + WAIT_S
+    while processes_of(folders) or os.listdir(folders):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def test_a_process_that_fails_says_why_before_it_is_killed(tmp_path):
+    settings = own_function(tmp_path)
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [*settings.command, str(theirs.fileno()), settings.spec],
+        pass_fds=[theirs.fileno()],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    theirs.close()
+    with ours:
+        ours.sendall(b"{\n")  # no JSON
+        _, written = process.communicate(timeout=WAIT_S)
+    assert b"JSONDecodeError" in written
+
+
+def test_numbers_of_numpy_become_pythons_wherever_they_are():
+    result = _plain({"reward": numpy.float32(0.5), "turn_rewards": [numpy.int64(1), (numpy.float64(2), "x")]})
+    assert json.dumps(result) == '{"reward": 0.5, "turn_rewards": [1, [2.0, "x"]]}'
 
 
 def test_what_cannot_be_loaded_is_said_before_anything_is_played(tmp_path):

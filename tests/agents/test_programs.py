@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from chat_templates import tokenizer_of
-from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned
+from gateway_cases import KEY, SAMPLING, WAIT_S, Engine, Outcome, learned, processes_of
 
 from hotseat.agents import AgentHost, ProgramSettings, _reaper, load_agent
 from hotseat.agents._confinement import Confinement, namespaces, own_groups, works
@@ -161,16 +160,6 @@ def confinement_of(name: str) -> Confinement:
     for confinement in filter(works, found):
         return confinement
     pytest.skip(f"this system allows no {name}")
-
-
-def processes_of(folder: Path) -> set[int]:
-    """Processes that work in a folder."""
-    found = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{name}/cwd").startswith(str(folder)):
-                found.add(int(name))
-    return found
 
 
 @pytest.mark.parametrize("name", ["control group", "unshare", "bwrap", "process group"])

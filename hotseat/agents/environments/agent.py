@@ -7,15 +7,17 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
+import secrets
 import signal
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hotseat.agents import _reaper
 from hotseat.agents._programs import environment
 from hotseat.agents.agent import AgentError
 from hotseat.agents.black_box import BlackBox, Client
@@ -26,6 +28,7 @@ from hotseat.types import Prompt
 
 _MAX_LINE = 1 << 26
 _MAX_SHOWN = 400  # characters of what a process wrote last
+_KEEPING_S = 1.0
 _READY = 0  # the id of the first line of a process
 
 
@@ -72,14 +75,19 @@ class EnvironmentAgent(BlackBox):
 
 
 class _Started:
-    """A process with a folder and a socket of its own; it leads a process group."""
+    """A process with a folder and a socket of its own; it leads a process group.
+
+    A supervisor (`_reaper.py`) ends it with what it started, and removes the folder, if this process is killed.
+    """
 
     def __init__(self, settings: EnvironmentSettings, passed_on: Sequence[str]):
         self.settings = settings
         self._folder = Path(tempfile.mkdtemp(prefix="hotseat-environment-"))
-        self._written = (self._folder / ".written").open("w+b")
+        self._name = secrets.token_hex(8)
+        self._supervisor = _reaper.start({"host": self._name, "folder": str(self._folder)})
+        self._written = b""
         self.connection, theirs = socket.socketpair()
-        env = environment(self._folder, passed_on, {})
+        env = environment(self._folder, passed_on, {_reaper.MARK: f"{self._name}.0"})
         env["PATH"] = os.pathsep.join([os.path.dirname(settings.command[0]), env.get("PATH", os.defpath)])
         try:
             self._process = subprocess.Popen(
@@ -87,28 +95,40 @@ class _Started:
                 cwd=self._folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=self._written,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         except OSError as error:
             self.connection.close()
-            self._written.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._clean_up()
             raise AgentError(f"{settings}: its process cannot be started: {error}") from None
         finally:
             theirs.close()
+        self._keeping = threading.Thread(target=self._keep_written, name="environment-output", daemon=True)
+        self._keeping.start()
+
+    def _keep_written(self) -> None:
+        """Read what the process writes until nobody can write any more, and keep the end of it."""
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            while data := os.read(output.fileno(), 1 << 16):
+                self._written = (self._written + data)[-4 * _MAX_SHOWN :]
+
+    def _clean_up(self) -> None:
+        _reaper.end_marked(lambda value: value.partition(".")[0] == self._name)
+        _reaper.remove_folder(self._folder)
+        _reaper.dismiss(self._supervisor)
 
     def end(self) -> str:
         """Kill the process and what it started, and return how it had ended, with the end of what it wrote."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        self._written.seek(max(0, self._written.seek(0, os.SEEK_END) - 4 * _MAX_SHOWN))
-        text = self._written.read().decode(errors="replace").strip()[-_MAX_SHOWN:]
-        self._written.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._clean_up()
+        self._keeping.join(_KEEPING_S)  # a process that has removed its mark may hold the pipe open
+        text = self._written.decode(errors="replace").strip()[-_MAX_SHOWN:]
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         return how + (f": {text}" if text else "")
 
