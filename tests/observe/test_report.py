@@ -515,6 +515,12 @@ def test_turns_are_packed_with_their_tokens_and_branches_with_what_they_share():
     assert [segment["shared"] for segment in packed["segments"]] == [[0, 0], [3, 0]]
 
 
+def test_a_branch_begins_with_the_first_token_that_it_sampled_even_if_it_is_the_same_again():
+    first = {"text": ["q", "a", "b"], "sampled": [False, True, True]}
+    packed = pack({"segments": [first, {"text": ["q", "a", "c"], "sampled": [False, True, True]}]})
+    assert [segment["shared"] for segment in packed["segments"]] == [[0, 0], [1, 0]]
+
+
 def test_a_sample_with_missing_or_short_lists_is_packed():
     packed = pack({"segments": [{"text": ["a", "b"], "sampled": [True]}, {}, None]})
     assert packed["segments"][0]["sampled"] == [[True, 1], [False, 1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from itertools import groupby, takewhile
+from itertools import chain, groupby, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +135,12 @@ def _with_turns(segments: Sequence[dict[str, Any]], record: dict[str, Any]) -> l
     return made
 
 
-def _num_shared(segment: dict[str, Any], other: dict[str, Any]) -> int:
-    pairs = zip(segment.get("text") or [], other.get("text") or [], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _num_shared(segment: dict[str, Any], later: dict[str, Any]) -> int:
+    """Count the tokens with which a later segment repeats another: none that it sampled itself, even if alike."""
+    tokens = later.get("text") or []
+    is_sampled = chain(later.get("sampled") or [], repeat(False))
+    alike = zip(segment.get("text") or [], tokens, is_sampled, strict=False)
+    return sum(1 for _ in takewhile(lambda each: each[0] == each[1] and not each[2], alike))
 
 
 def _pack_images(images: Any) -> list[str]:

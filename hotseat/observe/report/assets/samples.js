@@ -224,6 +224,7 @@ function sampleDetail(sample) {
     ['conversation', 'Conversation'],
     ['tokens', 'Token by token'],
   ];
+  if (sample.images?.length) detail.append(...[promptOf(sample)].filter(Boolean));
   detail.append(el('div', { class: 'view-bar' }, choice('Show the episode as', views, browser.view, show)), body);
   show(browser.view);
   return detail;
