@@ -107,7 +107,7 @@ REFUSED = {
     "algorithm: {estimator: gae}": "algorithm.estimator: a critic is not built for images yet",
     "reward: {model: x}": "reward.model: reward models are not built for images yet",
     "agent: {path: x.py}": "agent.path: agents of your own are not built for images yet",
-    "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built for",
+    "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py}": "env.path: simulators are not built for images yet: answers have one turn",
     "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",
     "train: {liger_kernel: true}": "train.liger_kernel: not built for images yet",
