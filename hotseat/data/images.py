@@ -184,6 +184,15 @@ def load_processor(model: str, tokenizer: Any, trust_remote_code: bool = False) 
         raise UserError(f"{model}: its processor of images cannot be made: {error}") from None
 
 
+def processor_template(model: str) -> str | None:
+    """Return the chat template of a model's processor, which may be in files that tokenizers do not read."""
+    from transformers import ProcessorMixin
+
+    settings, _ = ProcessorMixin.get_processor_dict(model)
+    template: str | dict[str, str] | None = settings.get("chat_template")
+    return template.get("default") if isinstance(template, dict) else template
+
+
 def _takes_videos(kind: Any) -> bool:
     import inspect
 
