@@ -172,6 +172,7 @@ class Judge:
                     if isinstance(verdict, Failed):
                         result = Failed(f"{verdict.reason} ({quantity(num_tries + 1, 'request')}; sample {name})")
                     else:
+                        assert isinstance(result, str)
                         self._verdicts.add(key, verdict, result)
                         result = verdict
             except BaseException as error:
