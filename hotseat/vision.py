@@ -38,6 +38,7 @@ from torch import Tensor
 from hotseat.errors import NotBuiltError, RunError
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")  # tokenizers read and write the second one, too
 TOKENS = "token_ids"  # in the metadata of a prepared image
 _CACHED = 256  # images whose pixels a process keeps mapped
 _ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
@@ -113,12 +114,15 @@ def tokens_of(image: str) -> tuple[int, ...]:
 
 
 def copy_processor(model: str, folder: Path) -> None:
-    """Copy the files of a model's processor to the folder of one that was trained from it."""
+    """Copy the files of a model's processor to the folder of one that was trained from it.
+
+    A chat template that is there already, by the tokenizer of the run, stays.
+    """
     from transformers.utils import cached_file
 
-    for name in _PROCESSOR_FILES:
+    for name in (*_PROCESSOR_FILES, *_TEMPLATE_FILES):
         found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
+        if found is not None and not (name in _TEMPLATE_FILES and (folder / name).exists()):
             shutil.copyfile(found, folder / name)
 
 

@@ -30,9 +30,14 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
             problems.append(("algorithm.estimator", f"a critic is {_OPEN}: choose an estimator without one"))
         if has_reward_model(config):
             problems.append(("reward.model", f"reward models are {_OPEN}: use reward.function or reward.graders"))
-        for key, value in (("agent.path", config.agent.path), ("agent.command", config.agent.command)):
+        for key, value, what in (
+            ("agent.path", config.agent.path, "agents of your own are"),
+            ("agent.command", config.agent.command, "agents of your own are"),
+            ("agent.environment.family", config.agent.environment.family, "environments of libraries are"),
+            ("env.path", config.env.path, "simulators are"),
+        ):
             if value is not None:
-                problems.append((key, f"agents of your own are {_OPEN}: answers have one turn with data.image_key"))
+                problems.append((key, f"{what} {_OPEN}: answers have one turn with data.image_key"))
     for key, is_set in (
         ("train.sequence_parallel_size", train.sequence_parallel_size > 1),
         ("train.deepspeed.tensor_parallel_size", train.tensor_parallel_size > 1),

@@ -30,6 +30,7 @@ from hotseat.errors import DataError, UserError
 from hotseat.vision import TOKENS, tokens_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_FORMAT = 2  # of the files; raised when what is written for the same image and processor changes
 _THUMBNAIL = 112  # pixels of the longer edge
 # What processors return about tokens; all else belongs to the pixels.
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
@@ -90,13 +91,14 @@ def read_image(value: Any, key: str, folder: Path, limits: ImageLimits) -> tuple
         except Exception as error:  # Pillow's readers raise many kinds for broken headers
             raise BadValue(f"{key}: broken or truncated {_described(error)}") from None
         _check_size(image, key, limits)
-        if (frames := getattr(image, "n_frames", 1)) > 1:
-            raise BadValue(f"{key}: {image.format} with {frames} frames, and a prompt takes still images: choose one")
         try:
-            image.load()
-            return stored, PIL.ImageOps.exif_transpose(image).convert("RGB")
+            frames = getattr(image, "n_frames", 1)  # seeks through the later ones
+            if frames == 1:
+                image.load()
+                return stored, PIL.ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:
             raise BadValue(f"{key}: broken or truncated {image.format} {_described(error)}") from None
+    raise BadValue(f"{key}: {image.format} with {frames} frames, and a prompt takes still images: choose one")
 
 
 def _described(error: Exception) -> str:
@@ -182,6 +184,15 @@ def load_processor(model: str, tokenizer: Any, trust_remote_code: bool = False) 
         raise UserError(f"{model}: its processor of images cannot be made: {error}") from None
 
 
+def processor_template(model: str) -> str | None:
+    """Return the chat template of a model's processor, which may be in files that tokenizers do not read."""
+    from transformers import ProcessorMixin
+
+    settings, _ = ProcessorMixin.get_processor_dict(model)
+    template: str | dict[str, str] | None = settings.get("chat_template")
+    return template.get("default") if isinstance(template, dict) else template
+
+
 def _takes_videos(kind: Any) -> bool:
     import inspect
 
@@ -198,7 +209,10 @@ class ImageStore:
         self._processor = processor
         described = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
         rest = {name: value for name, value in vars(processor).items() if isinstance(value, int | float | str)}
-        text = f"{described}{json.dumps(rest, sort_keys=True)}{type(processor.image_processor).__name__}"
+        # The stored tokens come from the tokenizer: another vocabulary needs files of its own.
+        tokens = json.dumps(processor.tokenizer.get_vocab(), sort_keys=True)
+        kind = type(processor.image_processor).__name__
+        text = f"{_FORMAT}{described}{json.dumps(rest, sort_keys=True)}{kind}{tokens}"
         self._how = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self._known: dict[str, PreparedImage] = {}
         self.num_bytes = 0  # of the files of all images that were asked for
@@ -226,20 +240,27 @@ class ImageStore:
         from safetensors.torch import save
 
         try:
-            made = self._processor(text=[self.image_token], images=[image], return_tensors="pt")
+            # Without a token for the beginning of text: what is made here stands in the middle of a prompt.
+            made = self._processor(
+                text=[self.image_token], images=[image], return_tensors="pt", add_special_tokens=False
+            )
         except (ValueError, ZeroDivisionError) as error:
             raise BadValue(f"{key}: the model's processor does not take it: {error}") from None
         token_ids = made["input_ids"][0].tolist()
         pixels = {name: tensor.contiguous() for name, tensor in made.items() if name not in _OF_TOKENS}
-        temporary = path.with_suffix(f".{os.getpid()}")
+        whole, thumbnail = path.with_suffix(f".{os.getpid()}"), path.with_suffix(f".{os.getpid()}.png")
         try:
-            temporary.write_bytes(save(pixels, {TOKENS: json.dumps(token_ids)}))
+            whole.write_bytes(save(pixels, {TOKENS: json.dumps(token_ids)}))
             small = image.copy()
             small.thumbnail((_THUMBNAIL, _THUMBNAIL))
-            small.save(path.with_suffix(".png"))  # for the report
-            temporary.replace(path)
+            small.save(thumbnail)  # for the report
+            thumbnail.replace(path.with_suffix(".png"))
+            whole.replace(path)
         except OSError as error:
             raise DataError(f"{path}: a prepared image cannot be written: {error.strerror or error}") from None
+        finally:
+            whole.unlink(missing_ok=True)
+            thumbnail.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> PreparedImage:
         return PreparedImage(str(path), tokens_of(str(path)))

@@ -2,7 +2,8 @@
 
 The kernel then counts every page of every process in a group, and ends all of them when they exceed the limit together.
 Groups are made below the nearest ancestor of this process's own group that gives the memory controller to its children:
-a group with processes of its own cannot have children with limits. Nothing but the new groups is changed.
+a group with processes of its own cannot have children with limits. Nothing but the new groups is changed, and empty
+ones that a process left which was killed are removed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,11 @@ from hotseat.errors import SandboxError
 
 _OWN_GROUP = Path("/proc/self/cgroup")
 _MOUNTS = Path("/proc/self/mountinfo")
+_OWN_PROCESSES = Path("/proc/self/ns/pid")
 _REMOVED_WITHIN_S = 10.0
+_PREFIX = "hotseat-sandbox"
+_numbers = itertools.count()
+logger = logging.getLogger(__name__)
 
 
 class MemoryGroup:
@@ -51,12 +58,11 @@ class MemoryGroups:
 
     def __init__(self, parent: Path):
         self.parent = parent
-        self._numbers = itertools.count()
 
     @contextlib.contextmanager
     def make(self, max_bytes: int) -> Iterator[MemoryGroup]:
-        """Make a group with a limit of memory, without swap. All of its processes must have ended at the end."""
-        path = self.parent / f"hotseat-sandbox-{os.getpid()}-{next(self._numbers)}"
+        """Make a group with a limit of memory, without swap. What is left of its processes at the end is killed."""
+        path = self.parent / f"{_own_prefix()}-{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
         try:
             path.mkdir()
         except OSError as error:
@@ -65,7 +71,7 @@ class MemoryGroups:
             try:
                 (path / "memory.max").write_text(str(max_bytes))
                 (path / "memory.oom.group").write_text("1")
-                with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+                if (path / "memory.swap.max").exists():  # not in a kernel without swap
                     (path / "memory.swap.max").write_text("0")
             except OSError as error:
                 raise SandboxError(f"control group {path} takes no limit: {error.strerror}") from None
@@ -73,7 +79,19 @@ class MemoryGroups:
         finally:
             self._remove(path)
 
+    def remove_left(self) -> None:
+        """Remove the empty groups of processes that are gone, as one leaves that was killed."""
+        for path in self.parent.glob(f"{_own_prefix()}-*-*-*"):
+            owner = path.name.removeprefix(f"{_own_prefix()}-").split("-")[0]
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                with contextlib.suppress(OSError):  # it has processes, or another process removes it, too
+                    path.rmdir()
+
     def _remove(self, path: Path) -> None:
+        """Remove a group. If that fails, what its program gave is still valid: the failure is logged."""
+        if (path / "cgroup.kill").exists():  # from Linux 5.14 on
+            with contextlib.suppress(OSError):  # the removal below says what is wrong
+                (path / "cgroup.kill").write_text("1")
         until_s = time.monotonic() + _REMOVED_WITHIN_S
         while True:
             try:
@@ -81,8 +99,14 @@ class MemoryGroups:
                 return
             except OSError as error:
                 if error.errno != errno.EBUSY or time.monotonic() >= until_s:
-                    raise SandboxError(f"control group {path} cannot be removed: {error.strerror}") from None
+                    logger.warning("control group %s cannot be removed: %s", path, error.strerror)
+                    return
             time.sleep(0.002)  # its last process is about to be gone
+
+
+def _own_prefix() -> str:
+    """Return how groups of this process and its like begin: process ids mean something within one namespace alone."""
+    return f"{_PREFIX}-{_OWN_PROCESSES.stat().st_ino}"
 
 
 def find_parent(own_group: Path = _OWN_GROUP, mounts: Path = _MOUNTS) -> Path | str:

@@ -34,11 +34,18 @@ _MAX_SHOWN = 120
 _KIND = ServerKind("judge", "reward.judge.url", TOKEN)
 
 
+class CutOff(Failed):
+    """A judge that had no room to finish, with the reason. What it writes at another try may be shorter."""
+
+
 class WritesVerdicts(Protocol):
     """The model that judges, wherever it runs."""
 
     def ask(self, body: Mapping[str, Any], name: str) -> Future[str | Failed]:
-        """Send a chat completion request for the sample `name`; return what the judge writes, "" if it is cut off."""
+        """Send a chat completion request for the sample `name`; return what the judge writes.
+
+        A judge that is cut off by `max_tokens` has written "", by another limit `CutOff`.
+        """
 
     def close(self) -> None:
         """End all requests; what waits for them raises an error."""
@@ -157,14 +164,15 @@ class Judge:
         def take(answer: Future[Any]) -> None:
             try:
                 result = answer.result()
-                if isinstance(result, str):
-                    verdict = self._verdict(result)
+                if isinstance(result, str | CutOff):
+                    verdict = self._verdict(result) if isinstance(result, str) else result
                     if isinstance(verdict, Failed) and num_tries + 1 < self._max_tries:
                         self._ask(text, number, name, key, vote, num_tries + 1)
                         return
                     if isinstance(verdict, Failed):
                         result = Failed(f"{verdict.reason} ({quantity(num_tries + 1, 'request')}; sample {name})")
                     else:
+                        assert isinstance(result, str)
                         self._verdicts.add(key, verdict, result)
                         result = verdict
             except BaseException as error:

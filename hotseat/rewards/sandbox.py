@@ -53,7 +53,9 @@ print(os.getuid(), os.path.exists(sys.stdin.readline().strip()), [name for name 
 """
 
 
-_HELD = """kill -STOP $$; exec "$@\""""  # waits until it is in its control group
+# Waits until it is in its control group, and ends if its parent does. Its standard input is a pipe until then; $0 is
+# the descriptor of the command's own: by its path, since shells need not take numbers of two digits.
+_HELD = """read -r _ || exit 1; exec "$@" <"/proc/self/fd/$0\""""
 _TRIAL_BYTES = 64 * 2**20  # largest limit of a program that is to exceed it
 
 
@@ -153,6 +155,7 @@ class Sandbox:
             return self._memory
 
     def _tried(self, groups: MemoryGroups) -> MemoryGroups | str:
+        groups.remove_left()
         size = min(_TRIAL_BYTES, self._settings.max_memory_bytes // 2)
         program = f"block = bytearray({size}); block[::4096] = bytes([1]) * len(block[::4096])"
         try:
@@ -356,6 +359,7 @@ class _Running:
         self._is_closed = is_closed
         self._runner = runner
         self._stdin = stdin
+        self._gate = -1  # what the process waits for, if it has a group
         self._output = bytearray()
         self._errors = bytearray()
         self._info = bytearray()
@@ -366,7 +370,7 @@ class _Running:
             process, info = self._start(stack)
             try:
                 if self._group is not None:
-                    self._begin_in(self._group, process, deadline_s)
+                    self._begin_in(self._group, process)
                 end = self._watch(process, info, deadline_s)
             finally:
                 self._end(process)
@@ -395,12 +399,16 @@ class _Running:
             command[1:1] = ["--seccomp", str(readable), "--info-fd", str(info_end)]
             if self._runner.outer_user is not None:
                 more = {"user": self._runner.outer_user, "group": self._runner.outer_user, "extra_groups": ()}
+        stdin: IO[bytes] | int = self._stdin
         if self._group is not None:
-            command = ["/bin/sh", "-c", _HELD, "sh", *command]
+            stdin, self._gate = os.pipe()
+            stack.callback(os.close, self._gate)
+            pass_fds += (self._stdin.fileno(),)
+            command = ["/bin/sh", "-c", _HELD, str(self._stdin.fileno()), *command]
         try:
             process = subprocess.Popen(
                 command,
-                stdin=self._stdin,
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=pass_fds,
@@ -413,18 +421,17 @@ class _Running:
         finally:
             if info is not None:
                 os.close(info_end)
+            if isinstance(stdin, int):
+                os.close(stdin)
         stack.enter_context(process)
         return process, info
 
-    def _begin_in(self, group: MemoryGroup, process: subprocess.Popen[bytes], deadline_s: float) -> None:
-        """Put the process, which has stopped itself, into its control group, and let it run the command."""
-        while process.poll() is None and _state(process.pid) != "T":
-            if time.monotonic() >= deadline_s:
-                raise SandboxError(f"/bin/sh did not begin within {self._settings.timeout_s:g} s")
-            time.sleep(0.001)
+    def _begin_in(self, group: MemoryGroup, process: subprocess.Popen[bytes]) -> None:
+        """Put the process, which waits, into its control group, and let it run the command."""
         if process.poll() is None:
             group.add(process.pid)
-            os.kill(process.pid, signal.SIGCONT)
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and the watch sees it
+                os.write(self._gate, b"\n")
 
     def _watch(
         self, process: subprocess.Popen[bytes], info: int | None, deadline_s: float
@@ -558,13 +565,6 @@ def _children(pid: int) -> list[int]:
             with contextlib.suppress(OSError):
                 children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return children
-
-
-def _state(pid: int) -> str:
-    """Return the state of a process: `T` if it is stopped, "" if it is gone."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
 
 
 def _cpu_s(pid: int) -> float:

@@ -88,6 +88,10 @@ def test_an_image_stands_as_its_camera_was_held(tmp_path):
             encoded(PICTURE, "GIF", save_all=True, append_images=[PICTURE.rotate(90)]),
             "photo: GIF with 2 frames, and a prompt takes still images",
         ),
+        (
+            encoded(PICTURE, "GIF", save_all=True, append_images=[PICTURE.rotate(90)])[:1520],  # within the second
+            "photo: broken or truncated GIF",
+        ),
     ],
 )
 def test_a_bad_image_is_refused_by_what_is_wrong_with_it(value, message, tmp_path):
@@ -173,8 +177,12 @@ def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
     class Processor:
         image_token = "<i>"
 
-        def __init__(self, size):
+        def __init__(self, size, image_token_id=9):
             self.num_calls, self.size, self.image_processor, self.tokenizer = 0, size, self, self
+            self._vocabulary = {"<i>": image_token_id}
+
+        def get_vocab(self):
+            return self._vocabulary
 
         def to_dict(self):
             return {"size": self.size}
@@ -182,7 +190,8 @@ def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
         def convert_tokens_to_ids(self, token):
             return 9
 
-        def __call__(self, text, images, return_tensors):
+        def __call__(self, text, images, return_tensors, add_special_tokens):
+            assert not add_special_tokens
             self.num_calls += 1
             if images[0].size[0] == 1:
                 raise ValueError("too narrow")
@@ -197,10 +206,17 @@ def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
     assert pixels_of(one.path)["pixel_values"].shape == (3, 2)
     assert ImageStore(tmp_path, Processor(3), LIMITS).prepare(encoded(), "image", tmp_path) == one
     assert processor.num_calls == 1
-    assert ImageStore(tmp_path, Processor(4), LIMITS).prepare(encoded(), "image", tmp_path).path != one.path
+    for other in (Processor(4), Processor(3, image_token_id=8)):
+        assert ImageStore(tmp_path, other, LIMITS).prepare(encoded(), "image", tmp_path).path != one.path
     with pytest.raises(BadValue, match="image: the model's processor does not take it: too narrow"):
         store.prepare(Image.new("RGB", (1, 20)), "image", tmp_path)
-    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) / 2 == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(list(tmp_path.iterdir())) / 2 == 3
+    # Its thumbnail cannot be written: nothing is left of the image.
+    store = ImageStore(tmp_path / "full", processor, LIMITS)
+    (store.folder / "filler.png").mkdir()
+    with pytest.raises(DataError, match="filler.safetensors: a prepared image cannot be written: Is a directory"):
+        store.write_filler(store.folder / "filler.safetensors")
+    assert [path.name for path in store.folder.iterdir()] == ["filler.png"]
     # The report shows a small copy of each that is there.
     first, again = pack({"images": [one.path, "gone", one.path]})["images"]
     assert (first, pack({})["images"]) == (again, [])

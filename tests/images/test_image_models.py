@@ -48,6 +48,7 @@ def seeing(request, tmp_path_factory):
     def load():
         return policy_class(AutoConfig.from_pretrained(name)).from_pretrained(name).eval()
 
+    assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) == (family == "llava")
     return SimpleNamespace(family=family, load=load, prompts=prompts, processor=processor)
 
 
@@ -55,7 +56,11 @@ def by_transformers(seeing, model):
     """Compute log-probs of the answers from what the family's own processor and forward make of texts and images."""
     scores = []
     for text, images, answer in zip(texts(seeing.family), IMAGES, ANSWERS, strict=True):
-        made = dict(seeing.processor(text=[text], images=[images] if images else None, return_tensors="pt"))
+        made = dict(
+            seeing.processor(
+                text=[text], images=[images] if images else None, return_tensors="pt", add_special_tokens=False
+            )
+        )
         made.pop("attention_mask")
         num_prompt = made["input_ids"].shape[1]
         made["input_ids"] = torch.cat([made["input_ids"], torch.tensor([answer])], dim=1)

@@ -1,6 +1,7 @@
 """Whole runs with images: SFT, RL with a reference, resuming; and what is refused before a model loads."""
 
 import json
+import shutil
 
 import image_cases
 import pytest
@@ -100,6 +101,34 @@ def test_a_frozen_encoder_and_adapters_learn_from_examples_with_images(task):
             assert not any(key.startswith("visual.") for key in changed)
 
 
+@pytest.mark.slow
+def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, tmp_path):
+    from hotseat.loop.setup import inputs
+    from hotseat.vision import copy_processor
+
+    model = tmp_path / "model"
+    shutil.copytree(task / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    made = []
+    for name in (task / "model", model):
+        config = loads(rl(task, "templates"), [f"actor.model={name}"])
+        tokenizer = inputs.load_tokenizer(config)
+        made.append([prompt.token_ids for prompt in inputs.rl_prompts(config, tokenizer)[0]])
+    assert tokenizer.chat_template is None
+    assert made[0] == made[1] != []
+    for name, other in (("chat_template.json", "chat_template.jinja"), ("chat_template.jinja", "chat_template.json")):
+        folder = tmp_path / name
+        folder.mkdir()
+        copy_processor(str(model if name.endswith("json") else task / "model"), folder)
+        assert (folder / name).exists()
+        assert not (folder / other).exists()
+    (folder / name).write_text("of the run")
+    copy_processor(str(task / "model"), folder)
+    assert (folder / name).read_text() == "of the run"
+
+
 REFUSED = {
     "task: dpo\ndata: {image_key: a, max_images_per_prompt: 1}": "data.image_key: task dpo is not built for images yet",
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
@@ -107,6 +136,8 @@ REFUSED = {
     "algorithm: {estimator: gae}": "algorithm.estimator: a critic is not built for images yet",
     "reward: {model: x}": "reward.model: reward models are not built for images yet",
     "agent: {path: x.py}": "agent.path: agents of your own are not built for images yet",
+    "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
+    "env: {path: x.py}": "env.path: simulators are not built for images yet: answers have one turn",
     "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",
     "train: {liger_kernel: true}": "train.liger_kernel: not built for images yet",
 }

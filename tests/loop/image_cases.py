@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from hotseat.vision import TOKENS
 
@@ -49,7 +49,8 @@ def drawn(seed: int, width: int = 56, height: int = 42) -> Image.Image:
     return Image.fromarray(values)
 
 
-def tokenizer_with(special: tuple[str, ...]) -> Any:
+def tokenizer_with(special: tuple[str, ...], *, adds_beginning: bool = False) -> Any:
+    """Make a tokenizer of characters. adds_beginning: it writes `<bos>` in front of a text, unless told not to."""
     words = ["[UNK]", "<pad>", "<eos>", *_LETTERS]
     inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -58,6 +59,11 @@ def tokenizer_with(special: tuple[str, ...]) -> Any:
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="[UNK]"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    if adds_beginning:
+        tokenizer.add_special_tokens({"bos_token": "<bos>"})
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+        )
     return tokenizer
 
 
@@ -70,7 +76,7 @@ def _text(tokenizer: Any, hidden_size: int, **more: Any) -> dict[str, Any]:
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 512,
-        "bos_token_id": None,
+        "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         **more,
@@ -152,7 +158,7 @@ def _idefics(hidden_size: int) -> tuple[Any, Any]:
 def _llava(hidden_size: int) -> tuple[Any, Any]:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    tokenizer = tokenizer_with(("<image>",))
+    tokenizer = tokenizer_with(("<image>",), adds_beginning=True)
     config = transformers.LlavaConfig(
         text_config=_text(tokenizer, hidden_size, model_type="llama"),
         vision_config={

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from hotseat.errors import SandboxError, UserError
 from hotseat.failed import Failed
 from hotseat.rewards import Sandbox, SandboxSettings
 from hotseat.rewards import sandbox as sandbox_module
-from hotseat.rewards._control_groups import MemoryGroups, find_parent
+from hotseat.rewards._control_groups import MemoryGroup, MemoryGroups, find_parent
 from hotseat.rewards._seccomp import system_call_filter
 from hotseat.rewards.code import grade_code
 from hotseat.rewards.sandbox import Run, SandboxClosed
@@ -446,9 +447,9 @@ def test_groups_are_made_below_the_nearest_ancestor_that_gives_memory_to_its_chi
 def test_a_program_begins_in_its_group_and_a_limit_that_the_kernel_kept_is_one_of_memory(tmp_path):
     sandbox, groups = Sandbox(SandboxSettings(command=(sys.executable, "{folder}/main.py"))), FakeGroups(tmp_path)
     sandbox._memory = groups
-    run = sandbox.run("import os; print(os.getpid())")
+    run = sandbox.run("import os; print(os.getpid(), input())", "hello")
     assert (run.end, run.exit_code) == ("exited", 0)
-    assert groups.written["cgroup.procs"] == run.output.decode().strip()  # the shell becomes the program
+    assert run.output.decode().split() == [groups.written["cgroup.procs"], "hello"]  # the shell becomes the program
     assert groups.written["memory.max"] == str(512 * 2**20)
     assert groups.written["memory.oom.group"] == "1"
     groups.events = "low 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n"
@@ -467,13 +468,77 @@ def test_groups_that_do_not_bound_memory_are_not_used(tmp_path, monkeypatch):
     assert "since no control group can be made in" in sandbox.probe()
 
 
+def test_a_group_has_a_name_of_its_own_and_what_is_left_of_it_is_killed(tmp_path, caplog):
+    with MemoryGroups(tmp_path).make(100) as one, MemoryGroups(tmp_path).make(100) as other:
+        (other.path / "cgroup.kill").touch()
+    assert one.path != other.path
+    assert (other.path / "cgroup.kill").read_text() == "1"
+    assert not (one.path / "cgroup.kill").exists()  # as before Linux 5.14
+    # Neither could be removed, since plain folders keep their files; what ran in them is valid all the same.
+    assert [f"control group {path} cannot be removed" in caplog.text for path in (one.path, other.path)] == [True, True]
+
+
+def test_empty_groups_of_processes_that_are_gone_are_removed(tmp_path):
+    groups, gone = MemoryGroups(tmp_path), subprocess.Popen(["true"])
+    with groups.make(100) as group:
+        own = group.path.name
+    assert gone.wait() == 0
+    left = tmp_path / own.replace(f"-{os.getpid()}-", f"-{gone.pid}-")
+    elsewhere = tmp_path / left.name.replace("sandbox-", "sandbox-1")  # in another namespace it may still run
+    for path in (left, elsewhere, full := left.with_name(f"{left.name}0")):
+        path.mkdir()
+    (full / "process").touch()
+    groups.remove_left()
+    assert set(tmp_path.iterdir()) == {tmp_path / own, elsewhere, full}
+
+
+def test_a_program_that_waits_for_its_group_ends_with_its_host(tmp_path, monkeypatch):
+    class KilledGroup(MemoryGroup):
+        def add(self, pid):
+            (tmp_path / "waiting").write_text(str(pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sandbox = Sandbox(SandboxSettings(command=(sys.executable, "{folder}/main.py")))
+    host = os.fork()
+    if host == 0:
+        try:
+            sandbox._run("print(1)", "", None, KilledGroup(tmp_path))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(host, 0)[1]) == -signal.SIGKILL
+    waiting = int((tmp_path / "waiting").read_text())
+    until_s = time.monotonic() + 30
+    try:
+        while (state := state_of(waiting)) not in ("", "Z"):  # who adopts it may leave it
+            assert time.monotonic() < until_s, state
+            time.sleep(0.005)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(waiting, signal.SIGKILL)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process, "" if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
 @pytest.mark.skipif(isinstance(find_parent(), str), reason="no control groups can be made here")
 @pytest.mark.slow
 def test_the_kernel_bounds_the_memory_of_all_processes_together():
-    settings = SandboxSettings(max_memory_bytes=256 * 2**20)
+    """The watch allows all that the program takes, so it is the kernel that ends it."""
+
+    class Small(MemoryGroups):
+        def make(self, max_bytes):
+            return super().make(256 * 2**20)
+
+    settings = SandboxSettings(max_memory_bytes=4 * 2**30)
     sandbox = Sandbox(settings)
     if "the kernel bounds memory" not in sandbox.probe():
         pytest.skip("no control groups can be made here")
+    sandbox._memory = Small(sandbox._memory.parent)
     forks = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        break\n"
     assert sandbox.run(f"{forks}block = b'x' * {100 * 2**20}\ntime.sleep(30)").end == "memory"
 

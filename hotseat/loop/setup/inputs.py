@@ -22,7 +22,7 @@ from hotseat.config.roles import (
 )
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
-from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows
+from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
 from hotseat.loop.setup.settings import environment_settings
@@ -381,11 +381,21 @@ def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         label_key=_label_key(config),
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
-        chat_template=data.chat_template,
+        chat_template=_chat_template(config, tokenizer),
         prompt_max_length=prompt_max_length(config),
         limit=prompt_limit(config),
         image_key=data.image_key,
     )
+
+
+def _chat_template(config: Config, tokenizer: Any) -> str | None:
+    """Return the template to use instead of the tokenizer's; None: none. Some models that see have one elsewhere."""
+    data = config.data
+    is_elsewhere = data.image_key is not None and data.apply_chat_template and not tokenizer.chat_template
+    if data.chat_template is not None or not is_elsewhere:
+        return data.chat_template
+    assert config.actor.model is not None
+    return processor_template(config.actor.model)
 
 
 def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
@@ -413,7 +423,7 @@ def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
         output_key=data.output_key,
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
-        chat_template=data.chat_template,
+        chat_template=_chat_template(config, tokenizer),
         multiturn=data.multiturn,
         pretrain_mode=data.pretrain_mode,
         max_length=data.max_length,

@@ -13,6 +13,7 @@ from hotseat.cluster import WorkerGroup, reports_death
 from hotseat.errors import HotseatError, RunError
 from hotseat.failed import Failed
 from hotseat.loop.workers.engine_client import EngineClient, TakesRequests
+from hotseat.rewards.judge import CutOff
 from hotseat.types import Request, Sampling
 
 _PLACE = "\ue000the text\ue000"  # stands for a message's text in a rendered template; no text has these characters
@@ -44,6 +45,8 @@ class JudgeEngines:
         self._client_name = client
         self._numbers = itertools.count()
         self._lost: Exception | None = None
+        self._is_closing = False
+        self._closing = threading.Lock()  # held while a request is given to the event loop
         self._tasks: set[asyncio.Task[Any]] = set()
         self._client = EngineClient(engines, client, timeout_s=timeout_s, when_lost=self._lose)
         self._places = asyncio.Semaphore(max_open)
@@ -52,10 +55,11 @@ class JudgeEngines:
         self._thread.start()
 
     def ask(self, body: Mapping[str, Any], name: str) -> Future[str | Failed]:
-        """Send a chat completion request; return what the judge writes, "" if it is cut off."""
-        if self._loop.is_closed():
-            raise RunError("judge: closed")
-        return asyncio.run_coroutine_threadsafe(self._write(body, name), self._loop)
+        """Send a chat completion request; return what the judge writes, "" or `CutOff` if it is cut off."""
+        with self._closing:
+            if self._is_closing:
+                raise RunError("judge: closed")
+            return asyncio.run_coroutine_threadsafe(self._write(body, name), self._loop)
 
     def check(self) -> None:
         """Raise the death of an engine, if one died."""
@@ -64,8 +68,10 @@ class JudgeEngines:
 
     def close(self) -> None:
         """End all requests. A second call does nothing."""
-        if self._loop.is_closed():
-            return
+        with self._closing:
+            if self._is_closing:
+                return
+            self._is_closing = True
 
         async def cancel() -> None:
             self._lost = self._lost or RunError("judge: closed before it gave all verdicts")
@@ -114,6 +120,12 @@ class JudgeEngines:
             if reports_death(error):
                 raise
             return Failed(f"the judge's engine: {error} (sample {name})")
+        if completion.finish == "length" and room < body["max_tokens"]:
+            limit = f"reward.judge.engine.max_length is {self._max_length}"
+            return CutOff(
+                f"the judge was cut off before its end: its request has {len(token_ids)} tokens, and {limit}, which"
+                f" leaves {room} of the {body['max_tokens']} of reward.judge.max_tokens"
+            )
         if completion.finish != "stop":
             return ""  # what looks like a verdict there may be a thought
         return str(self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
