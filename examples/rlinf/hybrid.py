@@ -28,10 +28,11 @@ class Env(Worker):
             for stage in range(self.stages):  # all stages are asked before the first answer is waited for
                 questions.put((self._rank, stage, 3 + self._rank), key=self._rank)
             for stage in range(self.stages):
-                for answer in answers.get(key=(self._rank, stage)):
-                    reward = float(answer["input_ids"][-1] == answer["input_ids"][0] + 1)
-                    trajectories.put({**answer, "rewards": reward})
-                    total += reward
+                group = answers.get(key=(self._rank, stage))
+                rewards = [float(each["input_ids"][-1] == each["input_ids"][0] + 1) for each in group]
+                # One item: the actor compares the answers to a question, so they must reach the same rank.
+                trajectories.put([{**each, "rewards": reward} for each, reward in zip(group, rewards, strict=True)])
+                total += sum(rewards)
         return total
 
 

@@ -394,10 +394,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from hotseat.cli.profile import numbers, run_profile
+    from hotseat.cli.profile import numbers, run_profile, whole_numbers
 
     factors = None if arguments.sizes is None else numbers(arguments.sizes)
-    sizes = None if arguments.tensor_parallel is None else [int(each) for each in numbers(arguments.tensor_parallel)]
+    sizes = None if arguments.tensor_parallel is None else whole_numbers(arguments.tensor_parallel)
     return run_profile(arguments.config, arguments.overrides, Path(arguments.output), factors, sizes)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hotseat.config import Config, load, loads, to_yaml
 from hotseat.errors import UserError
+from hotseat.loop.planning.candidates import refuse_fixed_roles
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of
 from hotseat.loop.setup.refusals import num_rows_of
@@ -23,14 +24,17 @@ RUN_NAME = "measured"
 def run_profile(
     path: str, overrides: Sequence[str], output: Path, factors: Sequence[float] | None, sizes: Sequence[int] | None
 ) -> int:
-    """Make a short run at each size, and write what they measured."""
+    """Make a short run at each size, and write what was measured so far after each of them."""
     config = load(path, overrides)
     if config.task != "rl":
         raise UserError(f"task is {config.task}: `hotseat profile` measures the phases of task rl")
+    refuse_fixed_roles(config)
     from hotseat.loop.start import start
 
-    profile = measure(config, start, factors, sizes or (config.rollout.tensor_parallel_size,), print)
-    output.write_text(profile.to_json())
+    def keep(profile: Profile) -> None:
+        output.write_text(profile.to_json())
+
+    measure(config, start, factors, sizes or (config.rollout.tensor_parallel_size,), print, keep)
     print(f"{output}: for `hotseat plan {path} --auto {output}`")
     return 0
 
@@ -41,9 +45,19 @@ def measure(
     factors: Sequence[float] | None,
     sizes: Sequence[int],
     tell: Callable[[str], object],
-) -> Profile:
-    """Run a config at several batch sizes and tensor-parallel sizes, each for a few steps, in a temporary directory."""
+    keep: Callable[[Profile], object],
+) -> None:
+    """Run a config at several batch sizes and tensor-parallel sizes, each for a few steps, in a temporary directory.
+
+    keep: called after each run with the profile of all runs so far.
+    """
     factors = factors or default_factors(config)
+    about = {
+        "model": str(config.actor.model),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "hotseat": version("hotseat"),
+    }
     measurements: list[Measurement] = []
     for size in sizes:
         for factor in factors:
@@ -56,13 +70,7 @@ def measure(
                 + "".join(f" {phase} {seconds:.2f} s" for phase, seconds in measured.phases.items())
             )
             measurements.append(measured)
-    about = {
-        "model": str(config.actor.model),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "hotseat": version("hotseat"),
-    }
-    return Profile(tuple(measurements), about)
+            keep(Profile(tuple(measurements), about))
 
 
 def default_factors(config: Config) -> list[float]:
@@ -104,6 +112,14 @@ def _short(config: Config, factor: float, size: int, directory: str) -> Config:
     if size != config.rollout.tensor_parallel_size:
         changes.append(f"rollout.tensor_parallel_size={size}")
     return loads(to_yaml(config), changes, forget_idle=True)
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Parse whole numbers that are joined by commas."""
+    found = numbers(text)
+    if any(each != int(each) for each in found):
+        raise UserError(f"{text!r}: all numbers have to be whole: write them as 1,2,4")
+    return [int(each) for each in found]
 
 
 def numbers(text: str) -> list[float]:

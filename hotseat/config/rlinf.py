@@ -6,6 +6,7 @@ is listed as well, so nothing is dropped in silence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -214,13 +215,16 @@ def translate(values: Mapping[str, Any]) -> Translation:
             if converted is not None:
                 ours[entry.ours] = converted
     _together(values, ours)
+    no_effect += _share_simulators(values, ours)
     return Translation(_nested(ours), no_effect)
 
 
 def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
     """Set the keys that follow from several of RLinf's."""
-    if "algorithm.clip_low" in ours:
-        ours.setdefault("algorithm.clip_high", ours["algorithm.clip_low"])
+    both = _at(values, "algorithm.ratio_clip_eps")
+    if both is not None:
+        ours.setdefault("algorithm.clip_low", both)
+        ours.setdefault("algorithm.clip_high", both)
     optim = _at(values, "actor.optim") or {}
     if "adam_beta1" in optim or "adam_beta2" in optim:
         ours["actor.optimizer.betas"] = [optim.get("adam_beta1", 0.9), optim.get("adam_beta2", 0.95)]
@@ -230,6 +234,40 @@ def _together(values: Mapping[str, Any], ours: dict[str, Any]) -> None:
         ours["train.batch_size"] = max(1, num_samples // minibatches)
 
 
+def _share_simulators(values: Mapping[str, Any], ours: dict[str, Any]) -> list[tuple[str, str]]:
+    """Divide RLinf's number of all simulators by the processes of env; return the key if they cannot be counted."""
+    total = _at(values, _ALL_SIMULATORS)
+    if total is None:
+        return []
+    count = _num_env_processes(values)
+    if count is None:
+        because = f"the placement does not say how many processes env has: set env.num_envs to {total} divided by them"
+        return [(_ALL_SIMULATORS, because)]
+    if total % count:
+        problem = f"{total} simulators cannot be divided evenly among {count} processes of env: set it to a multiple"
+        raise ConfigError([Problem(_ALL_SIMULATORS, f"{problem} of {count}")])
+    ours["env.num_envs"] = total // count
+    return []
+
+
+def _num_env_processes(values: Mapping[str, Any]) -> int | None:
+    """Count the processes of env in RLinf's placement, which is text such as 0-3,6 or 0-3:0-7, or `all`."""
+    placement = _at(values, "cluster.component_placement")
+    for names, written in (placement if isinstance(placement, Mapping) else {}).items():
+        if "env" not in [name.strip() for name in str(names).split(",")]:
+            continue
+        text = str(written.get("placement") if isinstance(written, Mapping) else written).strip()
+        if text == "all" and not isinstance(written, Mapping):
+            num_nodes, num_devices = (_at(values, f"cluster.{name}") for name in ("num_nodes", "num_gpus_per_node"))
+            return int(num_nodes) * int(num_devices) if num_nodes and num_devices else None
+        # A rank or several; with a colon, the processes on them.
+        ranges = [re.fullmatch(r"\s*(?:[\d-]+:)?(\d+)(?:-(\d+))?\s*", each) for each in text.split(",")]
+        if any(each is None for each in ranges):
+            return None
+        return sum(int(each[2] or each[1]) - int(each[1]) + 1 for each in ranges if each is not None)
+    return None
+
+
 def _at(values: Mapping[str, Any], path: str) -> Any:
     found: Any = values
     for part in path.split("."):
@@ -237,7 +275,14 @@ def _at(values: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-_TOGETHER = ("actor.optim.adam_beta1", "actor.optim.adam_beta2", "algorithm.n_minibatches")
+_ALL_SIMULATORS = "env.train.total_num_envs"
+_TOGETHER = (
+    "actor.optim.adam_beta1",
+    "actor.optim.adam_beta2",
+    "algorithm.n_minibatches",
+    "algorithm.ratio_clip_eps",
+    _ALL_SIMULATORS,
+)
 _WHOLE = ("cluster.component_placement", "cluster.node_groups")  # mappings and lists that are one value
 
 

@@ -1,7 +1,7 @@
 """The program of a child process: simulators, which the parent resets and steps over a pipe.
 
 Started as `python -m hotseat.envs._child FD`. It answers each item of a command by itself, in order, so that the parent
-sees which simulator takes too long. It ends when the pipe does.
+sees which simulator takes too long. When the pipe ends, it closes its simulators and ends.
 """
 
 from __future__ import annotations
@@ -26,23 +26,31 @@ def main(descriptor: int) -> None:
     connection = Connection(descriptor)
     settings: SimulatorSettings = connection.recv()
     simulators: dict[int, Simulator] = {}
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with contextlib.ExitStack() as made, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+
+        def make() -> Simulator:
+            simulator = make_simulator(settings)
+            made.callback(simulator.close)
+            return simulator
+
         try:
-            first = make_simulator(settings)
+            first = make()
         except UserError as error:
             connection.send(("refused", str(error)))
             return
         except Exception as error:
             connection.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
             return
-        connection.send(("made", (list(first.tasks), first.action, first.state_bounds, first.is_on_device)))
+        num_values = getattr(first, "num_state_values", None)
+        facts = (list(first.tasks), first.action, first.state_bounds, first.is_on_device, num_values)
+        connection.send(("made", facts))
         spare: list[Simulator] = [first]
         while True:
             name, items = connection.recv()
             for slot, *args in items:
                 try:
                     if slot not in simulators:
-                        simulators[slot] = spare.pop() if spare else make_simulator(settings)
+                        simulators[slot] = spare.pop() if spare else make()
                     answer: Any = _answer(simulators[slot], name, args)
                 except Exception as error:
                     connection.send(("failed", _describe(error)))
@@ -58,15 +66,15 @@ def _answer(simulator: Simulator, name: str, args: list[Any]) -> Any:
     return _step(simulator, args[0])
 
 
-def _step(simulator: Simulator, actions: np.ndarray) -> tuple[Seen, list[float], bool, bool, bool]:
-    """Carry out actions until one ends the episode: [K, D]."""
+def _step(simulator: Simulator, actions: np.ndarray) -> tuple[Seen, list[float], bool, bool, bool | None]:
+    """Carry out actions until one ends the episode: [K, D]. What ends with the last step allowed is not truncated."""
     rewards: list[float] = []
     for action in actions:
         step = simulator.step(action)
         rewards.append(step.reward)
         if step.terminated or step.truncated:
             break
-    return step.seen, rewards, step.terminated, step.truncated, step.success
+    return step.seen, rewards, step.terminated, step.truncated and not step.terminated, step.success
 
 
 def _describe(error: Exception) -> str:

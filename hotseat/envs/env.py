@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ class Outcome:
     terminated: np.ndarray  # [n] bool
     truncated: np.ndarray  # [n] bool
     success: np.ndarray  # [n] bool
+    is_success_known: np.ndarray  # [n] bool: the simulator says whether the task is accomplished
     failures: Mapping[int, str]
 
 
@@ -39,12 +40,16 @@ class Env(Protocol):
     tasks: Sequence[Task]
     action: ActionSpec
     state_bounds: tuple[np.ndarray, np.ndarray] | None
+    num_state_values: int | None  # most values of an entry of the state that numbers things
 
     def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen | Exception]:
         """Begin episodes in these slots, whatever was in them; an entry per slot."""
 
     def step(self, where: Sequence[int], actions: np.ndarray) -> Outcome:
         """Carry out a chunk of actions in these slots: [n, K, D] float64."""
+
+    def forget(self, where: Iterable[int]) -> None:
+        """Drop the episodes of these slots, which have ended."""
 
     def snapshot(self) -> bytes:
         """Return the state of all slots."""

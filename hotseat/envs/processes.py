@@ -11,11 +11,12 @@ import contextlib
 import hashlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +30,7 @@ from hotseat.errors import RunError, UserError
 from hotseat.types import Moved
 
 MAX_ATTEMPTS = 3
+_CLOSE_S = 10.0  # how long simulators may take to close
 
 
 class SimulatorError(RunError):
@@ -98,7 +100,7 @@ class ProcessEnv(Env):
         answers = self._ask("step", {slot: (self._episodes[slot].actions[-1],) for slot in where})
         rewards = np.zeros(actions.shape[:2])
         num_taken = np.zeros(len(where), dtype=np.int64)
-        flags = np.zeros((3, len(where)), dtype=bool)
+        flags = np.zeros((4, len(where)), dtype=bool)
         seen: list[Seen | None] = []
         failures = {}
         for row, slot in enumerate(where):
@@ -107,12 +109,12 @@ class ProcessEnv(Env):
                 failures[slot] = str(answer)
                 seen.append(None)
                 continue
-            after, values, *ends = answer
+            after, values, terminated, truncated, success = answer
             seen.append(after)
             rewards[row, : len(values)] = values
             num_taken[row] = len(values)
-            flags[:, row] = ends
-        return Outcome(seen, rewards, num_taken, flags[0], flags[1], flags[2], failures)
+            flags[:, row] = terminated, truncated, bool(success), success is not None
+        return Outcome(seen, rewards, num_taken, flags[0], flags[1], flags[2], flags[3], failures)
 
     def snapshot(self) -> bytes:
         return pickle.dumps(self._episodes)
@@ -134,10 +136,8 @@ class ProcessEnv(Env):
         started_s = time.monotonic()
         if self._is_on_device:
             self._is_offloaded = True
-            for index, child in enumerate(self._children):
-                if child is not None:
-                    child.end()
-                self._children[index] = None
+            self.close()
+            self._children = [None] * len(self._children)
         return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
 
     def onload(self) -> Moved:
@@ -149,7 +149,7 @@ class ProcessEnv(Env):
             self._is_offloaded = False
         return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
 
-    def forget(self, where: Sequence[int]) -> None:
+    def forget(self, where: Iterable[int]) -> None:
         """Drop the episodes of these slots, which have ended."""
         for slot in where:
             self._episodes.pop(slot, None)
@@ -159,9 +159,12 @@ class ProcessEnv(Env):
         return [child.process.pid for child in self._children if child is not None]
 
     def close(self) -> None:
-        for child in self._children:
-            if child is not None:
-                child.end()
+        """Have all simulators close, at the same time; end what takes too long, and the processes they started."""
+        children = [child for child in self._children if child is not None]
+        for child in children:
+            child.hang_up()
+        for child in children:
+            child.end(_CLOSE_S)
 
     # --- children -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +183,7 @@ class ProcessEnv(Env):
         if kind == "refused":
             raise UserError(answer)
         child.is_met = True
-        self.tasks, self.action, self.state_bounds, self._is_on_device = answer
+        self.tasks, self.action, self.state_bounds, self._is_on_device, self.num_state_values = answer
 
     def _mine(self, index: int, slots: Any) -> list[int]:
         return [slot for slot in sorted(slots) if slot % len(self._children) == index]
@@ -194,18 +197,18 @@ class ProcessEnv(Env):
         answers: dict[int, Any] = {}
         for index, slots in shares.items():
             waiting, attempts = list(slots), 0
+            failed = None  # the slot that the attempts are of
             while waiting:
                 problem = self._receive_all(index, name, waiting, answers)
                 if problem is None:
                     continue
-                attempts += 1
                 slot = waiting[0]
+                failed, attempts = slot, attempts + 1 if slot == failed else 1
                 self._say(f"{problem}; its process is replaced, and its episodes are played again")
                 if attempts >= MAX_ATTEMPTS:
                     answers[slot] = SimulatorError(f"{problem}, {attempts} times in a row")
                     self._episodes.pop(slot, None)
                     waiting.pop(0)
-                    attempts = 0
                 self._replace(index, name, waiting)
                 self._send(index, name, waiting, items)
         return answers
@@ -264,7 +267,7 @@ class ProcessEnv(Env):
     def _restart(self, index: int, name: str, waiting: Sequence[int]) -> None:
         child = self._children[index]
         if child is not None:
-            child.end()
+            child.end(0.0)
         self._children[index] = self._spawn()
         unfinished = set(waiting) if name != "render" else set()
         begun = [slot for slot in self._mine(index, self._episodes) if self._episodes[slot].digests]
@@ -309,7 +312,8 @@ class _Child:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
         self.is_met = False
         with contextlib.suppress(OSError):  # `receive` reports a process that died at once
             self._connection.send(settings)
@@ -330,9 +334,20 @@ class _Child:
             return ""
         return f" by signal {-code}" if code < 0 else f" with exit code {code}"
 
-    def end(self) -> None:
+    def hang_up(self) -> None:
+        """End the pipe, upon which the process closes its simulators and ends."""
+        with contextlib.suppress(OSError):  # of a process that is dead
+            self._socket.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has a copy
+        self._socket.close()
         self._connection.close()
-        self.process.kill()
+
+    def end(self, grace_s: float) -> None:
+        """End the process, which has some time to do so by itself, and all processes that it started."""
+        self.hang_up()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

@@ -51,20 +51,24 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """What one action led to. terminated: the task ended. truncated: time ran out, and more reward was possible."""
+    """What one action led to. terminated: the task ended. truncated: time ran out, and more reward was possible.
+
+    success: whether the task is accomplished; None: the simulator does not know.
+    """
 
     seen: Seen
     reward: float
     terminated: bool = False
     truncated: bool = False
-    success: bool = False
+    success: bool | None = False
 
 
 class Simulator(Protocol):
     """One simulated world. What it does depends on the task, the seed and the actions since `reset`, and nothing else.
 
     state_bounds: lowest and highest value of `Seen.state`, which is encoded as tokens between them. is_on_device: it
-    holds memory of an accelerator, and is offloaded by ending its process.
+    holds memory of an accelerator, and is offloaded by ending its process. It may have `num_state_values`: values of
+    an entry of the state that numbers things, which are told apart only if `env.bins` is as large.
     """
 
     tasks: Sequence[Task]

@@ -2,7 +2,7 @@
 
 Bin b is token `vocab_size - 1 - b` (the scheme of RT-2 and OpenVLA). A number within bounds is in one of `bins` bins of
 equal width, and stands for the middle of its bin; actions that are numbered have a bin each. Any other token counts as
-the nearest bin, as in OpenVLA: that is the last one.
+the nearest bin, as in OpenVLA: that is the last one, or the first for ids beyond the vocabulary, which models may have.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ class NumberTokens:
 
     def is_bin(self, token_id: int) -> bool:
         """Tell whether a token stands for a number."""
-        return token_id >= self.vocab_size - self.bins
+        return self.vocab_size - self.bins <= token_id < self.vocab_size

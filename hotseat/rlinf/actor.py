@@ -24,24 +24,41 @@ from hotseat.types import MicroBatch
 __all__ = ["FSDPActor", "Trajectory"]
 
 _PRECISIONS = {"fp32": "fp32", "32": "fp32", "bf16": "bf16_master"}
+# Settings of RLinf that would change what is learned: where each one is, and the values that it may have here.
+_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("algorithm.adv_type", ("grpo",)),
+    ("algorithm.loss_agg_func", ("token-mean",)),
+    ("algorithm.kl_beta", (0,)),
+    ("algorithm.entropy_bonus", (0,)),
+    ("algorithm.clip_ratio_c", ()),
+    ("actor.lr_sched.lr_decay_style", ("constant",)),
+    ("actor.lr_sched.lr_warmup_fraction", (0,)),
+    ("actor.lr_sched.lr_warmup_iters", (0,)),
+)
 
 
 class Trajectory(TypedDict, total=False):
-    """One sample, as rollout workers put it into the actor's channel. Entries of lists belong to tokens."""
+    """One sample. Rollout workers put lists of them, whole groups, into the actor's channel.
+
+    Entries of lists belong to tokens.
+    """
 
     input_ids: Sequence[int]
     loss_mask: Sequence[bool]  # the tokens that the policy sampled
     prev_logprobs: Sequence[float]  # when they were sampled; 0 for other tokens
     rewards: float
-    advantages: float  # absent: from the rewards of each `algorithm.group_size` consecutive trajectories
+    advantages: float  # absent: from the rewards of its group
 
 
 class FSDPActor(Worker):
     """The policy under training, one rank per device.
 
+    An item of its channel is a group: a list of `algorithm.group_size` trajectories, which are compared with each
+    other. So it does not matter which rank takes it, or in what order producers put them in.
+
     It reads `actor.model.model_path` and `precision`, `actor.optim` (`lr`, `adam_beta1`, `adam_beta2`, `adam_eps`,
     `weight_decay`, `clip_grad`), `actor.global_batch_size`, `actor.micro_batch_size`, `algorithm.group_size`,
-    `algorithm.clip_ratio_low` and `clip_ratio_high`, `algorithm.sampling_params.temperature` and
+    `algorithm.ratio_clip_eps`, `clip_ratio_low` and `clip_ratio_high`, `algorithm.sampling_params.temperature` and
     `rollout.group_name` of a config.
     """
 
@@ -61,7 +78,15 @@ class FSDPActor(Worker):
                 f"actor.global_batch_size is {batch_size}, which {self._world_size} ranks cannot share evenly: set it"
                 f" to a multiple of {self._world_size}"
             )
-        self._share = batch_size // self._world_size
+        share, self._group_size = batch_size // self._world_size, int(self._algorithm.get("group_size") or 1)
+        if share % self._group_size:
+            raise UserError(
+                f"actor.global_batch_size is {batch_size}: {share} trajectories on each of {self._world_size} ranks, in"
+                f" groups of algorithm.group_size {self._group_size}; set it to a multiple of"
+                f" {self._world_size * self._group_size}, so that each rank has whole groups"
+            )
+        self._num_groups = share // self._group_size
+        _refuse_without_effect(cfg)
 
     # --- RLinf's methods ------------------------------------------------------------------------------------------
 
@@ -77,20 +102,22 @@ class FSDPActor(Worker):
         self._global_step = global_step
 
     def recv_rollout_trajectories(self, input_channel: Channel) -> int:
-        """Take this rank's share of a batch from the channel; return how many trajectories there are now."""
-        self._trajectories += [input_channel.get() for _ in range(self._share)]
+        """Take this rank's share of a batch from the channel, whole groups; return how many trajectories it has now."""
+        for _ in range(self._num_groups):
+            group = input_channel.get()
+            if not isinstance(group, list | tuple) or len(group) != self._group_size:
+                found = f"a list of {len(group)}" if isinstance(group, list | tuple) else f"a {type(group).__name__}"
+                raise DataError(
+                    f"channel {input_channel.name!r} has {found}: put whole groups into it, each a list of"
+                    f" algorithm.group_size {self._group_size} trajectories"
+                )
+            self._trajectories += group
         return len(self._trajectories)
 
     def compute_advantages_and_returns(self) -> dict[str, float]:
         """Compute advantages from rewards, by GRPO; return the mean reward of this rank."""
-        size = int(self._algorithm.get("group_size", 1))
-        if len(self._trajectories) % size:
-            raise UserError(
-                f"{len(self._trajectories)} trajectories on a rank, in groups of algorithm.group_size {size}: set"
-                " actor.global_batch_size so that each rank gets whole groups"
-            )
         rewards = torch.tensor([float(each["rewards"]) for each in self._trajectories], dtype=torch.float64)
-        advantages = group_normalised(rewards, torch.arange(len(rewards)) // size)
+        advantages = group_normalised(rewards, torch.arange(len(rewards)) // self._group_size)
         self._trajectories = [
             {**each, "advantages": float(value)} for each, value in zip(self._trajectories, advantages, strict=True)
         ]
@@ -164,11 +191,13 @@ class FSDPActor(Worker):
         )
 
     def _objective(self) -> PolicyObjective:
-        epsilon = float(self._algorithm.get("ratio_clip_eps", 0.2))
+        low, high = (self._algorithm.get(f"clip_ratio_{side}") for side in ("low", "high"))
+        both = self._algorithm.get("ratio_clip_eps")
+        epsilon = 0.2 if both is None else both
         return PolicyObjective(
             ratio="ppo",
-            clip_low=float(self._algorithm.get("clip_ratio_low", epsilon)),
-            clip_high=float(self._algorithm.get("clip_ratio_high", epsilon)),
+            clip_low=float(epsilon if low is None else low),
+            clip_high=float(epsilon if high is None else high),
             dual_clip=None,
             correction=None,
             correction_low=0.0,
@@ -205,3 +234,16 @@ class FSDPActor(Worker):
         """Weight every sampled token alike: the mean over the tokens of all ranks."""
         counts = self._backend.gather_facts(int(batch.mask.sum()), "count the tokens of an optimizer step")
         return replace(batch, weights=batch.mask.to(torch.float32) / max(1, sum(counts)))
+
+
+def _refuse_without_effect(cfg: Any) -> None:
+    """Raise for settings that would be learned by, and are not."""
+    for path, neutral in _FIXED:
+        *sections, name = path.split(".")
+        found = cfg
+        for each in sections:
+            found = section(found, each)
+        value = found.get(name)
+        if value is not None and value not in neutral:
+            fitting = " or ".join(map(str, neutral)) + ", or leave it out" if neutral else "null, or leave it out"
+            raise UserError(f"{path} is {value}, which this actor does not have: set it to {fitting}")

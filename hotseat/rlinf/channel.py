@@ -108,17 +108,22 @@ class Channel:
 
         if local:
             return cls(name, maxsize, ChannelDirectory(None, Cluster.default_timeout_s()))
-        return cls.create_in(Cluster().directory(node_rank), name, maxsize)
+        return cls.create_in(Cluster().directory(), name, maxsize, items_in=Cluster().directory(node_rank))
 
     @classmethod
-    def create_in(cls, directory: ChannelDirectory, name: str, maxsize: int = 0) -> Channel:
+    def create_in(
+        cls, directory: ChannelDirectory, name: str, maxsize: int = 0, items_in: ChannelDirectory | None = None
+    ) -> Channel:
+        """Create a channel that is found by name in a directory. items_in: where its items wait, if elsewhere."""
         if maxsize < 0:
             raise PlacementError(f"channel {name!r}: maxsize is {maxsize}; it must be 0, for no limit, or more")
         entry = _entry(directory, name)
         if entry.size():
             return cls.connect_in(directory, name)
-        entry.put(maxsize)
-        return cls(name, maxsize, directory)
+        channel = cls(name, maxsize, items_in or directory)
+        entry.put(channel)
+        entry.leave()  # or the end of this process would end the entry, and nobody could connect any more
+        return channel
 
     @classmethod
     def connect(cls, name: str, current_worker: Any = None) -> Channel:
@@ -131,14 +136,14 @@ class Channel:
     def connect_in(cls, directory: ChannelDirectory, name: str) -> Channel:
         entry = _entry(directory, name)
         try:
-            maxsize = entry.get(timeout_s=min(_CONNECT_S, directory.timeout_s))
+            channel: Channel = entry.get(timeout_s=min(_CONNECT_S, directory.timeout_s))
         except DeadlineError as error:
             raise PlacementError(
                 f"there is no channel {name!r}: create it first, by Channel.create({name!r})"
             ) from error
-        entry.put(maxsize)  # for the next one that connects
+        entry.put(channel)  # for the next one that connects
         entry.leave()
-        return cls(name, maxsize, directory)
+        return channel
 
     # --- putting and getting --------------------------------------------------------------------------------------
 
@@ -170,10 +175,14 @@ class Channel:
     def get_batch(self, target_weight: float = 0, key: Any = DEFAULT_KEY, async_op: bool = False) -> Any:
         """Take items until they weigh `target_weight` together, or until the next would exceed it.
 
-        An item that is heavier than that comes alone.
+        An item that is heavier than that comes alone. 0: one item.
         """
         queue = self._queue(key)
-        return self._post.get(queue, lambda: queue.get_weight(target_weight), is_async=async_op)
+
+        def take() -> list[Any]:
+            return [queue.get()] if target_weight == 0 else queue.get_weight(target_weight)
+
+        return self._post.get(queue, take, is_async=async_op)
 
     def qsize(self, key: Any = DEFAULT_KEY) -> int:
         """Return how many items of this key wait."""
@@ -200,7 +209,7 @@ class Channel:
 
 
 def _entry(directory: ChannelDirectory, name: str) -> Queue[Any]:
-    """Return the queue that holds a channel's `maxsize` from its creation on."""
+    """Return the queue that holds a channel itself from its creation on."""
     return directory.open(f"{name} was created", UNBOUNDED)
 
 

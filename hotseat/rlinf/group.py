@@ -13,6 +13,7 @@ from hotseat import cluster as machinery
 from hotseat.cluster import Pending, Process
 from hotseat.errors import PlacementError
 from hotseat.rlinf.cluster import Cluster
+from hotseat.rlinf.failures import Call
 from hotseat.rlinf.place import WorkerPlace
 from hotseat.rlinf.placement import PlacementStrategy, default_strategy
 
@@ -153,9 +154,10 @@ class WorkerGroupFuncResult:
         self._group = group
         self._method = method
         self._pending = pending
+        self._call = Call()
         watch = group._cluster.failures.watch
         self._results = {
-            rank: watch(future, functools.partial(group._group.open, rank, method))
+            rank: watch(future, functools.partial(group._group.open, rank, method), self._call)
             for rank, future in pending.futures.items()
         }
 
@@ -174,7 +176,7 @@ class WorkerGroupFuncResult:
             waiting -= done
             for result in [*(done - {elsewhere}), *(done & {elsewhere} if waiting else ())]:
                 if (failure := result.exception()) is not None:
-                    failures.tell(failure)
+                    failures.tell(failure, None if result is elsewhere else self._call)
                     raise failure
         return [self._results[rank].result() for rank in sorted(self._results)]
 

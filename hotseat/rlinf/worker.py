@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hotseat.cluster import in_worker_process
 from hotseat.cluster.ports import free_port
-from hotseat.errors import RunError
+from hotseat.errors import RunError, UserError
 from hotseat.rlinf.channel import Channel, Post, post_of
 from hotseat.rlinf.group import GroupSpec
 from hotseat.rlinf.place import WorkerPlace, set_current_place
@@ -143,15 +143,14 @@ class Worker(metaclass=WorkerMeta):
         piggyback_payload: Any = None,
     ) -> Any:
         """Send an object to a worker of a group. Returns when it waits there, whether or not it was received."""
-        [rank] = [dst_rank] if isinstance(dst_rank, int) else dst_rank
-        name = _mail(self._group_name, self._rank, dst_group_name, rank)
+        name = _mail(self._group_name, self._rank, dst_group_name, _one_rank("dst_rank", dst_rank))
         return self._post.put(self._post.queue(name), (object, piggyback_payload), is_async=async_op)
 
     def recv(
         self, src_group_name: str, src_rank: int | Sequence[int], async_op: bool = False, options: Any = None
     ) -> Any:
         """Receive the next object of a worker; with a payload, the pair of both. Objects of one sender keep order."""
-        [rank] = [src_rank] if isinstance(src_rank, int) else src_rank
+        rank = _one_rank("src_rank", src_rank)
         queue = self._post.queue(_mail(src_group_name, rank, self._group_name, self._rank))
 
         def take() -> Any:
@@ -300,6 +299,15 @@ class DeviceLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _one_rank(name: str, rank: int | Sequence[int]) -> int:
+    """Return a worker's rank, which RLinf also writes as a list: several entries lead to the child of a worker."""
+    if isinstance(rank, int):
+        return rank
+    if len(rank) != 1:
+        raise UserError(f"{name} is {list(rank)}: there are no child workers here; name one rank, or call broadcast")
+    return rank[0]
 
 
 def _mail(src_group: str, src_rank: int, dst_group: str, dst_rank: int) -> str:

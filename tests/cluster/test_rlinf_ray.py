@@ -103,8 +103,10 @@ def test_a_failure_that_nobody_waits_for_ends_the_wait_for_another_worker(cluste
     one = NodePlacementStrategy([0])
     careless = Careless.create_group().launch(cluster, name="careless", placement_strategy=one)
     patient = Careless.create_group().launch(cluster, name="patient", placement_strategy=one)
-    assert patient.look_around().wait() == [(1, 8, "0", "1")]
-    assert Channel.connect("made in a worker").get() == "hello"
+    maker = Careless.create_group().launch(cluster, name="maker", placement_strategy=one)
+    assert maker.look_around().wait() == [(1, 8, "0", "1")]
+    maker.close()
+    assert Channel.connect("made in a worker").get() == "hello"  # though its maker has ended
     waiting = patient.wait_for("careless")
     careless.fail()
     with pytest.raises(WorkerError, match="careless rank 0: 'fail' raised ValueError: no such thing"):

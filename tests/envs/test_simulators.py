@@ -1,6 +1,8 @@
 """Simulators in child processes: every family passes one suite; a process that dies or hangs is replaced."""
 
+import contextlib
 import os
+import select
 import signal
 import sys
 from pathlib import Path
@@ -11,24 +13,26 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import conformance
 
+from hotseat.envs._child import _step
+from hotseat.envs.env import Outcome
 from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, make_simulator, path_problem
-from hotseat.envs.processes import ProcessEnv
-from hotseat.envs.simulator import ActionSpec
+from hotseat.envs.processes import ProcessEnv, _Child
+from hotseat.envs.simulator import ActionSpec, Seen, Step, Task
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 
 WALK = str(Path(__file__).parent / "walk_env.py")
 
 
-def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, timeout_s: float = 60.0, **kwargs):
+def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, **kwargs):
     settings = SimulatorSettings(WALK, ("left", "right"), 12, kwargs)
     say = (lambda text: None) if said is None else said.append
-    return ProcessEnv(settings, num_envs, num_processes=num_processes, timeout_s=timeout_s, say=say)
+    return cls(settings, num_envs, num_processes=num_processes, say=say)
 
 
 @pytest.mark.slow
 def test_a_file_of_a_user_conforms():
-    conformance.check(lambda num_envs: walk(num_envs, num_processes=2))
+    conformance.check(lambda num_envs: walk(num_envs, num_processes=2, is_on_device=True))
 
 
 @pytest.mark.slow
@@ -82,13 +86,36 @@ def test_a_killed_process_changes_nothing(undisturbed, at):
     env.close()
 
 
+class UntilItHangs(ProcessEnv):
+    """Has no patience with a simulator that has begun to hang, which writes a file before, and any with all others."""
+
+    marker: Path
+    has_given_up = False
+
+    def _spawn(self):
+        env = self
+
+        class Child(_Child):
+            def receive(self, timeout_s):
+                while not self._connection.poll(0.01):
+                    # What was answered before it began to hang is there by now.
+                    if env.marker.exists() and not env.has_given_up and not self._connection.poll(0):
+                        env.has_given_up = True
+                        raise TimeoutError
+                return self._connection.recv()
+
+        return Child(self._settings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dies", "hangs"])
 def test_a_simulator_that_ends_or_hangs_in_a_step_is_named_and_replaced(undisturbed, tmp_path, kind):
     said: list[str] = []
-    env = walk(said=said, timeout_s=4.0 if kind == "hangs" else 60.0, trouble=(kind, 6, 4, 1), folder=str(tmp_path))
+    UntilItHangs.marker = tmp_path / "times"
+    cls = UntilItHangs if kind == "hangs" else ProcessEnv
+    env = walk(said=said, cls=cls, trouble=(kind, 6, 4, 1), folder=str(tmp_path))
     assert play(env) == undisturbed
-    problem = "did not answer in 4 s" if kind == "hangs" else "its process died with exit code 3"
+    problem = "did not answer in 60 s" if kind == "hangs" else "its process died with exit code 3"
     assert len(said) == 1
     assert "task right, seed 6, at action 3" in said[0]
     assert problem in said[0]
@@ -124,6 +151,179 @@ def test_an_exception_of_a_simulator_fails_its_episode(tmp_path):
     env.close()
 
 
+HELPED = """
+import subprocess
+from pathlib import Path
+from walk_env import Walk
+
+class Helped(Walk):
+    def __init__(self, pipe, closed):
+        super().__init__(["left"], 3, None, None)
+        self.closed = Path(closed)
+        with open(pipe, "w") as held:
+            subprocess.Popen(["sleep", "3600"], stdout=held)
+
+    def close(self):
+        self.closed.write_text("closed")
+
+def make(tasks, max_steps=None, **kwargs):
+    return Helped(**kwargs)
+"""
+
+
+@pytest.mark.slow
+def test_simulators_are_closed_and_their_helpers_end_with_them(tmp_path):
+    file, pipe, closed = tmp_path / "helped.py", tmp_path / "pipe", tmp_path / "closed"
+    file.write_text(HELPED)
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    env = ProcessEnv(SimulatorSettings(str(file), kwargs={"pipe": str(pipe), "closed": str(closed)}), 1)
+    assert not select.select([reading], [], [], 0)[0]  # the helper has it open
+    env.close()
+    assert closed.read_text() == "closed"
+    assert select.select([reading], [], [], 60.0)[0], "the helper still runs"
+    os.close(reading)
+
+
+class DyingChild:
+    """A process that dies in a step of a slot as often as `deaths` says."""
+
+    is_met = True
+
+    def __init__(self, deaths: dict[int, int]):
+        self.deaths = deaths
+        self.asked: list[tuple[str, int]] = []
+
+    def send(self, name, items):
+        self.asked += [(name, slot) for slot, *_ in items]
+
+    def receive(self, timeout_s):
+        name, slot = self.asked.pop(0)
+        if name == "reset":
+            return "done", Seen(text="begin")
+        if self.deaths.get(slot, 0) > 0:
+            self.deaths[slot] -= 1
+            raise EOFError
+        return "done", (Seen(text="on"), [0.0], False, False, None)
+
+    def how_it_ended(self):
+        return ""
+
+    def hang_up(self):
+        pass
+
+    def end(self, grace_s):
+        pass
+
+
+class DyingEnv(ProcessEnv):
+    tasks, action, state_bounds, num_state_values = (Task(0, "any"),), ActionSpec.numbered(2), None, None
+    deaths: dict[int, int]
+
+    def _spawn(self):
+        return DyingChild(self.deaths)
+
+
+def test_each_simulator_of_a_process_has_attempts_of_its_own():
+    DyingEnv.deaths = {0: 2, 1: 2}
+    env = DyingEnv(SimulatorSettings("any"), 2)
+    env.reset([0, 1], [0, 0], [1, 2])
+    outcome = env.step([0, 1], np.zeros((2, 1, 1)))
+    assert not outcome.failures
+    assert env.num_replaced == 4
+    assert not outcome.is_success_known.any()
+    DyingEnv.deaths = {0: 3, 1: 2}
+    env = DyingEnv(SimulatorSettings("any"), 2)
+    env.reset([0, 1], [0, 0], [1, 2])
+    outcome = env.step([0, 1], np.zeros((2, 1, 1)))
+    assert list(outcome.failures) == [0]
+    assert "its process died, 3 times in a row" in outcome.failures[0]
+
+
+def test_what_ends_with_the_last_step_allowed_did_not_run_out_of_time():
+    class Both:
+        def step(self, action):
+            return Step(Seen(text="end"), 1.0, terminated=True, truncated=True, success=True)
+
+    assert _step(Both(), np.zeros((2, 1)))[1:] == ([1.0], True, False, True)
+    pytest.importorskip("gymnasium")
+    simulator = make_simulator(SimulatorSettings("gym", ("CartPole-v1",), 1))
+    simulator.reset(0, 0)
+    simulator.environments[0].unwrapped.state = np.array([5.0, 0.0, 0.0, 0.0])  # beyond the end of the track
+    step = simulator.step(np.zeros(1))
+    assert (step.terminated, step.truncated) == (True, False)
+    assert step.success is None  # CartPole does not say, and its reward is above 0 though the pole fell
+    assert simulator._success({"is_success": np.bool_(True)}, False, 0.0) is True
+    assert simulator._success({"success": 0.0}, True, 1.0) is False
+
+
+def test_states_of_gymnasium_keep_their_bounds():
+    gymnasium = pytest.importorskip("gymnasium")
+    from hotseat.envs.families.gym import _num_values, _state_bounds
+
+    infinite, largest = np.inf, np.finfo(np.float32).max
+    low = np.array([-20.0, -infinite, -largest, 50.0, -infinite], dtype=np.float32)
+    high = np.array([28.0, infinite, largest, infinite, -50.0], dtype=np.float32)
+    bounds = _state_bounds(gymnasium.spaces.Box(low, high))
+    assert [each.tolist() for each in bounds] == [[-20, -10, -10, 50, -60], [28, 10, 10, 60, -50]]
+    with pytest.raises(UserError, match="env.tasks: the tasks have different observations: Box"):
+        make_simulator(SimulatorSettings("gym", ("Acrobot-v1", "MountainCar-v0"), 5))
+    spaces = {"place": gymnasium.spaces.Discrete(500), "hands": gymnasium.spaces.MultiDiscrete([3, 900])}
+    assert _num_values(gymnasium.spaces.Dict(spaces)) == 900
+    assert _num_values(gymnasium.spaces.Box(low, high)) is None
+
+
+def test_a_reward_by_success_is_refused_where_nobody_knows_it():
+    from hotseat.loop.workers.simulation import SimulationSettings, _refuse_unknown_success
+
+    class Env:
+        """Says whether it succeeded in the steps from `said_at` on, and ends with the third."""
+
+        action = ActionSpec.numbered(2)
+
+        def __init__(self, said_at):
+            self.said_at, self.num_steps = said_at, 0
+
+        def step(self, where, actions):
+            self.num_steps += 1
+            no, is_last = np.array([False]), np.array([self.num_steps == 3])
+            is_known = np.array([self.num_steps >= self.said_at])
+            return Outcome([Seen()], np.zeros((1, 1)), np.ones(1), is_last, no, no, is_known, {})
+
+    settings = SimulationSettings(SimulatorSettings("gym", ("Cart",)), 1, 1, 1, 2, 4, 1.0, True, False, False)
+    for said_at in (1, 3):
+        env = Env(said_at)
+        _refuse_unknown_success(settings, env)
+        assert env.num_steps == said_at
+    with pytest.raises(
+        UserError, match="env.reward: success, but gym does not say whether an episode of Cart succeeds"
+    ):
+        _refuse_unknown_success(settings, Env(9))
+
+
+def test_episodes_that_ended_are_forgotten():
+    import asyncio
+
+    from hotseat.loop.workers.simulation import Stage
+
+    DyingEnv.deaths = {}
+    stage = Stage(DyingEnv(SimulatorSettings("any"), 3))
+
+    async def play():
+        for slot in range(2):
+            await stage.reset(slot, 0, slot)
+            stage.leave(slot)
+        await stage.reset(2, 0, 7)
+
+    with contextlib.closing(stage):
+        asyncio.run(play())
+        assert list(stage.env._episodes) == [2]
+        stage.leave(2)
+        stage.env._is_on_device = False
+        stage.offload()
+        assert not stage.env._episodes
+
+
 def test_wrong_settings_are_refused(tmp_path):
     assert "gym" in family_names()
     assert path_problem("gym") is None
@@ -155,11 +355,11 @@ def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch
 
 
 def test_observations_that_a_policy_cannot_read_are_refused():
-    from hotseat.envs.simulator import Seen
     from hotseat.loop.workers.simulation import Reader, SimulationSettings
 
     class Space:
         action = ActionSpec.numbered(3)
+        num_state_values = 4
         state_bounds = (np.zeros(2, dtype=np.float32), np.ones(2, dtype=np.float32))
 
     class Words:
@@ -178,6 +378,12 @@ def test_observations_that_a_policy_cannot_read_are_refused():
         reader.encode(Seen(image=np.zeros((2, 2, 3), dtype=np.uint8)))
     with pytest.raises(UserError, match="has 7 tokens, and its actions 2: set it to 9 or more"):
         reader.encode(Seen(text="a b c d e f g"))
+    Space.num_state_values = 5
+    with pytest.raises(UserError, match="env.bins 4: a number in the observations of gym has 5 values"):
+        Reader(settings, Words(), 8, Space())
+    Space.num_state_values, Space.state_bounds = None, None
+    with pytest.raises(UserError, match="its observations have numbers, and its state_bounds are None"):
+        Reader(settings, Words(), 8, Space()).encode(seen)
 
 
 def test_actions_are_the_last_tokens_of_the_vocabulary():
@@ -188,6 +394,7 @@ def test_actions_are_the_last_tokens_of_the_vocabulary():
     assert steering.decode([3, 98]).tolist() == [[0.75, 3.75]]  # 3 is no bin: the last one
     assert steering.is_bin(96)
     assert not steering.is_bin(95)
+    assert not steering.is_bin(100)
     buttons = NumberTokens.of_actions(ActionSpec.numbered(7), bins=256, vocab_size=100)
     assert buttons.encode(np.array([[0.0], [6.0]])) == [99, 93]
     assert buttons.decode([99, 93, 5]).tolist() == [[0.0], [6.0], [6.0]]

@@ -11,8 +11,10 @@ from hotseat.envs.simulator import ActionSpec, Seen, Simulator, Step, Task
 GOALS = {"left": -1.0, "right": 1.0}
 
 
-def make(tasks, max_steps=None, trouble=None, folder=None):
-    return Walk(list(tasks) or list(GOALS), max_steps or 12, trouble, folder)
+def make(tasks, max_steps=None, trouble=None, folder=None, is_on_device=False):
+    walk = Walk(list(tasks) or list(GOALS), max_steps or 12, trouble, folder)
+    walk.is_on_device = is_on_device
+    return walk
 
 
 class Walk(Simulator):

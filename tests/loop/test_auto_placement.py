@@ -13,7 +13,7 @@ import pytest
 from hotseat.cli.main import main
 from hotseat.cli.profile import default_factors, measure
 from hotseat.config import loads
-from hotseat.errors import UserError
+from hotseat.errors import RunError, UserError
 from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
@@ -204,12 +204,44 @@ def test_profile_and_auto_are_for_reinforcement_learning(tmp_path, capsys):
     assert "is no list of numbers" in capsys.readouterr().err
     assert main(["profile", str(config), "--sizes", "1,0"]) == 2
     assert "all numbers have to be above 0" in capsys.readouterr().err
+    assert main(["profile", str(config), "--tensor-parallel", "1.5"]) == 2
+    assert "'1.5': all numbers have to be whole" in capsys.readouterr().err
+
+
+def test_a_size_that_cannot_be_measured_keeps_what_was_measured_before():
+    """The second run fails."""
+    kept = []
+
+    def start(config):
+        if kept:
+            raise RunError("no memory is left")
+        run_dir = Path(config.run_dir) / config.name
+        run_dir.mkdir()
+        (run_dir / METRICS).write_text('{"step": 2, "step_s": 3.0}\n')
+        (run_dir / ARRIVALS).write_text('{"step": 2, "event": "taken"}\n')
+
+    with pytest.raises(RunError, match="no memory is left"):
+        measure(loads(SMALL), start, [1.0, 2.0], [1], lambda text: None, kept.append)
+    assert [[each.step_s for each in profile.measurements] for profile in kept] == [[3.0]]
+
+
+def test_configs_with_roles_that_are_not_measured_are_refused(tmp_path, capsys):
+    file, path = tmp_path / "run.yaml", tmp_path / "profile.json"
+    path.write_text(profile().to_json())
+    apart = FOUR.replace("actor: all, rollout: all", "actor: 0-1, inference: 2-3, rollout: 2-3")
+    simulated = FOUR.replace("reward: {function: reward.py}", "env: {path: gym, tasks: [CartPole-v1]}")
+    simulated = simulated.replace("path: prompts.jsonl", "max_length: 64")
+    for text, role in ((apart, "inference"), (simulated, "env")):
+        file.write_text(text)
+        for command in (["profile", str(file)], ["plan", str(file), "--auto", str(path)]):
+            assert main(command) == 2
+            assert f"this config has the role {role}: `hotseat profile` does not" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_what_cannot_be_measured_or_placed_is_refused(tmp_path, capsys):
     with pytest.raises(UserError, match=r"a batch 0\.01 times as large is no whole number: rollout.batch_size is 16"):
-        measure(loads(SMALL), lambda config: None, [0.01], [1], print)
+        measure(loads(SMALL), lambda config: None, [0.01], [1], print, print)
     config, plan = on("{actor: 0-7, rollout: 0-7}")
     (tmp_path / METRICS).write_text("")
     (tmp_path / ARRIVALS).write_text("")

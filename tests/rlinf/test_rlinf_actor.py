@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hotseat.cluster import Cluster as HotseatCluster
@@ -10,6 +12,7 @@ from hotseat.rlinf import Channel, Cluster, FSDPActor, NodePlacementStrategy, Wo
 
 pytestmark = pytest.mark.slow
 
+NO_MODEL = Path("unused")  # for actors that load none
 ONE = NodePlacementStrategy([0])
 
 
@@ -33,6 +36,10 @@ TRAJECTORIES = [
     {"input_ids": [8, 9, 2, 2], "loss_mask": [0, 1, 1, 1], "prev_logprobs": [0, -2.0, -2.7, -2.8], "rewards": 0.5},
     {"input_ids": [8, 9], "loss_mask": [0, 1], "prev_logprobs": [0, -2.8], "rewards": 0.25},
 ]
+
+
+def groups_of(trajectories):
+    return [trajectories[at : at + 2] for at in range(0, len(trajectories), 2)]
 
 
 def expected_loss(task) -> float:
@@ -72,8 +79,8 @@ def test_the_loss_is_that_of_ppo_and_training_resumes_from_a_checkpoint(task, tm
         channel = Channel.create("Actor")
 
         def train():
-            for each in TRAJECTORIES:
-                channel.put(each)
+            for group in groups_of(TRAJECTORIES):
+                channel.put(group)
             return actor.run_training(channel).wait()[0]
 
         first = train()
@@ -86,9 +93,8 @@ def test_the_loss_is_that_of_ppo_and_training_resumes_from_a_checkpoint(task, tm
         assert train() == second
         num_sent = actor.sync_model_to_rollout().wait()[0]
         assert len(sampler.receive().wait()[0]) == num_sent > 0
-        channel.put({**TRAJECTORIES[0], "loss_mask": [1]})
-        for each in TRAJECTORIES[1:]:
-            channel.put(each)
+        for group in groups_of([{**TRAJECTORIES[0], "loss_mask": [1]}, *TRAJECTORIES[1:]]):
+            channel.put(group)
         with pytest.raises(WorkerError, match="trajectory 0: 4 input_ids, 1 entries of loss_mask and 4 of"):
             actor.run_training(channel).wait()
         pair = FSDPActor.create_group(config(task, global_batch_size=3))
@@ -100,9 +106,82 @@ def test_the_loss_is_that_of_ppo_and_training_resumes_from_a_checkpoint(task, tm
         odd = FSDPActor.create_group(config(task, model={"model_path": "m", "precision": "fp8"}))
         with pytest.raises(WorkerError, match="actor.model.precision is fp8: choose one of fp32, 32, bf16"):
             odd.launch(cluster, name="odd", placement_strategy=ONE).init_worker().wait()
-        uneven = FSDPActor.create_group(config(task, global_batch_size=1)).launch(
-            cluster, name="uneven", placement_strategy=ONE
-        )
-        channel.put(TRAJECTORIES[0])
-        with pytest.raises(WorkerError, match="1 trajectories on a rank, in groups of algorithm.group_size 2"):
-            uneven.run_training(channel).wait()
+        uneven = FSDPActor.create_group(config(task, global_batch_size=6))
+        with pytest.raises(WorkerError, match="3 trajectories on each of 2 ranks, in groups of algorithm.group_size 2"):
+            uneven.launch(cluster, name="uneven", placement_strategy=NodePlacementStrategy([0, 0]))
+
+
+class Inspected(FSDPActor):
+    def advantages(self):
+        return [(each["rewards"], each["advantages"]) for each in self._trajectories]
+
+    def clips(self):
+        return self._objective().clip_low, self._objective().clip_high
+
+
+@pytest.fixture
+def cluster():
+    with HotseatCluster("local", num_devices=1) as machinery, Cluster(on=machinery) as cluster:
+        yield cluster
+
+
+def test_a_group_is_compared_within_itself_whichever_rank_takes_it(cluster):
+    """Two producers, whose rewards have different scales, and two ranks."""
+    pair = NodePlacementStrategy([0, 0])
+    group = Inspected.create_group(config(NO_MODEL, global_batch_size=8))
+    actor = group.launch(cluster, name="actor", placement_strategy=pair)
+    channel = Channel.create("Groups")
+    for number in range(2):
+        for scale in (1.0, 1000.0):
+            channel.put([{"rewards": scale * (1 + number)}, {"rewards": scale * (3 + number)}])
+    actor.recv_rollout_trajectories(channel).wait()
+    actor.compute_advantages_and_returns().wait()
+    compared = dict(pair for rank in actor.advantages().wait() for pair in rank)
+    # Of a pair, (r - mean) / deviation is 1 / sqrt(2) for the better one, whatever the scale.
+    better = {3.0, 4.0, 3000.0, 4000.0}
+    assert compared == {
+        reward: pytest.approx(0.5**0.5 if reward in better else -(0.5**0.5), rel=1e-3)
+        for reward in better | {1.0, 2.0, 1000.0, 2000.0}
+    }
+    for item, found in ((TRAJECTORIES[0], "a dict"), (TRAJECTORIES[:1], "a list of 1")):
+        channel.put(item)
+        with pytest.raises(WorkerError, match=f"channel 'Groups' has {found}: put whole groups into it"):
+            actor.execute_on(0).recv_rollout_trajectories(channel).wait()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fitting"),
+    [
+        ("algorithm.kl_beta", 0.1, "0, or leave it out"),
+        ("algorithm.entropy_bonus", 0.01, "0, or leave it out"),
+        ("algorithm.adv_type", "gae", "grpo, or leave it out"),
+        ("algorithm.loss_agg_func", "seq-mean-token-sum", "token-mean, or leave it out"),
+        ("algorithm.clip_ratio_c", 3.0, "null, or leave it out"),
+        ("actor.lr_sched.lr_decay_style", "cosine", "constant, or leave it out"),
+        ("actor.lr_sched.lr_warmup_fraction", 0.1, "0, or leave it out"),
+        ("actor.lr_sched.lr_warmup_iters", 5, "0, or leave it out"),
+    ],
+)
+def test_settings_that_the_actor_does_not_have_are_refused(cluster, path, value, fitting):
+    changed = config(NO_MODEL)
+    at = changed
+    *sections, name = path.split(".")
+    for each in sections:
+        at = at.setdefault(each, {})
+    at[name] = value
+    with pytest.raises(WorkerError, match=f"{path} is {value}, which this actor does not have: set it to {fitting}"):
+        FSDPActor.create_group(changed).launch(cluster, name="actor", placement_strategy=ONE)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "clips"),
+    [
+        ({"ratio_clip_eps": 0.1}, (0.1, 0.1)),
+        ({"ratio_clip_eps": 0.1, "clip_ratio_high": 0.3}, (0.1, 0.3)),
+        ({"ratio_clip_eps": None, "clip_ratio_low": 0.3, "clip_ratio_high": None}, (0.3, 0.2)),
+        ({"kl_beta": 0.0, "adv_type": "grpo", "loss_agg_func": "token-mean", "clip_ratio_c": None}, (0.2, 0.2)),
+    ],
+)
+def test_clip_ranges_that_are_unset_have_the_common_one(cluster, algorithm, clips):
+    actor = Inspected.create_group({**config(NO_MODEL), "algorithm": algorithm})
+    assert actor.launch(cluster, name="actor", placement_strategy=ONE).clips().wait() == [clips]

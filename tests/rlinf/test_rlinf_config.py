@@ -59,6 +59,46 @@ def test_an_estimator_without_counterpart_is_refused():
         translate({"runner": {}, "algorithm": {"adv_type": "opd"}})
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "clips"),
+    [
+        ({"ratio_clip_eps": 0.1}, (0.1, 0.1)),
+        ({"clip_ratio_low": 0.3, "ratio_clip_eps": 0.1}, (0.3, 0.1)),
+        ({"ratio_clip_eps": 0.1, "clip_ratio_low": 0.3}, (0.3, 0.1)),
+        ({"clip_ratio_high": 0.4, "ratio_clip_eps": 0.1, "clip_ratio_low": None}, (0.1, 0.4)),
+    ],
+)
+def test_the_common_clip_range_gives_way_in_any_order(algorithm, clips):
+    found = translate({"runner": {}, "algorithm": algorithm}).values["algorithm"]
+    assert (found["clip_low"], found["clip_high"]) == clips
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_envs"),
+    [
+        ({"component_placement": {"env": "0-3", "rollout": "4-7"}}, 16),
+        ({"component_placement": {"env,rollout": "0-1,3:2-3"}}, 16),
+        ({"component_placement": {"env": 0}}, 64),
+        ({"component_placement": {"env": {"node_group": "a", "placement": "0-7"}}}, 8),
+        ({"component_placement": {"actor,env,rollout": "all"}, "num_nodes": 1, "num_gpus_per_node": 8}, 8),
+    ],
+)
+def test_simulators_are_divided_among_the_processes_of_env(cluster, num_envs):
+    values = {"runner": {}, "cluster": cluster, "env": {"train": {"total_num_envs": 64}}}
+    assert translate(values).values["env"]["num_envs"] == num_envs
+
+
+def test_simulators_that_cannot_be_divided_are_named():
+    values = {"runner": {}, "env": {"train": {"total_num_envs": 64}}}
+    for placement in ({}, {"env": "all"}, {"env": "@actor"}):
+        translation = translate({**values, "cluster": {"component_placement": placement}})
+        assert "env" not in translation.values
+        [(key, because)] = translation.no_effect
+        assert (key, "set env.num_envs to 64 divided by them" in because) == ("env.train.total_num_envs", True)
+    with pytest.raises(ConfigError, match="64 simulators cannot be divided evenly among 3 processes of env"):
+        translate({**values, "cluster": {"component_placement": {"env": "0-2"}}})
+
+
 def test_a_file_that_is_not_rlinfs_is_refused(tmp_path, capsys):
     path = tmp_path / "ours.yaml"
     path.write_text("actor: {model: m}\n")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 
 import pytest
 
 from hotseat import rlinf
+from hotseat.cluster import ChannelDirectory
 from hotseat.cluster import Cluster as HotseatCluster
 from hotseat.errors import PlacementError, RunError, WorkerError
 from hotseat.rlinf import Channel, Cluster, NodePlacementStrategy, PackedPlacementStrategy, Worker, WorkerGroup
@@ -56,6 +58,9 @@ class Member(Worker):
     def send_all(self, payload):
         self.send("with a payload", "receivers", 0, piggyback_payload=payload)
 
+    def send_to_both(self):
+        self.send("for both", "receivers", [0, 1])
+
     def receive(self):
         return self.recv("senders", 0)
 
@@ -81,6 +86,11 @@ class Member(Worker):
 
     def fail(self):
         raise KeyError("nothing there")
+
+    def fail_one_after_the_other(self, others_may):
+        if self._rank > 0:
+            others_may.get()
+        raise KeyError(f"nothing on {self._rank}")
 
 
 def test_a_group_calls_its_workers_by_method_name_and_some_of_them_by_rank(cluster):
@@ -123,6 +133,23 @@ def test_a_failure_is_raised_once_by_its_own_wait_or_else_by_the_next(cluster):
     assert waiting.wait() == [0]
 
 
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_of_several_workers_that_fail_in_one_call_one_is_raised_once(cluster, is_waited_for):
+    group = Member.create_group().launch(cluster, name="failing", placement_strategy=NodePlacementStrategy([0, 0]))
+    patient = Member.create_group().launch(cluster, name="patient", placement_strategy=NodePlacementStrategy([0]))
+    others_may = Channel.create(f"others may, {is_waited_for}")
+    handle, waiting = group.fail_one_after_the_other(others_may), patient.swap("failing")
+    with pytest.raises(WorkerError, match="failing rank 0: .*nothing on 0"):
+        (handle if is_waited_for else waiting).wait()
+    others_may.put("go on")
+    concurrent.futures.wait(handle._results.values())
+    assert not cluster.failures.first.done()  # the second failure is of a call that somebody knows to have failed
+    group.execute_on(0).send_zero("patient").wait()
+    assert waiting.wait() == [0]
+    with pytest.raises(WorkerError, match="failing rank"):
+        handle.wait()
+
+
 def test_workers_send_to_each_other_with_a_payload_and_to_all(cluster):
     pair = NodePlacementStrategy([0, 0])
     senders = Member.create_group().launch(cluster, name="senders", placement_strategy=pair)
@@ -134,9 +161,12 @@ def test_workers_send_to_each_other_with_a_payload_and_to_all(cluster):
     shared = senders.execute_on(0).share("to everybody")
     assert receivers.share(None).wait() == ["to everybody"] * 2
     assert shared.wait() == ["to everybody"]
+    with pytest.raises(WorkerError, match=r"dst_rank is \[0, 1\]: there are no child workers here; name one rank"):
+        senders.execute_on(0).send_to_both().wait()
 
 
 def test_a_device_is_held_by_one_worker_at_a_time(cluster):
+    USES.clear()
     on_0 = PackedPlacementStrategy(0, 0)
     groups = [Member.create_group().launch(cluster, name=name, placement_strategy=on_0) for name in ("a", "b")]
     for group in groups:
@@ -155,6 +185,7 @@ def test_items_of_one_key_come_in_order_and_batches_by_weight(cluster):
     assert channel.get_batch(4, key=("length", 1)) == ["c"]  # with d it would be too heavy
     assert channel.get_batch(4, key=("length", 1)) == ["d"]  # too heavy by itself
     assert channel.qsize(key=("length", 1)) == 1
+    assert channel.get_batch(key=("length", 1)) == ["e"]
     assert channel.empty()
     with pytest.raises(asyncio.QueueEmpty, match="channel 'lengths' has no item with key 'default_queue'"):
         channel.get_nowait()
@@ -191,6 +222,15 @@ def test_a_channel_is_bounded_per_key_and_found_by_name(cluster):
         Channel.create("smaller", maxsize=-1)
     private = Channel.create("small", local=True)
     assert private.empty(key="a")
+
+
+def test_a_channel_whose_items_wait_elsewhere_is_found_by_its_name():
+    here, elsewhere = ChannelDirectory(None, 60.0), ChannelDirectory(None, 60.0)
+    made = Channel.create_in(here, "far", maxsize=3, items_in=elsewhere)
+    made.put("an item")
+    found = Channel.connect_in(here, "far")
+    assert (found.get(), found.maxsize()) == ("an item", 3)
+    assert Channel.create_in(here, "far").maxsize() == 3
 
 
 def test_there_is_one_cluster_in_a_program(cluster):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,10 @@ class BabyAi(GymSimulator):
     def reset(self, task: int, seed: int) -> Seen:
         with contextlib.redirect_stdout(io.StringIO()):  # levels print the positions that they reject
             return super().reset(task, seed)
+
+    def _success(self, info: Mapping[str, Any], terminated: bool, reward: float) -> bool | None:
+        """Tell whether the mission is accomplished: it is rewarded then, and in no other case."""
+        return terminated and reward > 0
 
     def expert(self) -> Any:
         """Return BabyAI's bot for the episode that was just begun: `bot.replan(last action)` is the next action."""

@@ -1,7 +1,8 @@
 """Any registered environment of gymnasium, by its name.
 
 Observations: numbers and vectors become `Seen.state`, pictures `Seen.image`, text and missions the words; a dictionary
-is put together from its entries.
+is put together from its entries. Whether an episode succeeded is what the environment's `info` says under `success` or
+`is_success`; where it says nothing, nobody knows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hotseat.envs.simulator import ActionSpec, Seen, Simulator, Step, Task
 from hotseat.errors import UserError
 
 UNBOUNDED = 10.0  # values of a state without bounds are clipped here
+_NO_BOUND = float(np.finfo(np.float32).max)  # which some environments write instead of infinity
 
 
 def make(tasks: Sequence[str], max_steps: int | None = None, **kwargs: Any) -> Simulator:
@@ -29,6 +31,7 @@ class GymSimulator(Simulator):
     """One environment of gymnasium for each task; they must have the same spaces."""
 
     is_on_device = False
+    state_bounds: tuple[np.ndarray, np.ndarray] | None
 
     def __init__(
         self,
@@ -60,7 +63,14 @@ class GymSimulator(Simulator):
         if any(repr(space) != repr(actions[0]) for space in actions):
             raise UserError(f"env.tasks: the tasks have different actions: {', '.join(map(repr, actions))}")
         self.action = _action_spec(actions[0])
-        self.state_bounds = None if describe is not None else _state_bounds(self._spaces[0])
+        self.state_bounds, self.num_state_values = None, None
+        if describe is None:
+            if any(space != self._spaces[0] for space in self._spaces):
+                raise UserError(
+                    f"env.tasks: the tasks have different observations: {', '.join(map(repr, self._spaces))}"
+                )
+            self.state_bounds = _state_bounds(self._spaces[0])
+            self.num_state_values = _num_values(self._spaces[0])
         self._current = 0
 
     def reset(self, task: int, seed: int) -> Seen:
@@ -76,8 +86,9 @@ class GymSimulator(Simulator):
         is_numbered = self.action.num_values is not None
         taken = int(action[0]) + int(space.start) if is_numbered else action.astype(space.dtype).reshape(space.shape)
         observation, reward, terminated, truncated, info = environment.step(taken)
-        success = bool(info.get("success", info.get("is_success", terminated and float(reward) > 0)))
-        return Step(self._seen(observation), float(reward), bool(terminated), bool(truncated), success)
+        success = self._success(info, bool(terminated), float(reward))
+        is_late = bool(truncated and not terminated)  # both are true if the task ends with the last step allowed
+        return Step(self._seen(observation), float(reward), bool(terminated), is_late, success)
 
     def render(self) -> np.ndarray:
         picture = self.environments[self._current].render()
@@ -88,6 +99,11 @@ class GymSimulator(Simulator):
     def close(self) -> None:
         for environment in self.environments:
             environment.close()
+
+    def _success(self, info: Mapping[str, Any], terminated: bool, reward: float) -> bool | None:
+        """Tell whether the task is accomplished. None: the environment does not say so."""
+        said = info.get("success", info.get("is_success"))
+        return None if said is None else bool(said)
 
     def _seen(self, observation: Any) -> Seen:
         if self._describe is not None:
@@ -131,8 +147,11 @@ def _state_bounds(space: Any) -> tuple[np.ndarray, np.ndarray] | None:
     for part, _ in _leaves(space, None):
         kind = type(part).__name__
         if kind == "Box" and not (len(part.shape) == 3 and part.dtype == np.uint8):
-            for bound, ends in ((part.low, low), (part.high, high)):
-                ends.append(np.clip(np.asarray(bound, dtype=np.float32), -UNBOUNDED, UNBOUNDED).reshape(-1))
+            lowest, highest = (np.asarray(bound, dtype=np.float32).reshape(-1) for bound in (part.low, part.high))
+            has_low, has_high = lowest > -_NO_BOUND, highest < _NO_BOUND
+            # Where only one side has a bound, the other is at least UNBOUNDED away from it.
+            low.append(np.where(has_low, lowest, np.where(has_high, np.minimum(highest, 0), 0) - UNBOUNDED))
+            high.append(np.where(has_high, highest, np.where(has_low, np.maximum(lowest, 0), 0) + UNBOUNDED))
         elif kind == "Discrete":
             low.append(np.array([part.start], dtype=np.float32))
             high.append(np.array([part.start + part.n - 1], dtype=np.float32))
@@ -141,6 +160,14 @@ def _state_bounds(space: Any) -> tuple[np.ndarray, np.ndarray] | None:
             low.append(np.zeros(len(sizes), dtype=np.float32))
             high.append((sizes - 1).astype(np.float32))
     return (np.concatenate(low), np.concatenate(high)) if low else None
+
+
+def _num_values(space: Any) -> int | None:
+    """Return the largest number of values of a numbered entry; None: there is no such entry."""
+    leaves = [part for part, _ in _leaves(space, None)]
+    counts = [int(part.n) for part in leaves if type(part).__name__ == "Discrete"]
+    counts += [int(np.max(part.nvec)) for part in leaves if type(part).__name__ == "MultiDiscrete"]
+    return max(counts, default=None)
 
 
 def _action_spec(space: Any) -> ActionSpec:

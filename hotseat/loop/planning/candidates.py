@@ -54,6 +54,16 @@ class Refused:
     because: str
 
 
+def refuse_fixed_roles(config: Config) -> None:
+    """Raise for a config whose placement has roles that are neither measured nor moved."""
+    for role in ("env", "inference"):
+        if role in roles_of(config):
+            raise UserError(
+                f"this config has the role {role}: `hotseat profile` does not measure it, and `hotseat plan --auto`"
+                " does not place it; compare placements by `hotseat plan`"
+            )
+
+
 def candidates(
     config: Config, inventory: str | Inventory | None, sizes: Sequence[int], staleness: Sequence[int]
 ) -> Iterator[Candidate | Refused]:
@@ -64,7 +74,8 @@ def candidates(
     turns otherwise.
     """
     num_devices = _num_devices(config, inventory)
-    others = [role for role in roles_of(config) if role not in ("actor", "rollout", "env", "inference")]
+    refuse_fixed_roles(config)
+    others = [role for role in roles_of(config) if role not in ("actor", "rollout")]
     placed_elsewhere = {
         role: selection for role, selection in config.cluster.component_placement.items() if selection in _ELSEWHERE
     }

@@ -31,6 +31,7 @@ from hotseat.types import Completion, Episode, Moved, Prompt, SampleKey, Samplin
 
 EVAL_SEED = 1_000_000  # the first of the held-out seeds; those to learn from begin at 0
 SUCCESS = "success"
+_MAX_TRIED = 1000  # actions before a run, to find out whether a simulator reports success
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def simulation_prompts(
             if isinstance(seen, Exception):
                 raise UserError(f"env.path: {seen}")
             first.append(tuple(reader.encode(seen)))
+            if settings.is_success_rewarded:
+                _refuse_unknown_success(settings, env)
     finally:
         env.close()
     pairs = ([(task, seed) for seed in each for task in env.tasks] for each in seeds)
@@ -76,6 +79,27 @@ def simulation_prompts(
         ]
         for each in pairs
     ]
+
+
+def _refuse_unknown_success(settings: SimulationSettings, env: Env) -> None:
+    """Act in slot 0 until the simulator says whether the task is accomplished, or the episode ends without."""
+    actions = np.array(env.action.low, dtype=np.float64)[None, None]  # [1, 1, D]
+    for _ in range(_MAX_TRIED):
+        outcome = env.step([0], actions)
+        if 0 in outcome.failures:
+            raise UserError(f"env.path: {outcome.failures[0]}")
+        if outcome.is_success_known[0]:
+            return
+        if outcome.terminated[0] or outcome.truncated[0]:
+            raise _unknown_success(settings)
+
+
+def _unknown_success(settings: SimulationSettings) -> UserError:
+    return UserError(
+        f"env.reward: success, but {settings.simulator.path} does not say whether an episode of"
+        f" {', '.join(settings.simulator.tasks) or 'its tasks'} succeeds (info has neither success nor is_success): set"
+        " env.reward to simulator"
+    )
 
 
 class Reader:
@@ -92,6 +116,11 @@ class Reader:
             low, high = env.state_bounds
             spec = ActionSpec(tuple(low.tolist()), tuple(high.tolist()))
             self._states = NumberTokens.of_actions(spec, settings.bins, len(tokenizer))
+        if env.num_state_values is not None and env.num_state_values > settings.bins:
+            raise UserError(
+                f"env.bins {settings.bins}: a number in the observations of {self._name} has {env.num_state_values}"
+                f" values, and some would look alike: set it to {env.num_state_values} or more"
+            )
 
         self._tokens_of = lru_cache(maxsize=65536)(self._tokenize)  # worlds look alike again and again
 
@@ -102,7 +131,12 @@ class Reader:
         """Return the tokens of an observation: instruction and words, then the state in bins."""
         words = " ".join(part for part in (seen.instruction, seen.text) if part)
         token_ids = list(self._tokens_of(words)) if words else []
-        if seen.state is not None and self._states is not None:
+        if seen.state is not None:
+            if self._states is None:
+                raise UserError(
+                    f"env.path {self._name}: its observations have numbers, and its state_bounds are None: set them to"
+                    " the lowest and the highest value of each number"
+                )
             token_ids += self._states.encode(seen.state)
         if not token_ids or (seen.image is not None and seen.state is None and not seen.text):
             raise UserError(
@@ -128,6 +162,7 @@ class Stage:
         self.env = env
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
         self._playing: set[int] = set()  # slots with an episode
+        self._left: set[int] = set()  # slots whose episode has ended and is not forgotten yet
         self._resets: dict[int, tuple[int, int, asyncio.Future[Any]]] = {}
         self._steps: dict[int, tuple[np.ndarray, asyncio.Future[Any]]] = {}
         self._is_busy = False
@@ -156,14 +191,16 @@ class Stage:
     def leave(self, slot: int) -> None:
         """End the episode of a slot, however it ended."""
         self._playing.discard(slot)
+        self._left.add(slot)
         self._resets.pop(slot, None)
         self._steps.pop(slot, None)
         self._look()
 
     def clear(self) -> None:
         """Forget all episodes, whose event loop has ended, once the call in progress is over."""
-        self._thread.submit(lambda: None).result()
+        self._thread.submit(self.env.forget, self._playing | self._left).result()
         self._playing.clear()
+        self._left.clear()
         self._resets.clear()
         self._steps.clear()
         self._is_busy = False
@@ -171,6 +208,12 @@ class Stage:
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self.env.close()
+
+    def offload(self) -> Moved:
+        """Offload the simulators, of which only those in the middle of an episode have anything to come back to."""
+        ended, self._left = self._left, set()
+        self._thread.submit(self.env.forget, ended).result()
+        return self.env.offload()
 
     def _look(self) -> None:
         """Start the next call if nobody has to be waited for."""
@@ -181,10 +224,12 @@ class Stage:
         resets, self._resets = self._resets, {}
         steps, self._steps = self._steps, {}
         loop = asyncio.get_running_loop()
-        called = loop.run_in_executor(self._thread, self._call, resets, steps)
+        ended, self._left = self._left, set()
+        called = loop.run_in_executor(self._thread, self._call, ended, resets, steps)
         called.add_done_callback(lambda done: self._answer(done, resets, steps))
 
-    def _call(self, resets: dict[int, Any], steps: dict[int, Any]) -> tuple[list[Any], Outcome | None]:
+    def _call(self, ended: set[int], resets: dict[int, Any], steps: dict[int, Any]) -> tuple[list[Any], Outcome | None]:
+        self.env.forget(ended)  # or they would be played again whenever their process is replaced
         begun: list[Any] = []
         if resets:
             slots = sorted(resets)
@@ -300,26 +345,33 @@ class Player(Agent):
             seen = after
             if outcome.terminated[row] or outcome.truncated[row]:
                 break
-        is_success, is_truncated = bool(outcome.success[row]), bool(outcome.truncated[row])
+        is_success, is_known = bool(outcome.success[row]), bool(outcome.is_success_known[row])
+        is_truncated = bool(outcome.truncated[row] and not outcome.terminated[row])
         if settings.is_success_rewarded:
+            if not is_known:
+                raise _unknown_success(settings)
             rewards = [0.0] * (len(rewards) - 1) + [float(is_success)]
         if settings.bootstraps and is_truncated:
             segments.append(_value_segment(reader.encode(seen)))
+        verdict = (", success" if is_success else ", no success") if is_known else ""
         episode = Episode(
             key,
             tuple(segments),
-            f"{instruction}\n{num_steps} actions, {'success' if is_success else 'no success'}",
+            f"{instruction}\n{num_steps} actions{verdict}",
             is_truncated=is_truncated,
             turn_lengths=tuple(lengths),
             action_length=dim,
             has_bootstrap=settings.bootstraps and is_truncated,
         )
-        extra = {SUCCESS: float(is_success), "actions": float(num_steps), "tokens_outside": float(num_outside)}
+        extra = {"actions": float(num_steps), "tokens_outside": float(num_outside)}
+        if is_known:
+            extra[SUCCESS] = float(is_success)
         turn_rewards = tuple(rewards) if settings.has_turn_rewards else ()
-        return ScoredEpisode(episode, sum(rewards), float(is_success), extra, turn_rewards)
+        score = float(is_success) if is_known else sum(rewards)
+        return ScoredEpisode(episode, sum(rewards), score, extra, turn_rewards)
 
     def offload(self) -> Moved:
-        return _total(stage.env.offload() for stage in self._stages)
+        return _total(stage.offload() for stage in self._stages)
 
     def onload(self) -> Moved:
         return _total(stage.env.onload() for stage in self._stages)
