@@ -27,6 +27,7 @@ FP32 = 4  # bytes; losses, norms and log-softmax are in fp32 whatever the model'
 EAGER_ACTIVATIONS = 1.15  # factor on a layer's graph: without fusion some values are kept twice; measured
 COMPILED_ACTIVATIONS = 0.77  # the same for compiled layers, which recompute some values; measured
 RECOMPUTE_PEAK = 1.5  # a recomputed layer: its activations and the gradients on the way back through it
+COPIED_PARAMETERS = 4_000_000_000  # FSDP on one rank keeps 16-bit copies of the fp32 weights of models up to this size
 FSDP_LIVE_LAYERS = 2  # gathered at once: the one at work and the one prefetched
 DEEPSPEED_LIVE_PARAMETERS = 1_000_000_000  # ZeRO-3 keeps at most this many gathered (stage3_max_live_parameters)
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000  # gradients reduced at once (reduce_bucket_size)
@@ -307,7 +308,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     if memory.adapter_rank:
         base = share("weights", memory.compute_bytes, weight_cut, Part.WEIGHTS, held)
         weights = [base, replace(weights[0], name="adapters")]
-    if _has_copies(memory, shards):
+    if _has_copies(memory, model, shards):
         weights.append(share("16-bit copy of the weights", memory.compute_bytes, 1, Part.WEIGHTS))
     gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
     moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
@@ -394,14 +395,15 @@ def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
     return -(-micro_batch * memory.max_tokens // memory.sequence_parallel)
 
 
-def _has_copies(memory: TrainMemory, shards: int) -> bool:
+def _has_copies(memory: TrainMemory, model: ModelShape, shards: int) -> bool:
     """Tell whether fp32 weights have copies to compute with: FSDP on a single rank keeps them, see `train.masters`."""
-    return memory.backend == "fsdp" and shards == 1 and memory.weight_bytes != memory.compute_bytes
+    is_small = memory.num_trained(model) <= COPIED_PARAMETERS
+    return memory.backend == "fsdp" and shards == 1 and memory.weight_bytes != memory.compute_bytes and is_small
 
 
 def _gathered(role: str, memory: TrainMemory, model: ModelShape, shards: int, tp: int) -> list[Term]:
     """Return the memory of whole weights that exist beside the shard while the role works."""
-    if _has_copies(memory, shards) and not memory.weight_offload:
+    if _has_copies(memory, model, shards) and not memory.weight_offload:
         return []
     is_cast = memory.weight_bytes != memory.compute_bytes
     if not (memory.is_sharded and shards > 1) and not is_cast and not memory.weight_offload:

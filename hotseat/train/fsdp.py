@@ -1,7 +1,8 @@
 """The FSDP2 backend: torch's `fully_shard` over the ranks, a plain module where there is only one.
 
 One rank has nothing to shard or gather, so the model runs unwrapped: the same maths without the hooks (which cost 8% on
-a small model), and the same bits in every run. With 16-bit compute from 32-bit weights, `Masters` keeps both.
+a small model), and the same bits in every run. With 16-bit compute from 32-bit weights, `Masters` keeps both; a large
+model is wrapped even on one rank, since the copies would take memory and the hooks hardly matter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from hotseat.train.backend import AdamW, Muon, TrainOptions
 from hotseat.train.fragments import local
 from hotseat.train.logprobs import Compiler
 from hotseat.train.lora import base_names
-from hotseat.train.masters import Masters
+from hotseat.train.masters import COPIED_BYTES, Masters
 from hotseat.train.models import compiles, layers, load_model, prepare_model
 from hotseat.train.muon import MatrixStretch, MuonWithAdamW, matrix_names
 from hotseat.train.outgoing import Merge, as_they_are, convert
@@ -45,6 +47,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class FSDPBackend(Trainer):
     """One rank of a model under FSDP2. See `Backend` for the contract.
 
+    copied_bytes: 16-bit copies of 32-bit weights are kept on a single rank if they take no more.
     unit_bytes: a layer at least this large is gathered when its turn comes; smaller ones all at once, since for them
         the messages would cost more than the memory.
     """
@@ -58,6 +61,7 @@ class FSDPBackend(Trainer):
         *,
         device: str | torch.device = "cpu",
         trust_remote_code: bool = False,
+        copied_bytes: int = COPIED_BYTES,
         unit_bytes: int = 8 << 20,
         _compiler: Compiler = "inductor",
     ):
@@ -85,13 +89,16 @@ class FSDPBackend(Trainer):
             if weight.requires_grad and options.precision == "bf16_master":
                 weight.data = weight.data.float()
         self._saved_names = set(loaded.state_dict())
-        ranks = Ranks(device, options.timeout_s)
+        has_masters = options.precision == "bf16_master"
+        exact = [weight for weight in loaded.parameters() if weight.dtype == torch.float32] if has_masters else []
+        is_large = 2 * sum(weight.numel() for weight in exact) > copied_bytes
+        ranks = Ranks(device, options.timeout_s, always_group=is_large)
         self._masters: Masters | None = None
-        if ranks.size > 1:
+        if ranks.size > 1 or is_large:
             _shard(self._wrapped, loaded, options, device, ranks.size, unit_bytes)
         else:
             self._wrapped.to(device)
-            self._masters = Masters(loaded) if options.precision == "bf16_master" else None
+            self._masters = Masters(loaded) if has_masters else None
         compute = torch.float32 if options.precision == "fp32" else torch.bfloat16
         is_flash = has_flash(device, compute) and self._wrapped.has_plain_scores
         super().__init__(options, ranks, device, loaded, layout, is_flash)
@@ -188,7 +195,8 @@ class FSDPBackend(Trainer):
         return self._ranks.size == 1
 
     def _abandon(self) -> None:
-        pass  # a single rank is not wrapped
+        if isinstance(self._wrapped, FSDPModule):
+            reset_sharding(self._wrapped)
 
     # --- residency ----------------------------------------------------------------------------------------------------
 
@@ -364,3 +372,54 @@ def _shard(
             # Summed, not averaged; and by a plain sum, because gloo has no other.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def reset_sharding(root: FSDPModule, *, by_hand: bool = False) -> None:
+    """Reset FSDP on a single rank after a failed forward or backward, so that a forward can begin.
+
+    by_hand: do not use torch's own way, which exists from 2.13.
+    """
+    groups = [group for module in root.modules() if isinstance(module, FSDPModule) for group in _groups(module)]
+    if hasattr(root, "reset_iter_state") and not by_hand:
+        root.reset_iter_state()
+    else:
+        _reset_states(root)
+        for group in groups:
+            group._all_gather_result = None
+            group._post_reduce_event = None
+            group._all_reduce_state = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._to_sharded()
+    for group in groups:  # what earlier micro-batches of the update have summed
+        for weight in group.fsdp_params:
+            weight.unsharded_accumulated_grad = None
+            if hasattr(weight, "_unsharded_param"):
+                weight._unsharded_param.grad = None
+
+
+def _groups(module: Any) -> list[Any]:
+    """List groups of weights that are gathered together. torch 2.11 and 2.12 have at most one for each module."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def _reset_states(root: Any) -> None:
+    idle = type(root._get_fsdp_state()._training_state).IDLE
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        state._training_state = idle
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.post_forward_order.clear()
+        if hasattr(state._comm_ctx, "reduce_scatter_states"):
+            state._comm_ctx.reduce_scatter_states.clear()
+        else:
+            state._comm_ctx.reduce_scatter_state = None
+        for group in _groups(module):
+            group._training_state = idle

@@ -12,6 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from hotseat.placement.memory import COPIED_PARAMETERS
+
+COPIED_BYTES = COPIED_PARAMETERS * 2
 _PENDING_BYTES = 64 << 20  # of 16-bit gradients, before they are added to the sums together
 
 

@@ -190,7 +190,7 @@ def test_plan_auto_prints_the_five_fastest_as_yaml(tmp_path, capsys):
     assert "As configured: " in printed
     assert printed.count("component_placement:") == 5
     assert "# 1:" in printed
-    assert "does not divide over 3 ranks" in printed
+    assert "does not divide over 3 ranks" in " ".join(printed.split())  # lines are wrapped
 
 
 def test_profile_and_auto_are_for_reinforcement_learning(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Requests to engines: few calls, least-loaded, every failure reaches who waits."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,15 +138,21 @@ def test_silence_becomes_an_error_that_names_engine_and_request():
         asyncio.run(main())
 
 
-def test_what_was_sampled_of_a_request_that_is_ended_at_its_deadline_has_time_to_come():
+def test_what_was_sampled_of_a_request_that_is_ended_at_its_deadline_has_time_to_come(monkeypatch):
     engines = FakeEngines(1)
     engines.is_silent = True
+    now_s = 0.0
+    monkeypatch.setattr("hotseat.loop.workers.engine_client.time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def main():
-        client = EngineClient(engines, "host-0", timeout_s=0.8)
+        nonlocal now_s
+        client = EngineClient(engines, "host-0", timeout_s=10)
         ended, other = (asyncio.create_task(client.generate(request(name))) for name in "ab")
-        await asyncio.sleep(0.4)
+        while not engines.ready[0]:
+            await asyncio.sleep(0.001)
+        now_s = 9.0
         client.abort(["a"])
+        now_s = 11.0
         with pytest.raises(DeadlineError, match="request b"):
             await other
         engines.is_silent = False

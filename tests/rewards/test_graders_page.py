@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hotseat.config import loads
+from hotseat.config.roles import has_judge_engine
 from hotseat.errors import UserError
 from hotseat.loop.setup.graders import graders_of, sandbox_of
 from hotseat.loop.setup.judge import judge_obstacles, judge_of
@@ -20,7 +21,9 @@ from hotseat.types import Failed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "graders.md").read_text()
-SUM, SCHEMA, CODE, RUNNER, JUDGE, WORDS = (loads(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+SUM, SCHEMA, CODE, RUNNER, JUDGE, WORDS, OWN_JUDGE = (
+    loads(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+)
 [LABEL] = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 [IN_A_FILE] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 EXAMPLES = ROOT / "examples" / "rewards"
@@ -136,3 +139,5 @@ def test_the_judges_of_the_page_and_of_the_example(monkeypatch):
         assert all(place in found.rubric for place in ("{prompt}", "{label}", "{answer}"))
     assert re.compile(WORDS.reward.judge.pattern).findall("Well, yes. No!") == ["yes", "No"]
     assert WORDS.reward.judge.choices == {"yes": 10, "no": 0}
+    assert has_judge_engine(OWN_JUDGE)
+    assert not has_judge_engine(JUDGE)
