@@ -66,7 +66,7 @@ class WatchedEngine(EngineWorker):
 
 @dataclass(frozen=True)
 class Pause:
-    """What one push cost."""
+    """Costs of one push."""
 
     pace: float  # tokens/s before
     push_s: float

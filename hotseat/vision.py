@@ -127,7 +127,7 @@ def copy_processor(model: str, folder: Path) -> None:
 
 
 class Vision:
-    """What the forward of a model that sees images takes besides tokens."""
+    """Inputs that the forward of a model that sees images takes besides tokens."""
 
     def __init__(self, model: Any):
         self._base = model.base_model

@@ -14,7 +14,7 @@ from hotseat.types import Moved
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a chunk of actions led to, for `n` simulators. Nothing acts after an episode's end.
+    """Results of a chunk of actions, for `n` simulators. Nothing acts after an episode's end.
 
     Rewards of actions that were not carried out are 0. failures: why a simulator gave no result, by its slot; its rows
     are zeros, and its episode cannot go on.

@@ -39,7 +39,7 @@ class SimulatorError(RunError):
 
 @dataclass
 class _Episode:
-    """What happened in a slot since its reset: enough to play it again. digests: of every answer."""
+    """Record of a slot since its reset: enough to play it again. digests: of every answer."""
 
     task: int
     seed: int

@@ -51,7 +51,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """What one action led to. terminated: the task ended. truncated: time ran out, and more reward was possible.
+    """Result of one action. terminated: the task ended. truncated: time ran out, and more reward was possible.
 
     success: whether the task is accomplished; None: the simulator does not know.
     """

@@ -174,9 +174,9 @@ def test_an_endless_loop_of_tools_ends_at_the_deadline_and_the_next_episode_is_g
         return 1.0
 
     agent = PlayFunction(program, tokenizer_of("smollm2"), ProgramSettings(), max_length=1 << 20)
-    with AgentHost(agent, Engine(), run_seed=5, timeout_s=3.0) as host:  # enough for the good one on a busy machine
+    with AgentHost(agent, Engine(), run_seed=5, timeout_s=10.0) as host:  # ample for the good one on a busy machine
         reason = host.submit(Prompt(1, "q", (1,), "loops"), SampleKey(0, 1, 0), SAMPLING).result(WAIT_S).reason
-        assert reason.endswith("the agent took longer than 3 s")
+        assert reason.endswith("the agent took longer than 10 s")
         assert host.submit(Prompt(1, "q", (1,), "good"), SampleKey(0, 1, 1), SAMPLING).result(WAIT_S).reward == 1.0
 
 

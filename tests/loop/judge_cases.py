@@ -23,7 +23,7 @@ def judge_section(task: Path, engine: str = "{max_length: 32, num_slots: 4}", **
 
 
 def expected_verdict(answer: str) -> float | None:
-    """What the judge gives: 1 or 0, None if it fails."""
+    """Return what the judge gives: 1 or 0, None if it fails."""
     return None if not answer or not answer[-1].isdigit() else float(answer[-1] >= "5")
 
 

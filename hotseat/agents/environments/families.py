@@ -36,7 +36,7 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True)
 class EnvironmentSettings:
-    """What runs in processes of its own: an environment of a family, or the function `play` of a file.
+    """Settings of what runs in processes of its own: an environment of a family, or the function `play` of a file.
 
     python: the interpreter; None is ours. arguments: of the environment, as JSON. num_processes: per rollout host.
     """
@@ -55,7 +55,7 @@ class EnvironmentSettings:
 
     @property
     def spec(self) -> str:
-        """What the process is to run, as JSON."""
+        """Return what the process is to run, as JSON."""
         if self.family is None:
             return json.dumps({"file": os.path.abspath(os.path.expanduser(str(self.file)))})
         file = str(_FOLDER / f"{self.family}.py")

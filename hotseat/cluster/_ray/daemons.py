@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ _DAEMON_PERIOD_S = 0.25
 _NODE_PERIOD_S = 1.0  # Ray itself takes several missed heartbeats to give a node up
 
 
-class _Watch:
+class _Watch(ABC):
     """A thread that looks every `period_s` for what Ray has lost, and calls `on_loss` once. Woken by `close`."""
 
     def __init__(self, name: str, period_s: float, on_loss: Callable[[ClusterError], object]):
@@ -38,9 +39,9 @@ class _Watch:
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
+    @abstractmethod
     def _find(self) -> ClusterError | None:
         """Return the error that says what is lost now."""
-        raise NotImplementedError
 
     def _watch(self) -> None:
         while not self._is_closing.wait(self._period_s):

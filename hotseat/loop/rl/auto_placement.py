@@ -67,7 +67,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Profile:
-    """What `hotseat profile` measured, in `profile.json`. about: model, device and versions."""
+    """Measurements of `hotseat profile`, in `profile.json`. about: model, device and versions."""
 
     measurements: tuple[Measurement, ...]
     about: Mapping[str, str]
