@@ -51,6 +51,8 @@ class Case:
     memory_share: float = 0.4
     num_prompts: int = NUM_PROMPTS
     checkpointing: bool = False
+    checkpointed_layers: int | None = None  # of those that recompute; None: all
+    num_engines: int = 1  # on the one device; each has a part of its memory
 
 
 CASES = {
@@ -59,10 +61,21 @@ CASES = {
         "fp32 masters, engine and trainer offloaded in turn", steps=4, fp32_master=True, always_offloaded=True
     ),
     "masters": Case("fp32 masters, everything stays", steps=7, fp32_master=True),
+    "bf16-2": Case("pure bf16, two engines", steps=7, num_engines=2, memory_share=0.2),
+    "masters-2": Case("fp32 masters, two engines", steps=7, fp32_master=True, num_engines=2, memory_share=0.2),
     "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
     "ppo": Case("PPO: actor, critic, reference, reward model, pure bf16", steps=10, kl=True, ppo=True),
     "8B": Case(
         "Llama-3-8B's shape, pure bf16", model="8B", steps=3, micro_batch=8, memory_share=0.3, checkpointing=True
+    ),
+    "8B-8": Case(
+        "Llama-3-8B's shape, pure bf16, 8 of 32 layers recomputed",
+        model="8B",
+        steps=3,
+        micro_batch=8,
+        memory_share=0.27,
+        checkpointing=True,
+        checkpointed_layers=8,
     ),
 }
 
@@ -94,15 +107,16 @@ CONFIG = """
 task: rl
 name: {name}
 run_dir: {directory}/runs
-cluster: {{component_placement: {{actor: 0, rollout: "@actor"{others}}}}}
+cluster: {{component_placement: {{actor: 0, rollout: {rollout}{others}}}}}
 actor: {{model: {directory}/{model}, optimizer: {{learning_rate: 1e-6, schedule: constant}}{aside}}}
 data: {{path: {directory}/{model}/prompts.jsonl, label_key: label, max_length: {max_length}, max_samples: {num_rows}}}
 reward: {{{reward}}}
 rollout:
-  {{engine: vllm, batch_size: {num_prompts}, samples_per_prompt: 8, max_new_tokens: 512, memory_share: {share}{aside}}}
+  {{engine: vllm, batch_size: {num_prompts}, samples_per_prompt: 8, max_new_tokens: 512, memory_share: {share}{aside},
+  num_engines: {num_engines}}}
 algorithm: {{estimator: {estimator}{kl}}}
 train: {{dtype: {dtype}, fp32_master: {master}, batch_size: {batch}, micro_batch_size: {micro_batch},
-  gradient_checkpointing: {checkpointing}}}
+  gradient_checkpointing: {checkpointing}, checkpointed_layers: {layers}}}
 log: {{samples_per_step: 0}}
 """
 
@@ -314,6 +328,9 @@ def config_of(directory: Path, name: str) -> Any:
             name=f"{name}-{int(time.time())}",
             directory=directory,
             model=case.model,
+            rollout='"@actor"' if case.num_engines == 1 else f'"0:0-{case.num_engines - 1}"',
+            num_engines=case.num_engines,
+            layers="null" if case.checkpointed_layers is None else case.checkpointed_layers,
             others=', reference: "@actor"' * case.kl + ', critic: "@actor", reward: "@actor"' * case.ppo,
             reward=f"model: {directory}/{case.model}-reward" if case.ppo else f"function: {directory}/reward.py",
             estimator="gae" if case.ppo else "group_norm",

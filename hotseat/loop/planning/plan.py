@@ -446,6 +446,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
+        checkpointed_layers=train.checkpointed_layers,
         is_whole=is_deepspeed and train.deepspeed.deepcompile,
         is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,
