@@ -14,7 +14,7 @@ from hotseat.agents.gateway.session import Session
 
 _KNOWN = (
     "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
-    "tool_choice", "metadata", "service_tier", "thinking",
+    "tool_choice", "metadata", "service_tier", "thinking", "learn",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ async def create(body: Mapping[str, Any], session: Session) -> Reply:
         max_tokens=fields.integer(body, "max_tokens"),
         stop=fields.stops(body, "stop_sequences"),
         own=own,
+        is_learned=fields.flag(body, "learn", default=True),
     )
     [answer] = await session.answer(asked)
     return _Message(body, answer)

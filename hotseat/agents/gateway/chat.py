@@ -21,7 +21,8 @@ _WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "seed",
     "prompt_cache_retention",
 )  # fmt: skip
-_SHARED = (*_WITHOUT_EFFECT, *OWN_SETTINGS, "n", "stop", "stream", "stream_options", "logprobs", "return_token_ids")
+_SHARED = (*_WITHOUT_EFFECT, *OWN_SETTINGS, "n", "stop", "stream", "stream_options", "logprobs", "return_token_ids",
+           "learn")  # fmt: skip
 _CHAT = (*_SHARED, "messages", "max_tokens", "max_completion_tokens", "top_logprobs", "tools", "chat_template_kwargs",
          "modalities")  # fmt: skip
 _TEXT = (*_SHARED, "prompt", "max_tokens", "best_of", "echo", "suffix")
@@ -47,6 +48,7 @@ async def chat(body: Mapping[str, Any], session: Session) -> Reply:
         max_tokens=fields.integer(body, "max_completion_tokens") or fields.integer(body, "max_tokens"),
         stop=fields.stops(body),
         own=own_settings(body, session.sampling),
+        is_learned=fields.flag(body, "learn", default=True),
     )
     return _Chat(body, session, await session.answer(asked))
 
@@ -69,6 +71,7 @@ async def completions(body: Mapping[str, Any], session: Session) -> Reply:
         max_tokens=fields.integer(body, "max_tokens") or 16,  # the protocol's default
         stop=fields.stops(body),
         own=own_settings(body, session.sampling),
+        is_learned=fields.flag(body, "learn", default=True),
     )
     requests = [replace(asked, **prompt) for prompt in _prompts(body.get("prompt"))]
     answers = await asyncio.gather(*(session.answer(request) for request in requests))

@@ -16,7 +16,7 @@ from hotseat.agents.gateway.session import Session
 _KNOWN = (
     *OWN_SETTINGS, "input", "instructions", "max_output_tokens", "tools", "stream", "model", "user", "metadata",
     "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation", "include", "text", "reasoning",
-    "background", "max_tool_calls", "stream_options",
+    "background", "max_tool_calls", "stream_options", "learn",
 )  # fmt: skip
 
 
@@ -39,6 +39,7 @@ async def create(body: Mapping[str, Any], session: Session) -> Reply:
         tools=fields.tools({**body, "tools": _tools(body.get("tools"))}),
         max_tokens=fields.integer(body, "max_output_tokens"),
         own=own,
+        is_learned=fields.flag(body, "learn", default=True),
     )
     [answer] = await session.answer(asked)
     return _Response(body, answer)

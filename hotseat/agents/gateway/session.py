@@ -104,6 +104,7 @@ class Session:
         """Return the answers to a request, and record them. Raises `BadRequest` for what cannot be answered."""
         settings = self._policy.settings
         sampling, is_learned = self._sampling(asked.own)
+        is_learned = is_learned and asked.is_learned
         try:
             context = await self._policy.work(self._context, asked)
         except ConversationError as error:
@@ -253,7 +254,8 @@ class Session:
             answer = self._with_tool_calls(answer, context, completion, asked)
         message = None if asked.messages is None else answer.message
         self.conversation.record(context, completion, message, is_learned=is_learned)
-        self.is_cut = answer.is_cut
+        if asked.is_learned:
+            self.is_cut = answer.is_cut
         return answer
 
     def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
@@ -301,7 +303,7 @@ class Session:
             why = (
                 "asked the policy for nothing"
                 if not self.conversation.answers
-                else "sampled only by settings of its own"
+                else "sampled only by settings of its own or with learn: false"
             )
             raise AgentError(f"the program {why}, so there is nothing to learn from")
 
