@@ -34,7 +34,7 @@ from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number, takes_seed
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import NotBuiltError, UserError
-from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
+from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment, WhenSampled
 
 # --- the stand-in -----------------------------------------------------------------------------------------------------
 
@@ -673,7 +673,9 @@ class _Recording:
             " sampled there"
         )
 
-    async def _sample(self, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
+    async def _sample(
+        self, token_ids: list[int], sampling: Sampling, turn: int, when_sampled: WhenSampled | None = None
+    ) -> Completion:
         completion = await self._ask(token_ids, sampling)
         self.calls.append(_Call(self, tuple(token_ids), completion))
         return completion

@@ -1,12 +1,15 @@
 """Requests to engines: few calls, least-loaded, every failure reaches who waits."""
 
 import asyncio
+import time
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from hotseat.errors import DeadlineError, NonFiniteError, WorkerError
-from hotseat.loop.workers.engine_client import EngineClient, FailedRequest
+from hotseat.loop.workers.engine_client import EngineClient, FailedRequest, SampledTokens
 from hotseat.types import Completion, Request, Sampling
 
 
@@ -327,3 +330,66 @@ def fetch_all(engine, client: str, count: int) -> list:
         assert fetched, "no outcome in 60 s"
         outcomes += fetched
     return outcomes
+
+
+def test_tokens_of_a_request_that_streams_reach_who_listens_before_it_is_complete():
+    class Streaming(FakeEngines):
+        """Reports a token with each fetch before it answers."""
+
+        def __init__(self):
+            super().__init__(2)
+            self.reports = {0: [(0, (7,)), (1, (8, 9))], 1: [(0, (7, 8))]}
+
+        async def answer(self, rank, method, client, *args):
+            if method == "fetch" and self.ready[rank] and self.reports[rank]:
+                await asyncio.sleep(0.01)
+                return [[SampledTokens(name, *self.reports[rank].pop(0)) for name in self.ready[rank]]]
+            if method == "fetch" and rank == 0:
+                self.dead.add(0)
+            return await super().answer(rank, method, client, *args)
+
+    heard: list[tuple[int, ...]] = []
+
+    async def main():
+        client = EngineClient(Streaming(), "host-0", timeout_s=60)
+        client.listen("a", heard.append)
+        return await client.generate(replace(request("a"), streams=True))
+
+    assert asyncio.run(main()).token_ids == (1,)
+    assert heard == [(7,), (7, 8, 9), (7, 8)]  # the second engine began anew
+
+
+@pytest.mark.slow
+def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
+    from loop_cases import make_task, rl_yaml
+
+    from hotseat import faults
+    from hotseat.config import loads
+    from hotseat.loop.setup import settings
+    from hotseat.loop.workers.models import EngineWorker
+
+    task = make_task(tmp_path, seed=0)
+    worker = EngineWorker(settings.engine_settings(loads(rl_yaml(task), ["data.max_length=32"]), (1,), task))
+    sampling = Sampling(24, ignore_eos=True)
+    streams = Request("streams", (3, 12), sampling, 0, streams=True)
+    with mock.patch.object(faults, "reach", side_effect=lambda point: time.sleep(0.03)):
+        worker.submit("host-0", [streams, replace(streams, id="whole", streams=False)])
+        worker.submit("host-1", [replace(streams, id="another", streams=False)])
+        tokens: tuple[int, ...] = ()
+        outcomes: list[Completion] = []
+        num_reports = 0
+        while len(outcomes) < 2:
+            for outcome in worker.fetch("host-0", 5.0):
+                if isinstance(outcome, Completion):
+                    outcomes.append(outcome)
+                else:
+                    assert isinstance(outcome, SampledTokens)
+                    assert (outcome.request_id, outcome.start) == ("streams", len(tokens))
+                    tokens += outcome.token_ids
+                    num_reports += 1
+        [another] = worker.fetch("host-1", 60.0)
+    assert num_reports > 2
+    first, second = sorted(outcomes, key=lambda outcome: outcome.request_id)
+    assert first.token_ids == second.token_ids == another.token_ids
+    assert first.token_ids[: len(tokens)] == tokens
+    assert worker.fetch("host-0", 0.0) == []

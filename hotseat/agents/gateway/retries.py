@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.agents.gateway.reply import Reply
+from hotseat.agents.gateway.reply import Begin, Reply
 
 _MAX_KEPT = 4096  # replies of one episode
 
@@ -26,6 +26,7 @@ class Work:
     """The work on a request, for which several clients may wait: the first one, and its retries."""
 
     task: asyncio.Task[Reply]
+    begun: asyncio.Future[Reply]  # has the reply as soon as it can be read as a stream
     digest: bytes  # of path and body
     num_waiting: int = 0
     is_delivered: bool = False
@@ -62,8 +63,10 @@ class Replies:
         same = self._by_name.get(name)
         return None if same is None else same.of_retry()
 
-    def begin(self, name: str, digest: bytes, work: Coroutine[Any, Any, Reply]) -> Work:
-        begun = Work(asyncio.ensure_future(work), digest)
+    def begin(self, name: str, digest: bytes, work: Callable[[Begin], Coroutine[Any, Any, Reply]]) -> Work:
+        """Start work. It calls the function that it is passed with a reply that is read before it is complete."""
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        begun = Work(asyncio.ensure_future(work(reply.set_result)), reply, digest)
         self._by_name.setdefault(name, _Same()).works.append(begun)
         self._num_kept += 1
         if self._num_kept > _MAX_KEPT:
@@ -75,7 +78,10 @@ class Replies:
         """Wait for work, and deliver its reply to one client. What nobody waits for is given up and not remembered."""
         work.num_waiting += 1
         try:
-            result = await deliver(await asyncio.shield(work.task))
+            await asyncio.wait({work.task, work.begun}, return_when=asyncio.FIRST_COMPLETED)
+            result = await deliver(work.begun.result() if work.begun.done() else work.task.result())
+            if not work.task.done():
+                await asyncio.wait({work.task})  # all of it was read, so it ends now
             work.is_delivered = True
             return result
         finally:

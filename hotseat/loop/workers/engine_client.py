@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hotseat.cluster import Calling, WorkerGroup, reports_death
 from hotseat.errors import DeadlineError, RunError
-from hotseat.types import Completion, Request
+from hotseat.types import Completion, Request, WhenSampled
 
 FETCH_WAIT_S = 5.0  # a fetch without completions returns after this: every wait is bounded
 
@@ -28,14 +28,26 @@ class FailedRequest:
     error: Exception
 
 
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens of a request that streams, before it is complete. start: how many were sampled before them."""
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+
+
 class TakesRequests(Protocol):
     """Calls that a client makes to an engine's process."""
 
     def submit(self, client: str, requests: Sequence[Request]) -> None:
         """Take requests of a client."""
 
-    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest]:
-        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first."""
+    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest | SampledTokens]:
+        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first.
+
+        Of requests that stream, tokens are returned as they are sampled.
+        """
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more."""
@@ -47,6 +59,8 @@ class _Open:
 
     request: Request
     future: asyncio.Future[Completion]
+    when_sampled: WhenSampled | None = None
+    token_ids: tuple[int, ...] = ()  # of a request that streams, so far
     since_s: float = 0.0
     among: dict[str, _Open] = field(default_factory=dict)
 
@@ -78,6 +92,7 @@ class EngineClient:
         # By request id, oldest first. A rank that is not here is dead.
         self._in_flight: dict[int, dict[str, _Open]] = {rank: {} for rank in engines.ranks}
         self._without_engine: dict[str, _Open] = {}
+        self._listening: dict[str, WhenSampled] = {}
         self._outbox: dict[int, list[_Open]] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
         self._submitting: set[asyncio.Task[None]] = set()
@@ -92,7 +107,7 @@ class EngineClient:
     async def generate(self, request: Request) -> Completion:
         """Return the completion of one request. If the caller is cancelled, the request is aborted."""
         self._loop = asyncio.get_running_loop()
-        opened = _Open(request, self._loop.create_future())
+        opened = _Open(request, self._loop.create_future(), self._listening.pop(request.id, None))
         self._send([opened])
         try:
             return await opened.future
@@ -101,6 +116,13 @@ class EngineClient:
             raise
         finally:
             opened.among.pop(request.id, None)
+
+    def listen(self, request_id: str, when_sampled: WhenSampled) -> None:
+        """Call a function with all tokens of the next request of this id that streams, whenever there are more of them.
+
+        Called in the event loop, as the function is. If an engine dies, they begin anew, in principle with the same.
+        """
+        self._listening[request_id] = when_sampled
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: their completions have what was sampled so far. Called in the event loop."""
@@ -175,6 +197,9 @@ class EngineClient:
             while waiting and self._in_flight.get(rank) is waiting:
                 [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)
                 for outcome in outcomes:
+                    if isinstance(outcome, SampledTokens):
+                        _show(waiting.get(outcome.request_id), outcome)
+                        continue
                     opened = waiting.pop(outcome.request_id, None)
                     if opened is None or opened.future.done():
                         continue
@@ -221,6 +246,12 @@ class EngineClient:
         for rank, names in to_abort.items():
             with suppress(RunError):  # an engine that is gone has nothing to abort
                 self._engine(rank).start(TakesRequests.abort, list(names))
+
+
+def _show(opened: _Open | None, sampled: SampledTokens) -> None:
+    if opened is not None and opened.when_sampled is not None and not opened.future.done():
+        opened.token_ids = opened.token_ids[: sampled.start] + sampled.token_ids
+        opened.when_sampled(opened.token_ids)
 
 
 def _fail(requests: Iterable[_Open], error: Exception) -> None:

@@ -152,6 +152,7 @@ class RolloutHost:
             ),
             timeout_s=settings.episode_timeout_s,
             abort=self._client.abort,
+            listen=self._client.listen,
             deadlines=settings.deadlines,
         )
 
