@@ -79,7 +79,7 @@ class ClusterConfig(Section):
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0
-    """Longest that one call to a worker may take before it becomes an error."""
+    """Longest that one call to a worker, or its start, may take before it becomes an error."""
     silence_timeout_s: Seconds = 30.0
     """Longest that a process may be stopped, or an engine not answer a ping, before it is ended or replaced."""
 
