@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotseat.agents.gateway.reply import Begin, Reply
+from hotseat.agents.gateway.reply import Reply
 
 _MAX_KEPT = 4096  # replies of one episode
 
@@ -26,8 +26,8 @@ class Work:
     """The work on a request, for which several clients may wait: the first one, and its retries."""
 
     task: asyncio.Task[Reply]
-    begun: asyncio.Future[Reply]  # has the reply as soon as it can be read as a stream
     digest: bytes  # of path and body
+    begun: asyncio.Future[Reply] | None = None  # of a stream: has the reply as soon as it can be read
     num_waiting: int = 0
     is_delivered: bool = False
 
@@ -63,24 +63,31 @@ class Replies:
         same = self._by_name.get(name)
         return None if same is None else same.of_retry()
 
-    def begin(self, name: str, digest: bytes, work: Callable[[Begin], Coroutine[Any, Any, Reply]]) -> Work:
-        """Start work. It calls the function that it is passed with a reply that is read before it is complete."""
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        begun = Work(asyncio.ensure_future(work(reply.set_result)), reply, digest)
-        self._by_name.setdefault(name, _Same()).works.append(begun)
+    def begin(
+        self,
+        name: str,
+        digest: bytes,
+        work: Coroutine[Any, Any, Reply],
+        begun: asyncio.Future[Reply] | None = None,
+    ) -> Work:
+        """Start work. begun: in which it puts its reply before that is complete, if it is a stream."""
+        added = Work(asyncio.ensure_future(work), digest, begun)
+        self._by_name.setdefault(name, _Same()).works.append(added)
         self._num_kept += 1
         if self._num_kept > _MAX_KEPT:
             oldest = next(iter(self._by_name))
             self._num_kept -= len(self._by_name.pop(oldest).works)
-        return begun
+        return added
 
     async def wait(self, name: str, work: Work, deliver: Callable[[Reply], Coroutine[Any, Any, Any]]) -> Any:
         """Wait for work, and deliver its reply to one client. What nobody waits for is given up and not remembered."""
         work.num_waiting += 1
         try:
-            await asyncio.wait({work.task, work.begun}, return_when=asyncio.FIRST_COMPLETED)
-            result = await deliver(work.begun.result() if work.begun.done() else work.task.result())
-            if not work.task.done():
+            if work.begun is None:
+                result = await deliver(await asyncio.shield(work.task))
+            else:
+                await asyncio.wait({work.task, work.begun}, return_when=asyncio.FIRST_COMPLETED)
+                result = await deliver(work.begun.result() if work.begun.done() else work.task.result())
                 await asyncio.wait({work.task})  # all of it was read, so it ends now
             work.is_delivered = True
             return result

@@ -161,10 +161,10 @@ class Gateway:
         if work is not None and work.digest != digest:
             raise BadRequest(f"the Idempotency-Key {idempotency_key!r:.80} was used for another request", status=422)
         if work is None:
-            handler, session = _HANDLERS[request.path], episode.session
-            work = episode.replies.begin(
-                name, digest, lambda begin: handler(body, session, begin if body.get("stream") else None)
-            )
+            begun = asyncio.get_running_loop().create_future() if body.get("stream") else None
+            begin = None if begun is None else begun.set_result
+            handling = _HANDLERS[request.path](body, episode.session, begin)
+            work = episode.replies.begin(name, digest, handling, begun)
         send = _stream if body.get("stream") else _whole
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
 

@@ -129,23 +129,23 @@ class Session:
             )
         limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
         sampling = replace(sampling, max_new_tokens=limit)
-        self._num_asked += asked.num_answers
-        growing = [] if watch is None else [GrowingAnswer(context.token_ids) for _ in range(asked.num_answers)]
-        if watch is not None:
-            watch(growing)
+        if watch is None:
+            completions = await self._complete_counted(context, sampling, asked.num_answers)
+            return await self._policy.work(self._give, context, completions, asked, is_learned)
+        growing = [GrowingAnswer(context.token_ids) for _ in range(asked.num_answers)]
+        watch(growing)
+        views = [_View(self._policy, partial(self._certain, context, asked.stop), each) for each in growing]
         try:
-            try:
-                views = [_View(self._policy, partial(self._certain, context, asked.stop), each) for each in growing]
-                completions = await self._complete(context, sampling, asked.num_answers, views)
-            except BaseException:
-                self._num_asked -= asked.num_answers
-                raise
+            completions = await self._complete_counted(context, sampling, asked.num_answers, views)
             answers = await self._policy.work(self._give, context, completions, asked, is_learned)
         except BaseException as error:
             for each in growing:
                 each.fail(error)
             raise
-        for each, answer in zip(growing, answers, strict=bool(growing)):
+        finally:
+            for view in views:
+                view.end()
+        for each, answer in zip(growing, answers, strict=True):
             each.finish(answer)
         return answers
 
@@ -223,6 +223,17 @@ class Session:
         return self.conversation.of_tokens(asked.token_ids)
 
     # --- sampling -----------------------------------------------------------------------------------------------------
+
+    async def _complete_counted(
+        self, context: Context, sampling: Sampling, number: int, views: Sequence[_View] = ()
+    ) -> list[Completion]:
+        """Sample answers, which count for the limit of the episode unless they fail."""
+        self._num_asked += number
+        try:
+            return await self._complete(context, sampling, number, views)
+        except BaseException:
+            self._num_asked -= number
+            raise
 
     async def _complete(
         self, context: Context, sampling: Sampling, number: int, views: Sequence[_View]
@@ -355,6 +366,10 @@ class _View:
         self._newest = token_ids
         if self._working is None or self._working.done():
             self._working = asyncio.ensure_future(self._show())
+
+    def end(self) -> None:
+        if self._working is not None:
+            self._working.cancel()
 
     async def _show(self) -> None:
         shown: tuple[int, ...] = ()
