@@ -44,7 +44,7 @@ class GrowingAnswer:
             self._wake()
 
     def finish(self, answer: ClientAnswer) -> None:
-        """End the answer. Raises if it does not begin with what clients have read."""
+        """End the answer, which fails if it does not begin with what clients have read."""
         if not answer.text.startswith(self._text):
             self.fail(RuntimeError("the answer has become another one than that of which a part was streamed"))
             return

@@ -120,7 +120,8 @@ class EngineClient:
     def listen(self, request_id: str, when_sampled: WhenSampled) -> None:
         """Call a function with all tokens of the next request of this id that streams, whenever there are more of them.
 
-        Called in the event loop, as the function is. If an engine dies, they begin anew, in principle with the same.
+        Called in the event loop, as the function is. After the death of an engine the tokens begin anew: they are the
+        same, as far as the other engine gives the same tokens for the same seed.
         """
         self._listening[request_id] = when_sampled
 
