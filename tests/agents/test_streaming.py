@@ -184,6 +184,7 @@ def test_what_of_a_text_stays():
     assert certain("bad\N{REPLACEMENT CHARACTER}", ()) == "bad"  # the first byte of a character
     assert certain("bad", ("END",)) == "b"  # "ad" may be the beginning of it, as far as its length goes
     assert certain("b", ("END", "!")) == ""
+    assert certain("abcd", ("abcdef",)) == ""
 
 
 def test_an_engine_that_fails_in_the_middle_ends_the_stream_with_an_error():

@@ -93,4 +93,4 @@ def certain(text: str, stops: Sequence[str]) -> str:
     """
     text = text.rstrip(_UNFINISHED)
     held = max((len(stop) for stop in stops), default=1) - 1
-    return text[: len(text) - held] if held else text
+    return text[: max(0, len(text) - held)]
