@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +137,16 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
         spec.python = shlex.join([sys.executable, preloaded.__file__])
 
 
-def pytest_collection(session: pytest.Session) -> None:
-    gc.disable()  # what is imported stays
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.enable()
-    gc.collect()
-    gc.freeze()  # tests do not look through all modules again and again
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import without looking for garbage: modules stay, and no test looks through them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -60,6 +61,7 @@ FOR_WORKERS = (
     "transformers.models.auto.tokenization_auto",
 )
 LOADED = (*FOR_WORKERS, "torch.utils.tensorboard", "deepspeed")
+PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("!q")
 
 
@@ -183,6 +185,7 @@ def popen(
         "cwd": str(cwd or os.getcwd()),
         "process_group": process_group,
         "loaded": LOADED,
+        "ends_with_server": False,
     }
     try:
         connection = _ask(_server_address(), request, fds)
@@ -260,8 +263,15 @@ def _ask(address: str, request: Mapping[str, Any], fds: Sequence[int]) -> socket
 
 def _be_a_worker(argv: Sequence[str]) -> int:
     """Have `python -c CODE` run in a forked process with this one's streams, and wait for its end."""
-    options = {"env": dict(os.environ), "cwd": os.getcwd(), "process_group": None, "loaded": FOR_WORKERS}
-    connection = _ask(os.environ[ADDRESS], {"argv": list(argv), **options}, [0, 1, 2])
+    request = {
+        "argv": list(argv),
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "process_group": None,
+        "loaded": FOR_WORKERS,
+        "ends_with_server": True,  # what kills a worker that hangs kills this process, not that one
+    }
+    connection = _ask(os.environ[ADDRESS], request, [0, 1, 2])
     process = Process(argv, connection, [None, None, None])
     for fd in (0, 1):  # when the worker ends, so do its streams
         os.close(fd)
@@ -311,6 +321,8 @@ def _serve(address: str) -> dict[str, Any]:
                     os.dup2(fd, number)
                 for fd in set(fds) - {0, 1, 2}:
                     os.close(fd)
+                if request["ends_with_server"]:
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 return request
             for fd in fds:
                 os.close(fd)
