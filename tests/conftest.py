@@ -3,6 +3,7 @@ hypothesis makes may take their time, because others work on the same cores."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import os
@@ -147,6 +148,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or libraries complain at the end about what was not freed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
