@@ -8,6 +8,7 @@ best of four settings counts.
 
     python bench/hybrid_engine.py                     every case, one after another
     python bench/hybrid_engine.py --only limits bf16  some; results stay in --directory, and all of them are printed
+    python bench/hybrid_engine.py --only device bf16  limits without vLLM alone, which takes a minute to start
 """
 
 from __future__ import annotations
@@ -50,18 +51,31 @@ class Case:
     memory_share: float = 0.4
     num_prompts: int = NUM_PROMPTS
     checkpointing: bool = False
+    checkpointed_layers: int | None = None  # of those that recompute; None: all
+    num_engines: int = 1  # on the one device; each has a part of its memory
 
 
 CASES = {
-    "bf16": Case("pure bf16, everything stays", steps=6),
+    "bf16": Case("pure bf16, everything stays", steps=7),
     "master": Case(
         "fp32 masters, engine and trainer offloaded in turn", steps=4, fp32_master=True, always_offloaded=True
     ),
-    "masters": Case("fp32 masters, everything stays", steps=6, fp32_master=True),
+    "masters": Case("fp32 masters, everything stays", steps=7, fp32_master=True),
+    "bf16-2": Case("pure bf16, two engines", steps=7, num_engines=2, memory_share=0.2),
+    "masters-2": Case("fp32 masters, two engines", steps=7, fp32_master=True, num_engines=2, memory_share=0.2),
     "reference": Case("pure bf16, reference model and KL in the loss", steps=4, kl=True),
     "ppo": Case("PPO: actor, critic, reference, reward model, pure bf16", steps=10, kl=True, ppo=True),
     "8B": Case(
         "Llama-3-8B's shape, pure bf16", model="8B", steps=3, micro_batch=8, memory_share=0.3, checkpointing=True
+    ),
+    "8B-8": Case(
+        "Llama-3-8B's shape, pure bf16, 8 of 32 layers recomputed",
+        model="8B",
+        steps=3,
+        micro_batch=8,
+        memory_share=0.27,
+        checkpointing=True,
+        checkpointed_layers=8,
     ),
 }
 
@@ -75,7 +89,7 @@ class Peer:
     checkpointing: bool = False
     dtype: str = "bfloat16"  # of the weights that it trains; float32: masters, computing in bf16
     memory_share: float = 0.4
-    steps: int = 6
+    steps: int = 7
 
 
 TRL = {
@@ -93,15 +107,16 @@ CONFIG = """
 task: rl
 name: {name}
 run_dir: {directory}/runs
-cluster: {{component_placement: {{actor: 0, rollout: "@actor"{others}}}}}
+cluster: {{component_placement: {{actor: 0, rollout: {rollout}{others}}}}}
 actor: {{model: {directory}/{model}, optimizer: {{learning_rate: 1e-6, schedule: constant}}{aside}}}
 data: {{path: {directory}/{model}/prompts.jsonl, label_key: label, max_length: {max_length}, max_samples: {num_rows}}}
 reward: {{{reward}}}
 rollout:
-  {{engine: vllm, batch_size: {num_prompts}, samples_per_prompt: 8, max_new_tokens: 512, memory_share: {share}{aside}}}
+  {{engine: vllm, batch_size: {num_prompts}, samples_per_prompt: 8, max_new_tokens: 512, memory_share: {share}{aside},
+  num_engines: {num_engines}}}
 algorithm: {{estimator: {estimator}{kl}}}
 train: {{dtype: {dtype}, fp32_master: {master}, batch_size: {batch}, micro_batch_size: {micro_batch},
-  gradient_checkpointing: {checkpointing}}}
+  gradient_checkpointing: {checkpointing}, checkpointed_layers: {layers}}}
 log: {{samples_per_step: 0}}
 """
 
@@ -313,6 +328,9 @@ def config_of(directory: Path, name: str) -> Any:
             name=f"{name}-{int(time.time())}",
             directory=directory,
             model=case.model,
+            rollout='"@actor"' if case.num_engines == 1 else f'"0:0-{case.num_engines - 1}"',
+            num_engines=case.num_engines,
+            layers="null" if case.checkpointed_layers is None else case.checkpointed_layers,
             others=', reference: "@actor"' * case.kl + ', critic: "@actor", reward: "@actor"' * case.ppo,
             reward=f"model: {directory}/{case.model}-reward" if case.ppo else f"function: {directory}/reward.py",
             estimator="gae" if case.ppo else "group_norm",
@@ -381,7 +399,10 @@ def run_trl(directory: Path, name: str) -> dict[str, Any]:
         vllm_gpu_memory_utilization=peer.memory_share,
         vllm_max_model_length=1024,
     )
-    return {"seconds": seconds, "step_s": statistics.median(seconds[1:])}
+    return {
+        "seconds": seconds,
+        "step_s": statistics.median(seconds[NUM_WARM_UP if len(seconds) > NUM_WARM_UP + 1 else 1 :]),
+    }
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -414,7 +435,7 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
     update_flops = 6 * num_parameters(result["model"], CASES[name].ppo) * trained
     limit = {
         "rollout": f"{num_tokens / median('time/rollout') / limits['vllm_tokens_per_s']:.0%} of vLLM alone"
-        if result["model"] == "1.5B"
+        if result["model"] == "1.5B" and "vllm_tokens_per_s" in limits
         else f"{num_tokens / median('time/rollout'):,.0f} tokens/s",
         "update": f"{update_flops / update_s / peak:.1%} of matmul peak",
         "sync": f"{median('sync/gb_per_s'):,.0f} GB/s sent, copies reach {limits['copy_gb_per_s']:,.0f};"
@@ -460,7 +481,7 @@ def print_case(name: str, result: dict[str, Any], limits: dict[str, Any], trl_s:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path("bench-hybrid"))
-    parser.add_argument("--only", nargs="*", help="limits, engine, updates, " + ", ".join((*CASES, *TRL)))
+    parser.add_argument("--only", nargs="*", help="limits or device, engine, updates, " + ", ".join((*CASES, *TRL)))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     directory = arguments.directory.resolve()
@@ -472,6 +493,8 @@ def main() -> None:
             return
         if name == "limits":
             found = measure_limits(directory)
+        elif name == "device":
+            found = measure_device()
         elif name == "engine":
             found = measure_engine(directory)
         elif name == "updates":
@@ -491,19 +514,20 @@ def main() -> None:
         ended = subprocess.run(given, env=os.environ)
         print(f"== {name}: exit {ended.returncode} after {time.time() - began:.0f} s", flush=True)
     results = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
-    if "limits" in results:
+    results.setdefault("limits", results.get("device"))
+    if results["limits"]:
         print({key: round(value, 1) if isinstance(value, float) else value for key, value in results["limits"].items()})
     if "engine" in results:
         print({key: round(value, 1) if isinstance(value, float) else value for key, value in results["engine"].items()})
     for key, value in results.get("updates", {}).items():
         flops = 6 * num_parameters("1.5B") * value["tokens_per_s"]
-        share = flops / results["limits"]["matmul_tflops"] / 1e12 if "limits" in results else float("nan")
+        share = flops / results["limits"]["matmul_tflops"] / 1e12 if results["limits"] else float("nan")
         print(f"update, {key}: {value['tokens_per_s']:,.0f} tokens/s, {share:.1%} of peak, {value['peak_gib']:.1f} GiB")
     times = {name: results[name]["step_s"] for name in TRL if name in results}
     for name, seconds in times.items():
         print(f"{name}: {seconds:.2f} s/step")
     for name in CASES:
-        if name in results and "limits" in results:
+        if name in results and results["limits"]:
             beside = [seconds for peer, seconds in times.items() if TRL[peer].beside == name]
             print_case(name, results[name], results["limits"], min(beside, default=None))
 

@@ -6,7 +6,7 @@ import asyncio
 import selectors
 from typing import Any
 
-_EVENTS = 16  # at a time
+_EVENTS = 4  # at a time
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -545,6 +545,13 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         problems.append(
             ("train.fp32_master", "false: small updates of fp16 weights would be rounded away; set it to true")
         )
+    if config.train.checkpointed_layers is not None and not config.train.gradient_checkpointing:
+        problems.append(
+            (
+                "train.checkpointed_layers",
+                f"{config.train.checkpointed_layers}: no layer recomputes; set train.gradient_checkpointing to true",
+            )
+        )
     problems += _maths_conflicts(config)
     problems += _overlap_conflicts(config)
     problems += _agent_conflicts(config)

@@ -85,6 +85,7 @@ class TrainMemory:
     optimizer_offload: bool = False  # moments and master weights live on the host, always
     weight_offload: bool = False  # weights live on the host and stream through
     gradient_checkpointing: bool = True
+    checkpointed_layers: int | None = None  # layers that recompute their activations; None: all
     is_compiled: bool = True
     is_whole: bool = False  # compiled by DeepSpeed, all of it: micro-batches are added up in a copy of the gradients
     packing: bool = True
@@ -464,22 +465,31 @@ def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -
 
 def token_activation_bytes(memory: TrainMemory, model: ModelShape) -> float:
     """Count the bytes that all layers keep of one token for the backward pass, without a compiler."""
-    if memory.gradient_checkpointing:
-        return float(model.num_layers * model.hidden_size * memory.compute_bytes)
-    return model.num_layers * layer_activation_bytes(model, memory.compute_bytes) * EAGER_ACTIVATIONS
+    num_recomputed = _num_recomputed(memory, model)
+    kept = (model.num_layers - num_recomputed) * layer_activation_bytes(model, memory.compute_bytes) * EAGER_ACTIVATIONS
+    return num_recomputed * model.hidden_size * memory.compute_bytes + kept
+
+
+def _num_recomputed(memory: TrainMemory, model: ModelShape) -> int:
+    """Count the layers that keep their input alone and compute the rest again in the backward pass."""
+    if not memory.gradient_checkpointing:
+        return 0
+    return model.num_layers if memory.checkpointed_layers is None else min(memory.checkpointed_layers, model.num_layers)
 
 
 def _activations(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> list[Term]:
     tokens = _tokens(memory, memory.micro_batch)
     layer = layer_activation_bytes(model, memory.compute_bytes, tp)
-    if memory.gradient_checkpointing:
+    num_recomputed = _num_recomputed(memory, model)
+    terms = []
+    if num_recomputed:
         width = model.hidden_size * memory.compute_bytes
-        terms = [
+        terms += [
             _bytes(
                 role,
                 "checkpointed activations",
-                tokens * model.num_layers * width,
-                f"{_n(tokens)} tokens x {model.num_layers} layers x {_n(width)} B",
+                tokens * num_recomputed * width,
+                f"{_n(tokens)} tokens x {num_recomputed} layers x {_n(width)} B",
             ),
             _bytes(
                 role,
@@ -488,16 +498,17 @@ def _activations(role: str, memory: TrainMemory, model: ModelShape, tp: int) -> 
                 f"{_n(tokens)} tokens x {_n(layer)} B x {RECOMPUTE_PEAK}",
             ),
         ]
-    else:
+    num_kept = model.num_layers - num_recomputed
+    if num_kept:
         kept = COMPILED_ACTIVATIONS if memory.is_compiled else EAGER_ACTIVATIONS
-        terms = [
+        terms.append(
             _bytes(
                 role,
                 "activations",
-                tokens * model.num_layers * layer * kept,
-                f"{_n(tokens)} tokens x {model.num_layers} layers x {_n(layer)} B x {kept}",
+                tokens * num_kept * layer * kept,
+                f"{_n(tokens)} tokens x {num_kept} layers x {_n(layer)} B x {kept}",
             )
-        ]
+        )
     return terms + _mask(role, memory, memory.micro_batch, memory.compute_bytes)
 
 

@@ -120,6 +120,7 @@ class TrainOptions:
     lora: LoraOptions | None = None  # None: all weights are trained
     average_decay: float | None = None  # beta of the moving average of what is trained; None: there is none
     gradient_checkpointing: bool = False
+    checkpointed_layers: int | None = None  # how many layers recompute their activations; None: all
     compile: bool | None = False  # torch.compile of the layers; None: on a CUDA device, if kernels can be built there
     liger_kernel: bool = False  # Liger's kernels in the layers instead; see `liger`
     freeze_visual_encoder: bool = False  # of a model that sees images

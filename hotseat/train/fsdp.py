@@ -79,6 +79,7 @@ class FSDPBackend(Trainer):
             head=options.head,
             layout=options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
+            checkpointed_layers=options.checkpointed_layers,
             compiler=_compiler if compiles(options.compile, device) else None,
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hotseat.determinism import use_deterministic_kernels
 from hotseat.errors import UserError
-from hotseat.train.backend import Backend, TrainOptions
+from hotseat.train.backend import Backend, TrainOptions, ZeroOptions
 from hotseat.train.fsdp import FSDPBackend
 from hotseat.train.models import check_attention
 from hotseat.train.zero import ZeroBackend
@@ -27,7 +29,19 @@ def make_backend(
     """Make one rank of the model, with the backend that the options name."""
     if options.is_deterministic:
         use_deterministic_kernels()
+    options = replace(options, zero=_needed(options.zero, int(os.environ.get("WORLD_SIZE", "1"))))
     return _kind(options)(model, options, device=device, trust_remote_code=trust_remote_code)
+
+
+def _needed(zero: ZeroOptions | None, num_ranks: int) -> ZeroOptions | None:
+    """Return the settings with the stage that so many ranks need.
+
+    One rank has nothing to shard: stage 2 then computes what stage 3 does, to the last bit, without gathering each
+    weight before its layer runs. Stage 3 stays where DeepSpeed offers more with it: offloading, DeepCompile.
+    """
+    if zero is None or num_ranks > 1 or zero.stage < 3 or zero.zpg > 1 or zero.adam_offload or zero.deepcompile:
+        return zero
+    return replace(zero, stage=2)
 
 
 def check_options(options: TrainOptions) -> None:

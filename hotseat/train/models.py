@@ -39,7 +39,7 @@ from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.train.sequence import check_heads, check_ranks
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, check_cut
 from hotseat.types import MicroBatch
-from hotseat.vision import encoder_of, language_part, policy_class, set_attention
+from hotseat.vision import encoder_of, language_part, policy_class, sees_images, set_attention
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
 _LARGE_LOGIT = 40.0
@@ -304,6 +304,7 @@ def prepare_model(
     head: Head,
     layout: LayoutKind,
     gradient_checkpointing: bool,
+    checkpointed_layers: int | None = None,
     compiler: Compiler | None = None,
     lora: LoraOptions | None = None,
     liger_on: torch.device | None = None,
@@ -334,7 +335,7 @@ def prepare_model(
     if attention is not None:
         set_attention(model, attention)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute(model, checkpointed_layers)
     model.train()
     wrapped: Policy | ValueModel
     if head == "policy":
@@ -405,6 +406,21 @@ def layers(model: PreTrainedModel) -> list[nn.Module]:
     """List the layers: the modules that transformers says must stay whole, each one unit of sharding."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _recompute(model: PreTrainedModel, num_layers: int | None) -> None:
+    """Recompute activations in the backward pass: of all layers, or of so many, evenly spread.
+
+    Only layers of text are counted: those of a visual encoder always recompute theirs.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if num_layers is None:
+        return
+    of_encoder = {id(module) for module in encoder_of(model).modules()} if sees_images(model.config) else set()
+    every = [layer for layer in layers(model) if id(layer) not in of_encoder]
+    for index, layer in enumerate(every):
+        if (index + 1) * num_layers // len(every) == index * num_layers // len(every):
+            layer.gradient_checkpointing = False
 
 
 def _use_own_attention(model: PreTrainedModel) -> AttentionRecord:

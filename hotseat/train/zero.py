@@ -148,6 +148,7 @@ class ZeroBackend(Trainer):
             # A model compiled as a whole is one graph, not the cheapest layout for each micro-batch.
             layout="packed" if self._is_whole and options.layout == "auto" else options.layout,
             gradient_checkpointing=options.gradient_checkpointing,
+            checkpointed_layers=options.checkpointed_layers,
             compiler=None if self._is_whole else compiler,
             lora=options.lora,
             liger_on=device if options.liger_kernel else None,

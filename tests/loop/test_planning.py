@@ -13,6 +13,7 @@ from hotseat.loop.planning.plan import (
     cache_limit,
     is_anything_offloaded,
     make_plan,
+    more_engines,
     num_data_parallel,
     plan_on,
     role_specs,
@@ -259,6 +260,22 @@ def test_on_cpus_vllm_offloads_nothing_and_the_plan_notes_it_once():
     assert not any("no effect" in warning for warning in silent.warnings)
     shared = make_plan(loads("rollout: {engine: vllm, memory_share: 0.5}"), "1x1", are_devices_logical=True)
     assert any(warning.startswith("rollout.memory_share: no effect here") for warning in shared.warnings)
+
+
+@pytest.mark.parametrize(("hidden", "layers", "count"), [(576, 30, 3), (1536, 28, 2), (4096, 32, None)])
+def test_several_engines_on_a_device_are_recommended_for_small_models(hidden, layers, count):
+    sizes = f"hidden_size: {hidden}, num_hidden_layers: {layers}, intermediate_size: {4 * hidden}"
+    actor = f"actor: {{shape: {{model_type: llama, vocab_size: 49152, num_attention_heads: 8, {sizes}}}}}"
+
+    def notes(**settings):
+        rollout = {"engine": "vllm", "batch_size": 32, "samples_per_prompt": 8, "memory_share": 0.3} | settings
+        return more_engines(loads(f"{actor}\nrollout: {json.dumps(rollout)}"))
+
+    assert len(notes()) == (count is not None)
+    if count is not None:
+        assert f"place rollout on 0:0-{count - 1}" in notes()[0]
+        assert f"memory_share {0.3 / count:.2f}" in notes()[0]
+    assert notes(num_engines=2) == notes(batch_size=4) == []
 
 
 def test_on_cpus_the_transformers_engine_offloads_its_parts():

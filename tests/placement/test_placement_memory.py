@@ -124,6 +124,16 @@ def test_dtypes():
     assert "gradient reduction" not in working(train(num_procs=1), "train")
 
 
+def test_layers_that_do_not_recompute_keep_what_they_computed():
+    terms = working(train(checkpointed_layers=1), "train")
+    assert terms["checkpointed activations"] == 24 * 1 * 8
+    assert terms["recomputed layer"] == 24 * 120 * 1.5
+    assert terms["activations"] == 24 * 1 * 120 * assumed.COMPILED_ACTIVATIONS
+    assert working(train(checkpointed_layers=5), "train") == working(train(), "train")  # the model has two
+    kept = train(gradient_checkpointing=False)
+    assert working(kept, "train")["activations"] == 2 * terms["activations"]
+
+
 def test_tensor_and_sequence_parallel_cut_weights_and_tokens():
     found = train(num_procs=4, tensor_parallel=2, sequence_parallel=2)
     assert parts(found, Part.WEIGHTS) == {"weights": (84 + 256 / 2) * 2 / 2}  # what is outside the layers is whole

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from hotseat.errors import NotBuiltError
-from hotseat.train import attention, logprobs
+from hotseat.train import TrainOptions, attention, logprobs
 from hotseat.train.packing import model_input
 
 from .conformance import OPTIONS, VOCAB_SIZE, ClippedLoss, groups_of_four, plain_outputs, some_segments
@@ -59,6 +59,31 @@ def test_other_architectures(config: str, settings: dict[str, Any], layout: Any)
     backend = make(model, replace(OPTIONS, layout=layout, optimizer=None))
     torch.testing.assert_close(backend.log_probs([batch], 0.8)[0], expected, rtol=0, atol=1e-5)
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "recomputed"), [(None, [0, 1, 2, 3]), (1, [3]), (3, [1, 2, 3]), (9, [0, 1, 2, 3])]
+)
+def test_so_many_layers_recompute_and_gradients_are_the_same(num_layers: int | None, recomputed: list[int]) -> None:
+    model = small("LlamaConfig", num_hidden_layers=4)
+    batch = some_segments(4, weight=0.1)
+
+    def trained(options: TrainOptions) -> tuple[Any, list[int]]:
+        one = copy.deepcopy(model)
+        calls: list[int] = []
+        for index, layer in enumerate(one.model.layers):
+            layer.self_attn.register_forward_hook(lambda *_, index=index: calls.append(index))
+        backend = make(one, options)
+        calls.clear()
+        report = backend.update([batch], ClippedLoss(), 1.0)
+        backend.close()
+        return report, calls
+
+    plain, once = trained(OPTIONS)
+    report, calls = trained(replace(OPTIONS, gradient_checkpointing=True, checkpointed_layers=num_layers))
+    assert once == [0, 1, 2, 3]
+    assert sorted(calls) == sorted([*once, *recomputed])
+    assert (report.loss, report.grad_norm) == (plain.loss, plain.grad_norm)
 
 
 @pytest.mark.parametrize("config", ["Qwen3Config", "MistralConfig"])

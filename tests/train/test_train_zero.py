@@ -19,7 +19,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from weight_changes import assert_changed_alike
 
 from hotseat.errors import NonFiniteError, NotBuiltError, RunError, UserError
-from hotseat.train import PARTS, FSDPBackend, TrainOptions, ZeroBackend, ZeroOptions, make_backend
+from hotseat.train import PARTS, FSDPBackend, Precision, TrainOptions, ZeroBackend, ZeroOptions, make_backend
+from hotseat.train.zero_stages import Flattened, Scattered
 from hotseat.types import MicroBatch
 
 from . import adapters, conformance, fsdp_factory, zero_factory
@@ -286,6 +287,21 @@ def test_gradients_of_sixteen_bits_are_summed_in_thirty_two_if_asked(stage: int)
         backend.close()
     assert norms["fp32"] == pytest.approx(9, rel=1e-4)
     assert norms[None] != pytest.approx(9, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("precision", ["bf16_master", "bf16"])
+def test_one_rank_is_spared_the_third_stage_and_computes_the_same_bits(precision: Precision) -> None:
+    options = replace(OPTIONS, precision=precision, zero=ZeroOptions(3))
+    results = []
+    for backend in (ZeroBackend(tiny_model(), options), make_backend(tiny_model(), options)):
+        assert isinstance(backend, ZeroBackend)
+        for step in range(3):
+            backend.update([some_segments(seed=step), some_segments(seed=step + 7)], ClippedLoss(), 1.0)
+        results.append(copy_weights(backend) | {"log_probs": backend.log_probs([some_segments()], 1.0)[0]})
+        assert isinstance(backend._stage, Flattened if len(results) == 2 else Scattered)
+        backend.close()
+    assert_identical(results[0], results[1])
 
 
 def test_a_value_model_is_trained(tmp_path: Path) -> None:

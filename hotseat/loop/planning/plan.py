@@ -187,8 +187,33 @@ def are_devices_logical(cluster: Any) -> bool:
 
 
 def plan_notes(config: Config, cluster: Any) -> list[str]:
-    """Return notes on a run's plan: on CPUs, options without effect; on devices, models of unknown memory."""
-    return without_effect_on_cpus(config) if are_devices_logical(cluster) else not_described(config)
+    """Return notes on a run's plan: on CPUs, options without effect; on devices, unknown memory and idle time."""
+    if are_devices_logical(cluster):
+        return without_effect_on_cpus(config)
+    return [*not_described(config), *more_engines(config)]
+
+
+def more_engines(config: Config) -> list[str]:
+    """Recommend several engines for one device where a small model would leave it idle between steps of vLLM.
+
+    vLLM works in Python for every sequence of a step. Three engines with a third of the sequences each sampled twice as
+    fast from 135M parameters on an H200, and two 1.24 times as fast from 1.5B.
+    """
+    rollout = config.rollout
+    num_sequences = rollout.batch_size * rollout.samples_per_prompt
+    shape, _ = _shape(config, "actor")
+    is_alone = rollout.num_engines in (None, 1) and rollout.tensor_parallel_size == 1
+    if config.task != "rl" or rollout.engine != "vllm" or not is_alone or shape is None or num_sequences < 128:
+        return []
+    count = 3 if shape.num_parameters < 5e8 else 2 if shape.num_parameters < 3e9 else 1
+    if count == 1:
+        return []
+    share = (rollout.memory_share or DEFAULT_ENGINE_SHARE) / count
+    return [
+        f"rollout.num_engines: a model of {shape.num_parameters / 1e9:.1f}B parameters leaves a device idle while vLLM"
+        f" prepares its next step; if step times matter, try {count} engines on it: place rollout on 0:0-{count - 1}"
+        f" instead of 0, with rollout.num_engines {count} and rollout.memory_share {share:.2f}"
+    ]
 
 
 def without_effect_on_cpus(config: Config) -> list[str]:
@@ -446,6 +471,7 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         has_muon=(config.critic if role == "critic" else config.actor).optimizer.kind == "muon",
         optimizer_offload=train.deepspeed.adam_offload,
         gradient_checkpointing=train.gradient_checkpointing,
+        checkpointed_layers=train.checkpointed_layers,
         is_whole=is_deepspeed and train.deepspeed.deepcompile,
         is_compiled=train.compile is not False and not train.liger_kernel and train.tensor_parallel_size == 1,
         packing=train.packing,

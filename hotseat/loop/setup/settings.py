@@ -86,6 +86,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         lora=lora_options(config) if is_trained else None,
         average_decay=train.ema.beta if train.ema.enabled and is_trained else None,
         gradient_checkpointing=train.gradient_checkpointing,
+        checkpointed_layers=train.checkpointed_layers,
         compile=train.compile,
         liger_kernel=train.liger_kernel,
         freeze_visual_encoder=train.freeze_visual_encoder and is_trained,
