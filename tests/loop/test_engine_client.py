@@ -239,6 +239,7 @@ def test_a_replacement_is_asked_again_although_the_client_has_not_seen_the_death
         await until(lambda: all(engines.submitted.values()))
         engines.dead.add(1)
         client.rejoin(engines.replace(1), [1])
+        await until(lambda: sum(map(len, engines.submitted.values())) == 3)  # while the other engine has its request
         engines.is_silent = False
         return await asyncio.gather(*waiting)
 
