@@ -24,8 +24,8 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
     if config.task in ("rm", "dpo"):
         problems.append(("data.image_key", f"task {config.task} is {_OPEN}: use task sft or rl"))
     if config.task == "rl":
-        if config.rollout.engine == "vllm":
-            problems.append(("rollout.engine", f"vllm is {_OPEN}: set it to transformers"))
+        if config.rollout.engine == "vllm" and config.rollout.lora_sync == "adapter":
+            problems.append(("rollout.lora_sync", f"adapter is {_OPEN}: set it to merged"))
         if has_critic(config):
             problems.append(("algorithm.estimator", f"a critic is {_OPEN}: choose an estimator without one"))
         if has_reward_model(config):
@@ -53,6 +53,13 @@ def filler_image(config: Config) -> Path:
     """Return the file of an image that says nothing, prepared for the run's model."""
     digest = hashlib.blake2b(str(config.actor.model).encode(), digest_size=8).hexdigest()
     return image_folder(config) / f"filler-{digest}.safetensors"
+
+
+def largest_image(config: Config) -> Path:
+    """Return the file of the prepared image of the most tokens, of the run's data and model."""
+    told = f"{config.actor.model}\n{config.data.path}\n{config.eval.path}\n{config.data.max_images_per_prompt}"
+    digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    return image_folder(config) / f"largest-{digest}.safetensors"
 
 
 def image_folder(config: Config) -> Path:

@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -235,6 +236,15 @@ class ImageStore:
         import PIL.Image
 
         self._write(path, PIL.Image.new("RGB", (64, 64), (128, 128, 128)), "filler")
+
+    def write_largest(self, path: Path) -> None:
+        """Write the prepared image of the most tokens to a file, unless that has one of as many."""
+        largest = max(self._known.values(), key=lambda image: len(image.token_ids))
+        if path.exists() and len(tokens_of(str(path))) >= len(largest.token_ids):
+            return
+        whole = path.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(largest.path, whole)
+        whole.replace(path)
 
     def _write(self, path: Path, image: Any, key: str) -> None:
         from safetensors.torch import save

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
-from hotseat.config.images import filler_image, image_folder
+from hotseat.config.images import filler_image, image_folder, largest_image
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
     has_critic,
@@ -116,7 +116,8 @@ def _check_model(
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
             raise UserError(f"data.max_length: {problem}")
         if key == "actor.model" and config.task == "rl":
-            _check_engine(config.rollout.engine, config.data.max_length, model_config)
+            rollout = config.rollout
+            _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
         if config.train.liger_kernel:
             check_liger(model_config)
         if is_value:
@@ -143,7 +144,7 @@ def _check_sight(config: Config, model_config: Any) -> None:
         )
 
 
-def _check_engine(kind: str, max_length: int, model_config: Any) -> None:
+def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:
     """Raise if an engine of this kind cannot run a model of this config."""
     if kind == "transformers":
         from hotseat.rollout.transformers_engine import check_config
@@ -154,7 +155,7 @@ def _check_engine(kind: str, max_length: int, model_config: Any) -> None:
 
         from hotseat.rollout import vllm_versions
 
-        vllm_versions.check_config(model_config, is_cpu=not torch.cuda.is_available())
+        vllm_versions.check_config(model_config, not torch.cuda.is_available(), tensor_parallel_size)
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
@@ -411,6 +412,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
     prepared = prepare_rows(rows, store, data.image_key, data.input_key, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
+    store.write_largest(largest_image(config))
     return prepared
 
 

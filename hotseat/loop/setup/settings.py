@@ -9,7 +9,7 @@ from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.images import filler_image
+from hotseat.config.images import filler_image, largest_image
 from hotseat.config.maths import (
     aggregation,
     correction_kind,
@@ -48,7 +48,7 @@ from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rollout import vllm_versions
+from hotseat.rollout import vllm_engine, vllm_versions
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
@@ -232,6 +232,7 @@ def engine_settings(
         logs=str(logs),
         engine_args=rollout.engine_args,
         lora=lora_options(config) if adapters_alone else None,
+        images=_image_options(config),
     )
     return EngineSettings(
         model=config.actor.model,
@@ -246,6 +247,14 @@ def engine_settings(
         is_deterministic=config.train.full_determinism,
         vllm=vllm if rollout.engine == "vllm" else None,
     )
+
+
+def _image_options(config: Config) -> vllm_engine.ImageOptions | None:
+    """Return bounds on the images of requests; None if no images were prepared for this config."""
+    largest = largest_image(config)
+    if config.data.image_key is None or not largest.exists():
+        return None
+    return vllm_engine.ImageOptions(config.data.max_images_per_prompt, str(largest))
 
 
 def judge_engine_settings(
