@@ -31,8 +31,7 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         if has_reward_model(config):
             problems.append(("reward.model", f"reward models are {_OPEN}: use reward.function or reward.graders"))
         for key, value, what in (
-            ("agent.path", config.agent.path, "agents of your own are"),
-            ("agent.command", config.agent.command, "agents of your own are"),
+            ("agent.command", config.agent.command, "agents that are programs are"),
             ("agent.environment.family", config.agent.environment.family, "environments of libraries are"),
             ("env.path", config.env.path, "simulators are"),
         ):

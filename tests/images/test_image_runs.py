@@ -1,5 +1,6 @@
 """Whole runs with images: SFT, RL with a reference, resuming; and what is refused before a model loads."""
 
+import importlib.util
 import json
 import shutil
 
@@ -84,6 +85,22 @@ def test_rl_with_images_is_resumed_to_the_same_bits(task, monkeypatch):
     assert shown
     page = (task / "runs" / "whole" / "report.html").read_text()
     assert "img-src data:" in page
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_rl_with_images_in_vllm_learns_from_what_it_sampled(task, tmp_path):
+    model = image_cases.save("qwen2_5_vl", tmp_path / "model", hidden_size=64)  # vLLM's heads on a CPU are no smaller
+    for name, more in (("vllm", ()), ("vllm-adapted", ("train.lora.rank=2",))):
+        start(loads(rl(task, name), [f"actor.model={model}", "rollout.engine=vllm", "train.num_episodes=1", *more]))
+        gaps = [
+            line["canary/gap_max"]
+            for line in read_lines(task / "runs" / name / "metrics.jsonl")
+            if "canary/gap_max" in line
+        ]
+        assert gaps
+        assert max(gaps) < 1e-4
+        assert any(line.get("images") for line in read_lines(task / "runs" / name / "samples.jsonl"))
 
 
 @pytest.mark.slow

@@ -88,10 +88,12 @@ def test_models_whose_images_it_has_not_been_tried_with_are_refused_by_their_con
     check_config(LlavaConfig(), True, 1)
     with pytest.raises(NotBuiltError, match="not been tried with prepared images of Qwen2VL: choose a model .* llava"):
         check_config(Qwen2VLConfig(), False)
-    with pytest.raises(NotBuiltError, match=r"prepared images of Llava \(pixtral\): choose .* engine to transformers"):
+    with pytest.raises(
+        NotBuiltError, match=r"prepared images of Llava \(pixtral\): choose .* rollout.engine to transformers"
+    ):
         check_config(LlavaConfig(vision_config={"model_type": "pixtral"}), False)
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(NotBuiltError, match="Qwen2_5_VL over 2 ranks needs torchvision.* tensor_parallel_size to 1"):
+    with pytest.raises(NotBuiltError, match="Qwen2_5_VL over 2 ranks needs torchvision.*_parallel_size to 1"):
         check_config(Qwen2_5_VLConfig(), False, 2)
 
 

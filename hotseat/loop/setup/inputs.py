@@ -22,10 +22,10 @@ from hotseat.config.roles import (
 )
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
-from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows, processor_template
+from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
-from hotseat.loop.setup.settings import environment_settings
+from hotseat.loop.setup.settings import environment_settings, image_limits
 from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
@@ -406,13 +406,13 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
         return rows
     assert config.actor.model is not None
     processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
-    limits = ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
-    store = ImageStore(image_folder(config), processor, limits)
+    store = ImageStore(image_folder(config), processor, image_limits(config))
     store.write_filler(filler_image(config))
     prepared = prepare_rows(rows, store, data.image_key, data.input_key, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
-    store.write_largest(largest_image(config))
+    # What an environment shows later may be larger than all images of the data, as long as a context has room for it.
+    store.write_largest(largest_image(config), None if config.agent.path is None else data.max_length)
     return prepared
 
 

@@ -9,7 +9,7 @@ from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.images import filler_image, largest_image
+from hotseat.config.images import filler_image, image_folder, largest_image
 from hotseat.config.maths import (
     aggregation,
     correction_kind,
@@ -29,6 +29,7 @@ from hotseat.config.roles import (
 )
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.config.urls import as_list
+from hotseat.data.images import ImageLimits
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
@@ -44,6 +45,7 @@ from hotseat.loop.workers.models import PolicySettings
 from hotseat.loop.workers.own_functions import absolute
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.rollout_host import HostSettings
+from hotseat.loop.workers.sight import HostImages
 from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
@@ -322,7 +324,21 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
+        images=_host_images(config),
     )
+
+
+def image_limits(config: Config) -> ImageLimits:
+    """Return the bounds on images."""
+    data = config.data
+    return ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
+
+
+def _host_images(config: Config) -> HostImages | None:
+    """Return the settings of images that environments show; None if none can."""
+    if config.data.image_key is None or config.agent.path is None:
+        return None
+    return HostImages(str(image_folder(config)), image_limits(config), config.trust_remote_code)
 
 
 def simulation_settings(config: Config) -> SimulationSettings:
