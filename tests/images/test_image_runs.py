@@ -21,6 +21,7 @@ def reward_func(queries, prompts, labels):
     return [float(sum(map(ord, query[len(prompt):])) % 5) for query, prompt in zip(queries, prompts)]
 """
 DATA = "max_length: 64, image_key: images, max_images_per_prompt: 1, apply_chat_template: true"
+SMALL = ("train.batch_size=8", "train.micro_batch_size=8", "train.num_episodes=1")
 ROLLOUT = "{batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, num_slots: 4}"
 
 
@@ -87,12 +88,41 @@ def test_rl_with_images_is_resumed_to_the_same_bits(task, monkeypatch):
     assert "img-src data:" in page
 
 
+AGENT = """
+from PIL import Image
+
+from hotseat.agents import Environment, Step
+
+
+class Shows(Environment):
+    turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        shade = 40 * (len(action) + self.turn)
+        picture = Image.new("RGB", (28, 28), (shade % 256, 80, 9))
+        return Step("<|vision_start|><|image_pad|><|vision_end|>", float(shade), self.turn == 2, images=[picture])
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    overrides = [f"agent.path={tmp_path}/agent.py", "data.max_images_per_prompt=2", "data.max_length=96"]
+    start(loads(rl(task, "shown", reward="{}"), [*overrides, *SMALL]))
+    records = read_lines(task / "runs" / "shown" / "metrics.jsonl")
+    # The trainer reads the images of both turns as the engine did.
+    gaps = [value for record in records for key, value in record.items() if key.endswith("engine_gap_max")]
+    assert gaps
+    assert max(gaps) < 1e-4
+
+
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_rl_with_images_in_vllm_learns_from_what_it_sampled(task, tmp_path):
     model = image_cases.save("qwen2_5_vl", tmp_path / "model", hidden_size=64)  # vLLM's heads on a CPU are no smaller
     for name, more in (("vllm", ()), ("vllm-adapted", ("train.lora.rank=2",))):
-        start(loads(rl(task, name), [f"actor.model={model}", "rollout.engine=vllm", "train.num_episodes=1", *more]))
+        start(loads(rl(task, name), [f"actor.model={model}", "rollout.engine=vllm", *SMALL, *more]))
         gaps = [
             line["canary/gap_max"]
             for line in read_lines(task / "runs" / name / "metrics.jsonl")
@@ -152,7 +182,7 @@ REFUSED = {
     "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
     "algorithm: {estimator: gae}": "algorithm.estimator: a critic is not built for images yet",
     "reward: {model: x}": "reward.model: reward models are not built for images yet",
-    "agent: {path: x.py}": "agent.path: agents of your own are not built for images yet",
+    "agent: {command: x}": "agent.command: agents that are programs are not built for images yet",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py}": "env.path: simulators are not built for images yet: answers have one turn",
     "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",
