@@ -43,7 +43,7 @@ def task(tmp_path_factory):
 
 def rl(task, name, **changes):
     data = f"{{path: {task}/prompts.jsonl, label_key: label, {DATA}}}"
-    return rl_yaml(task, name=name, data=data, rollout=ROLLOUT, **changes)
+    return rl_yaml(task, **{"name": name, "data": data, "rollout": ROLLOUT} | changes)
 
 
 def timeless(records):
@@ -121,8 +121,9 @@ def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_rl_with_images_in_vllm_learns_from_what_it_sampled(task, tmp_path):
     model = image_cases.save("qwen2_5_vl", tmp_path / "model", hidden_size=64)  # vLLM's heads on a CPU are no smaller
+    rollout = ROLLOUT.replace("num_slots: 4", "engine: vllm")
     for name, more in (("vllm", ()), ("vllm-adapted", ("train.lora.rank=2",))):
-        start(loads(rl(task, name), [f"actor.model={model}", "rollout.engine=vllm", *SMALL, *more]))
+        start(loads(rl(task, name, rollout=rollout), [f"actor.model={model}", *SMALL, *more]))
         gaps = [
             line["canary/gap_max"]
             for line in read_lines(task / "runs" / name / "metrics.jsonl")
