@@ -183,7 +183,7 @@ REFUSED = {
     "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
     "algorithm: {estimator: gae}": "algorithm.estimator: a critic is not built for images yet",
     "reward: {model: x}": "reward.model: reward models are not built for images yet",
-    "agent: {command: x}": "agent.command: agents that are programs are not built for images yet",
+    "agent: {command: [x]}": "agent.command: agents that are programs are not built for images yet",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py}": "env.path: simulators are not built for images yet: answers have one turn",
     "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",
