@@ -27,10 +27,16 @@ class SampleFunction(Protocol):
     """The function by which an agent samples from the engine."""
 
     async def __call__(
-        self, token_ids: list[int], sampling: Sampling, turn: int, when_sampled: WhenSampled | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        turn: int,
+        images: tuple[str, ...] | None = None,
+        when_sampled: WhenSampled | None = None,
     ) -> Completion:
         """Sample a continuation of these tokens. `turn` counts the episode's calls from 0 and determines the seed.
 
+        images: those of the placeholders among the tokens; None: those of the prompt.
         when_sampled: called in the event loop with all tokens so far, whenever there are more of them; where the engine
         cannot say, never.
 

@@ -264,6 +264,7 @@ class AgentHost:
         token_ids: list[int],
         sampling: Sampling,
         turn: int,
+        images: tuple[str, ...] | None = None,
         when_sampled: WhenSampled | None = None,
     ) -> Completion:
         if job.future.done():
@@ -276,7 +277,8 @@ class AgentHost:
         name = f"{job.key}/{turn}#{next(self._numbers)}"
         seed = job.key.seed(self._run_seed, turn)
         streams = when_sampled is not None and self._listen is not None
-        request = Request(name, tuple(token_ids), sampling, seed, job.prompt.images, streams)
+        seen = job.prompt.images if images is None else images
+        request = Request(name, tuple(token_ids), sampling, seed, seen, streams)
         if when_sampled is not None and self._listen is not None:
             self._listen(name, when_sampled)
         asked_s = time.monotonic() - job.started

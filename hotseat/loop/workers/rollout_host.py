@@ -30,6 +30,7 @@ from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.judge_engines import JudgeEngines
 from hotseat.loop.workers.records import SampleRecord, record_of
+from hotseat.loop.workers.sight import HostImages, make_sight
 from hotseat.loop.workers.simulation import Player, SimulationSettings
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
@@ -72,6 +73,7 @@ class HostSettings:
     simulation: SimulationSettings | None = None  # episodes are played in simulators
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
+    images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
 
 
 class RolloutHost:
@@ -92,6 +94,7 @@ class RolloutHost:
             max_length=settings.max_length,
             max_steps=settings.max_turns,
             programs=settings.programs,
+            sight=None if settings.images is None else make_sight(settings.images, settings.tokenizer, tokenizer),
         )
         self._settings = settings
         self._agents: AgentHost | None = None
