@@ -269,7 +269,7 @@ class Session:
         try:
             if when_sampled is None:
                 return await self._sample(list(context.token_ids), sampling, turn)
-            return await self._sample(list(context.token_ids), sampling, turn, when_sampled)
+            return await self._sample(list(context.token_ids), sampling, turn, when_sampled=when_sampled)
         except BaseException:
             taken.discard(number)
             raise
