@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 IMAGES = ([tiny.drawn(0)], [tiny.drawn(1), tiny.drawn(2, 84, 28)], [])
 ANSWERS = ([5, 6, 7, 8, 9], [10, 11, 12], [13, 14])
+ASKED = tuple(enumerate(ANSWERS))  # the number of a prompt, and an answer to it
 
 
 def texts(family):
@@ -52,11 +53,8 @@ def seeing(request, tmp_path_factory):
     return SimpleNamespace(family=family, load=load, prompts=prompts, processor=processor)
 
 
-def by_transformers(seeing, model, asked=tuple(enumerate(ANSWERS)), *, has_gradient=False):
-    """Compute log-probs of answers from what the family's own processor and forward make of texts and images.
-
-    asked: the number of a prompt, and an answer to it.
-    """
+def by_transformers(seeing, model, asked=ASKED, *, has_gradient=False):
+    """Compute log-probs of answers from what the family's own processor and forward make of texts and images."""
     scores = []
     for number, answer in asked:
         text, images = texts(seeing.family)[number], IMAGES[number]
@@ -173,7 +171,7 @@ def test_gradients_reach_the_visual_encoder_unless_it_is_frozen(seeing):
 
 def test_every_layout_has_the_gradients_of_transformers(seeing):
     # Two answers to each prompt, as in a group: the shared layout reads a prompt and its images once for both.
-    asked = [*enumerate(ANSWERS), (0, [20, 21]), (1, [22]), (2, [23, 24, 25])]
+    asked = [*ASKED, (0, [20, 21]), (1, [22]), (2, [23, 24, 25])]
     weights = torch.linspace(-1.0, 1.0, sum(len(answer) for _, answer in asked))
     model = seeing.load()
     (torch.cat(by_transformers(seeing, model, asked, has_gradient=True)) * weights).sum().backward()
