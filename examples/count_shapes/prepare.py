@@ -80,7 +80,7 @@ def save_model(folder: Path, *, width: int = 64, num_layers: int = 2) -> None:
             "num_hidden_layers": num_layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
+            "max_position_embeddings": 256,
             "initializer_range": SPREAD,
             "rope_parameters": {
                 "rope_type": "default",
@@ -121,7 +121,7 @@ def images_alone(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
 
 
-def make_files(folder: Path, seed: int, *, num_questions: int = 1024, num_held_out: int = 100) -> None:
+def make_files(folder: Path, seed: int, *, num_questions: int = 768, num_held_out: int = 100) -> None:
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder, "questions", num_questions, rng)
