@@ -325,6 +325,17 @@ def engine_slots(config: Config, role: str = "rollout") -> int:
     return section.num_slots if engine_kind(config, role) == "transformers" else VLLM_SLOTS
 
 
+def stage_slots(config: Config, plan: Plan) -> int:
+    """Return how many sequences one engine decodes at a time for simulators: its part of one stage of all env ranks.
+
+    With room for more, it would begin a stage beside the one that it samples for; both would come back together, and
+    step without a third to be sampled for meanwhile.
+    """
+    num_envs = config.env.num_envs * len(plan.role("env").processes)
+    num_engines = len(plan.role("rollout").processes)
+    return min(engine_slots(config), -(-num_envs // (config.rollout.pipeline_stage_num * num_engines)))
+
+
 def episodes_per_engine(config: Config) -> int:
     """Return how many episodes are open for each engine.
 
