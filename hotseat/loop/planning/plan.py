@@ -17,6 +17,7 @@ from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConf
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
+from hotseat.loop.planning.simulator_memory import kept_gib
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
@@ -429,8 +430,11 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             ),
         )
     if role == "env":
-        gib = config.env.memory_gib
-        memory = None if gib is None else SimulatorMemory(gib)
+        given, measured = config.env.memory_gib, kept_gib(config)
+        if given is not None:
+            memory = SimulatorMemory(given)
+        else:
+            memory = None if measured is None else SimulatorMemory(measured, source="measured by an earlier run")
         return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=memory)
     if role in ("actor", "critic"):
         return replace(
