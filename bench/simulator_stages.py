@@ -1,11 +1,14 @@
 """What stages gain: simulators and policy with about equal costs, a pinned core for each, in 1, 2 and 4 stages.
 
-    python bench/simulator_stages.py > bench/results/cpu_simulator_stages.txt
+    python bench/simulator_stages.py --predict > bench/results/cpu_simulator_stages.txt
 
 What runs are the processes of a run on Ray. On one core: a process of the role env, which is a `RolloutHost`, and its
 simulators, BabyAI's in a child process. On the other: an `EngineWorker` with a small Llama. The simulators draw
 pictures until a round (an action of every simulator) costs on their core what it costs on the policy's. Costs are
 processor time of the processes on a core; every number is measured.
+
+--predict: measures half and a quarter of the simulators in one stage too, and compares the rollouts of other stages with
+what `hotseat plan --auto` predicts from one stage.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ import policy
 from hotseat.cluster import Cluster
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout, turn_costs
 from hotseat.loop.workers.engines import EngineSettings, make_engine
-from hotseat.loop.workers.facts import Job
+from hotseat.loop.workers.facts import GroupFacts, Job
 from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts
@@ -50,6 +54,7 @@ class Measured:
     took_s: float
     env_s: float
     policy_s: float
+    turns: TurnCosts | None  # with one stage
 
     @property
     def rate(self) -> float:
@@ -145,34 +150,49 @@ class Bench:
         self._engines.ready()
         self._epoch = 0
 
-    def measure(self, frames: int, stages: int, max_steps: int, num_rollouts: int = 1) -> list[Measured]:
+    def measure(
+        self, frames: int, stages: int, max_steps: int, num_rollouts: int = 1, num_envs: int | None = None
+    ) -> list[Measured]:
         """Play two episodes in each simulator, the first time without measuring."""
-        chosen = simulation(frames, self._num_envs, stages, max_steps)
-        [prompts] = simulation_prompts(chosen, self._tokenizer, MAX_LENGTH, [range(2 * self._num_envs)])
+        num_envs = num_envs or self._num_envs
+        chosen = simulation(frames, num_envs, stages, max_steps)
+        [prompts] = simulation_prompts(chosen, self._tokenizer, MAX_LENGTH, [range(2 * num_envs)])
         self._hosts.workers.call(Host.simulate, chosen)
-        self._engines.call(Policy.resize, self._num_envs // stages)
+        self._engines.call(Policy.resize, num_envs // stages)
         self._hosts.connect(self._engines)
         env, engine = self._hosts.workers.pids()[0], self._engines.pids()[0]
         for pid, core in zip((env, engine), self._cores, strict=True):
             pin(pid, core)
-        self._collect(prompts[: self._num_envs])
+        self._collect(prompts[:num_envs])
         measured = []
         for _ in range(num_rollouts):
             before = processor_s(env), processor_s(engine)
             began_s = time.perf_counter()
-            num_actions = self._collect(prompts)
+            facts = self._collect(prompts)
             took_s = time.perf_counter() - began_s
             spent = processor_s(env) - before[0], processor_s(engine) - before[1]
-            measured.append(Measured(num_actions, num_actions / self._num_envs, took_s, *spent))
+            batch = {
+                "num_turns": sum(each.num_turns for each in facts),
+                "policy_s": sum(each.policy_s for each in facts),
+                "seconds": [[*each.episode_s, each.scoring_s] for each in facts],
+            }
+            turns = turn_costs(self.shape(stages, num_envs), [batch], took_s)
+            num_actions = round(sum(extra["actions"] for each in facts for extra in each.extra))
+            measured.append(Measured(num_actions, num_actions / num_envs, took_s, *spent, turns))
         return measured
 
-    def _collect(self, prompts: list[Prompt]) -> int:
-        """Play an episode of each prompt; return the number of actions."""
+    def shape(self, stages: int, num_envs: int | None = None) -> RolloutShape:
+        """Return the sizes of a rollout of two episodes for each simulator."""
+        num_envs = num_envs or self._num_envs
+        return RolloutShape(2 * num_envs, num_envs, 1, 1, stages, shares_devices=False)
+
+    def _collect(self, prompts: list[Prompt]) -> list[GroupFacts]:
+        """Play an episode of each prompt."""
         self._epoch += 1
         jobs = [Job(prompt, self._epoch, 1) for prompt in prompts]
         facts = self._hosts.collect(jobs, SAMPLING)
         self._hosts.forget([job.key for job in jobs])
-        return round(sum(extra["actions"] for each in facts for extra in each.extra))
+        return facts
 
     def balanced_frames(self, max_steps: int) -> int:
         """Return the number of pictures with which simulators cost what the policy does."""
@@ -188,6 +208,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--predict", action="store_true", help="compare with what smaller rollouts of a stage predict")
     parser.add_argument("--frames", type=int, help="pictures a step; chosen unless given")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
@@ -198,6 +219,13 @@ def main() -> None:
         if frames is None:
             frames = bench.balanced_frames(arguments.max_steps)
         print(f"{arguments.num_envs} simulators, {frames} pictures a step, a policy of width {arguments.width}")
+        sizes = [arguments.num_envs // parts for parts in (4, 2)] if arguments.predict else []
+        costs = [
+            turns
+            for size in sizes
+            for each in bench.measure(frames, 1, arguments.max_steps, 2, size)
+            if (turns := each.turns) is not None
+        ]
         base = 0.0
         for stages in arguments.stages:
             found = bench.measure(frames, stages, arguments.max_steps, arguments.repeats)
@@ -211,6 +239,11 @@ def main() -> None:
                 f" ms: simulators {env_ms:.0f} ms, policy {policy_ms:.0f} ms, ratio {env_ms / policy_ms:.2f}",
                 flush=True,
             )
+            costs += [each.turns for each in found if each.turns is not None]
+            if arguments.predict and stages > 1:
+                predicted_s = predicted_rollout(costs, bench.shape(stages)).seconds
+                error = predicted_s / middle.took_s - 1
+                print(f"  predicted {predicted_s:.2f} s, measured {middle.took_s:.2f} s, {error:+.1%}", flush=True)
 
 
 if __name__ == "__main__":

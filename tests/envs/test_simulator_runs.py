@@ -163,18 +163,26 @@ def test_on_ray_placement_changes_no_bit(task, one_stage, placement):
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
-def test_rlinfs_hybrid_placement_runs_on_eight_devices(task):
-    """Simulators on four devices and engines on the other four, in two stages; then the actor trains on all eight."""
+@pytest.mark.parametrize("inference", ["", ", inference: 0-7"])
+def test_rlinfs_hybrid_placement_runs_on_eight_devices(task, inference):
+    """Simulators on four devices and engines on the other four, in two stages; then the actor trains on all eight.
+
+    As in RLinf's figure, inference may come between them, on all eight.
+    """
     done = run(
         task,
         "hybrid-8",
-        cluster="{runtime: ray, num_nodes: 1, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7}}",
+        cluster=(
+            "{runtime: ray, num_nodes: 1, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7" + inference + "}}"
+        ),
         env=BASE["env"].replace("num_envs: 8", "num_envs: 4, enable_offload: true"),
         rollout="{enable_offload: true, pipeline_stage_num: 2, batch_size: 4, samples_per_prompt: 4, num_slots: 8}",
-        train="{dtype: fp32, batch_size: 16}",
+        train="{dtype: fp32, batch_size: 8}" if inference else "{dtype: fp32, batch_size: 16}",
         actor=(
             f"{{enable_offload: true, model: {task}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}"
         ),
     )
-    assert "offload env simulator" in (done / "timeline.json").read_text()
+    timeline = (done / "timeline.json").read_text()
+    assert "offload env simulator" in timeline
+    assert ('"inference"' in timeline) == bool(inference)  # holds the devices in its turn
     assert len(metrics_of(done)) == 3

@@ -326,6 +326,13 @@ def engine_slots(config: Config, role: str = "rollout") -> int:
     return section.num_slots if engine_kind(config, role) == "transformers" else VLLM_SLOTS
 
 
+def _simulator_memory(config: Config) -> SimulatorMemory | None:
+    given, measured = config.env.memory_gib, kept_gib(config)
+    if given is not None:
+        return SimulatorMemory(given)
+    return None if measured is None else SimulatorMemory(measured, source="measured by an earlier run")
+
+
 def stage_slots(config: Config, plan: Plan) -> int:
     """Return how many sequences one engine decodes at a time for simulators: its part of one stage of all env ranks.
 
@@ -430,12 +437,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             ),
         )
     if role == "env":
-        given, measured = config.env.memory_gib, kept_gib(config)
-        if given is not None:
-            memory = SimulatorMemory(given)
-        else:
-            memory = None if measured is None else SimulatorMemory(measured, source="measured by an earlier run")
-        return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=memory)
+        return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=_simulator_memory(config))
     if role in ("actor", "critic"):
         return replace(
             spec,

@@ -554,6 +554,7 @@ class _Collection:
 def facts_of(finished: Finished) -> GroupFacts:
     """Return what the driver is told of a group."""
     samples = finished.group.samples
+    turns = [turn for sample in samples if (facts := sample.episode.facts) is not None for turn in facts.turns]
     return GroupFacts(
         epoch=finished.epoch,
         prompt=finished.group.prompt.index,
@@ -568,6 +569,8 @@ def facts_of(finished: Finished) -> GroupFacts:
         extra=tuple(dict(sample.extra) for sample in samples),
         versions=tuple(_versions(sample.episode) for sample in samples),
         episode_s=finished.episode_s,
+        num_turns=len(turns),
+        policy_s=sum(turn.answered_s - turn.asked_s for turn in turns),
         scoring_s=finished.scoring_s,
     )
 

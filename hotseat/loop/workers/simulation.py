@@ -30,7 +30,18 @@ from hotseat.envs.processes import ProcessEnv
 from hotseat.envs.simulator import ActionSpec, Seen
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
-from hotseat.types import Completion, Episode, Moved, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
+from hotseat.types import (
+    Completion,
+    Episode,
+    EpisodeFacts,
+    Moved,
+    Prompt,
+    SampleKey,
+    Sampling,
+    ScoredEpisode,
+    Segment,
+    TurnFacts,
+)
 
 EVAL_SEED = 1_000_000  # the first of the held-out seeds; those to learn from begin at 0
 SUCCESS = "success"
@@ -333,6 +344,7 @@ class Player(Agent):
         segments: list[Segment] = []
         lengths: list[int] = []
         rewards: list[float] = []
+        turns: list[TurnFacts] = []
         num_steps = num_outside = 0
         while True:
             context = reader.encode(seen)
@@ -340,6 +352,8 @@ class Player(Agent):
             token_ids = completion.token_ids
             if len(token_ids) != reader.num_sampled:
                 raise AgentError(f"the engine sampled {len(token_ids)} tokens for {settings.chunk} actions of {dim}")
+            if completion.span_s is not None:
+                turns.append(TurnFacts(*completion.span_s))
             num_outside += sum(not reader.actions.is_bin(token) for token in token_ids)
             outcome, row = await stage.step(slot, reader.actions.decode(token_ids))
             taken = int(outcome.num_taken[row])
@@ -369,6 +383,7 @@ class Player(Agent):
             turn_lengths=tuple(lengths),
             action_length=dim,
             has_bootstrap=settings.bootstraps and is_truncated,
+            facts=EpisodeFacts(tuple(turns)),
         )
         extra = {"actions": float(num_steps), "tokens_outside": float(num_outside)}
         if is_known:
