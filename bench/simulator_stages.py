@@ -7,8 +7,8 @@ simulators, BabyAI's in a child process. On the other: an `EngineWorker` with a 
 pictures until a round (an action of every simulator) costs on their core what it costs on the policy's. Costs are
 processor time of the processes on a core; every number is measured.
 
---predict: measures half and a quarter of the simulators in one stage too, and compares the rollouts of other stages with
-what `hotseat plan --auto` predicts from one stage.
+--predict: measures half and a quarter of the simulators in one stage too, and compares the rollouts of other stages
+with what `hotseat plan --auto` predicts from one stage.
 """
 
 from __future__ import annotations
