@@ -18,7 +18,7 @@ from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
 from hotseat.loop.rl.pace_simulator import GroupCost
-from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout, round_s
+from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
 from hotseat.observe.report.curves import Table
@@ -269,9 +269,11 @@ def test_rollouts_in_simulators_are_predicted_from_turns_of_one_stage():
     assert rollout_s(2) == 25 * (2 * 4)  # two times 8 simulators; the answers take two times 3 s meanwhile
     assert rollout_s(4) == 25 * (4 * 2)
     assert rollout_s(2, shares_devices=True) == 25 * (2 * 4 + 2 * 3)
-    # One stage more than half the work: a turn waits for both.
-    assert round_s(3.0, 2.0, 2) == 6.0
-    assert round_s(3.0, 2.0, 1) == 5.0
+    # One engine: it answers both processes at once if it is kept busy, in two times 5 s.
+    assert rollout_s(2, num_engines=1) == 25 * (2 * 5)
+    # Four engines, two for each process, answer 4 requests each in 2 s.
+    assert rollout_s(2, num_engines=4) == 25 * (2 * 4)
+    assert rollout_s(1, num_engines=4) == 25 * (8 + 3)
     assert predicted_rollout(costs, RolloutShape(64, 128, 1, 1, 1, False)).is_extrapolated
 
 

@@ -134,6 +134,11 @@ def _with_simulators(
                     "env.num_envs": per_process,
                 }
                 placed = {"cluster.component_placement": {**placement, **same, **placed_elsewhere}}
+                num_engines = len(rollout) // size
+                if len(env) % num_engines and num_engines % len(env):
+                    because = "neither the number of env processes nor that of engines divides the other"
+                    yield Refused(placed | settings, because)
+                    continue
                 yield _tried(config, inventory, {**placed, **_changed(config, settings)})
 
 

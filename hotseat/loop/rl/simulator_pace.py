@@ -3,7 +3,8 @@
 A turn is an observation, the policy's answer, and the step of the simulator. In a round every simulator has a turn.
 With S stages, simulators step S times in a round, each time with 1/S of them, and the policy answers as often; while it
 answers one stage, another steps. So a round takes S times the slower of the two; at least one turn, which waits for
-both; and where simulators and engines share devices, all of it.
+both; and where simulators and engines share devices, all of it. An engine that several env processes prefer
+(`engines_of_host`) answers what waits at once if it is kept busy, and each for itself if it is not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotseat.config import Config
+from hotseat.loop.workers.engine_client import engines_of_host
 from hotseat.placement import Plan
 from hotseat.placement.cost import Curve, Reading
 
@@ -42,8 +44,14 @@ class RolloutShape:
 
     @property
     def requests_per_engine(self) -> float:
-        """Return the requests that one engine gets of a stage."""
+        """Return the requests that one engine gets of a stage of all processes."""
         return self.num_active / (self.num_engines * self.num_stages)
+
+    @property
+    def requests_per_turn(self) -> float:
+        """Return the requests that one engine gets of a stage of one process."""
+        engines = len(engines_of_host(0, self.num_env_ranks, self.num_engines)) or self.num_engines
+        return self.envs_per_call / engines
 
 
 @dataclass(frozen=True)
@@ -100,16 +108,15 @@ def turn_costs(shape: RolloutShape, batches: Sequence[Mapping[str, Any]], rollou
 def predicted_rollout(costs: Sequence[TurnCosts], shape: RolloutShape) -> Reading:
     """Predict the seconds of a rollout."""
     env = Curve.through((each.envs_per_call, each.env_s) for each in costs).at(shape.envs_per_call)
-    policy = Curve.through((each.requests_per_engine, each.policy_s) for each in costs).at(shape.requests_per_engine)
+    policy = Curve.through((each.requests_per_engine, each.policy_s) for each in costs)
+    alone, together = policy.at(shape.requests_per_turn), policy.at(shape.requests_per_engine)
     # The measurement of nearest size knows best how long episodes are and how places empty.
     nearest = min(costs, key=lambda each: abs(each.envs_per_call - shape.num_active / shape.num_env_ranks))
     rounds = shape.num_samples * nearest.turns_per_sample / shape.num_active
-    seconds = rounds * nearest.stretch * round_s(env.seconds, policy.seconds, shape.num_stages, shape.shares_devices)
-    return Reading(seconds, env.is_extrapolated or policy.is_extrapolated)
-
-
-def round_s(env_s: float, policy_s: float, num_stages: int, shares_devices: bool = False) -> float:
-    """Return the seconds in which every simulator has a turn. env_s, policy_s: of one stage."""
-    if shares_devices:
-        return num_stages * (env_s + policy_s)
-    return max(num_stages * env_s, num_stages * policy_s, env_s + policy_s)
+    if shape.shares_devices:
+        round_s = shape.num_stages * (env.seconds + together.seconds)
+    else:
+        busy_s = shape.num_stages * max(env.seconds, together.seconds)
+        round_s = max(busy_s, env.seconds + alone.seconds)
+    is_extrapolated = env.is_extrapolated or alone.is_extrapolated or together.is_extrapolated
+    return Reading(rounds * nearest.stretch * round_s, is_extrapolated)
