@@ -216,7 +216,7 @@ class EnvConfig(Section):
     step_timeout_s: Seconds = 60.0
     """Longest that a simulator may take for a reset or a chunk of actions before it is replaced."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one process of the role env on its device, for planning; unset is not checked."""
+    """Memory of one process of the role env on its device, for planning; unset is what an earlier run measured."""
     enable_offload: bool | None = None
     """Offload simulators between phases: true always, false never, unset as needed."""
 
@@ -404,7 +404,7 @@ class RolloutConfig(Section):
     num_hosts: Positive | None = None
     """Processes that run agents and score their answers; unset is one on each node with engines."""
     pipeline_stage_num: Positive = 1
-    """Parts of each env process's simulators; while the policy samples for one, the others step."""
+    """Parts of each env process's simulators; while the policy samples for one, another steps."""
     num_slots: Positive = 64
     """Sequences that one transformers engine decodes at a time."""
     prefix_caching: bool = False

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from hotseat.errors import DeadlineError, NonFiniteError, WorkerError
-from hotseat.loop.workers.engine_client import EngineClient, FailedRequest, SampledTokens
+from hotseat.loop.workers.engine_client import EngineClient, FailedRequest, SampledTokens, engines_of_host
 from hotseat.types import Completion, Request, Sampling
 
 
@@ -102,6 +102,30 @@ def test_requests_of_one_turn_travel_together_and_spread_over_engines():
     completions = asyncio.run(main())
     assert [completion.request_id for completion in completions] == list("012345")
     assert engines.submitted == {0: [["0", "2", "4"]], 1: [["1", "3", "5"]]}
+
+
+def test_preferred_engines_get_the_requests_as_long_as_one_is_alive():
+    engines = FakeEngines(4)
+
+    async def main():
+        client = EngineClient(engines, "host-1", timeout_s=5, preferred=engines_of_host(1, 2, 4))
+        await asyncio.gather(*(client.generate(request(str(i))) for i in range(4)))
+        engines.dead = {2, 3}
+        return await asyncio.gather(*(client.generate(request(f"later {i}")) for i in range(2)))
+
+    completions = asyncio.run(main())
+    assert [engines.submitted[rank][0] for rank in (2, 3)] == [["0", "2"], ["1", "3"]]
+    assert {completion.request_id for completion in completions} == {"later 0", "later 1"}
+    assert sorted(name for rank in (0, 1) for names in engines.submitted[rank] for name in names) == [
+        "later 0",
+        "later 1",
+    ]
+
+
+def test_hosts_and_engines_prefer_each_other_evenly():
+    assert [list(engines_of_host(host, 2, 4)) for host in range(2)] == [[0, 1], [2, 3]]
+    assert [list(engines_of_host(host, 4, 2)) for host in range(4)] == [[0], [1], [0], [1]]
+    assert [list(engines_of_host(host, 3, 2)) for host in range(3)] == [[], [], []]  # all engines
 
 
 def test_a_failing_engine_reaches_everybody_who_waits():

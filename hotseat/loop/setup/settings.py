@@ -221,8 +221,12 @@ def engine_settings(
     *,
     limit: CacheLimit | None = None,
     adapters_alone: bool = False,
+    num_slots: int | None = None,
 ) -> EngineSettings:
-    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches."""
+    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches.
+
+    num_slots: sequences that one engine decodes at a time; None: what the config says.
+    """
     assert config.actor.model is not None
     rollout = config.rollout
     vllm = VllmSettings(
@@ -239,7 +243,7 @@ def engine_settings(
     return EngineSettings(
         model=config.actor.model,
         max_length=config.data.max_length,
-        num_slots=engine_slots(config),
+        num_slots=num_slots or engine_slots(config),
         eos_token_ids=eos_token_ids,
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,

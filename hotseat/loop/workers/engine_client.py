@@ -1,14 +1,14 @@
 """Client of a rollout host for the engines: many concurrent requests, few calls.
 
 Requests made in the same iteration of the event loop are submitted together. One fetch per engine waits for the next
-completions. A request goes to the engine with the fewest requests in flight.
+completions. A request goes to the engine with the fewest requests in flight, of those that this host prefers if any.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -71,7 +71,8 @@ class EngineClient:
     When an engine dies, its requests alone are sent again, to the other engines; without any they wait. `rejoin` brings
     its replacement in. Every other error fails the requests that it concerns, and no others.
 
-    name: distinguishes this client from others of the same engines.
+    name: distinguishes this client from others of the same engines. preferred: ranks of the engines that get requests
+    as long as one of them is alive; none: all.
     when_lost: called in the event loop with the death of an engine, and whether any is left.
     """
 
@@ -82,10 +83,12 @@ class EngineClient:
         *,
         timeout_s: float,
         when_lost: Callable[[Exception, bool], object] = lambda error, is_any_left: None,
+        preferred: Collection[int] = (),
     ):
         self._engines = engines
         self._timeout_s = timeout_s
         self._when_lost = when_lost
+        self._preferred = frozenset(preferred)
         self._fetch_wait_s = min(FETCH_WAIT_S, timeout_s / 4)
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the first request
@@ -163,7 +166,8 @@ class EngineClient:
         """Put requests into the outboxes of the engines with the fewest requests in flight."""
         now = time.monotonic()
         for opened in requests:
-            rank = min(self._in_flight, key=lambda rank: len(self._in_flight[rank]), default=None)
+            ranks = [rank for rank in self._in_flight if rank in self._preferred] or self._in_flight
+            rank = min(ranks, key=lambda rank: len(self._in_flight[rank]), default=None)
             opened.since_s = now
             opened.among = self._without_engine if rank is None else self._in_flight[rank]
             opened.among[opened.request.id] = opened
@@ -253,6 +257,20 @@ def _show(opened: _Open | None, sampled: SampledTokens) -> None:
     if opened is not None and opened.when_sampled is not None and not opened.future.done():
         opened.token_ids = opened.token_ids[: sampled.start] + sampled.token_ids
         opened.when_sampled(opened.token_ids)
+
+
+def engines_of_host(host: int, num_hosts: int, num_engines: int) -> Sequence[int]:
+    """Return the engines that a host with simulators prefers, so that its stages are answered by few of them, at once.
+
+    Without it every engine would get a few requests of each stage of each host, and answer them one after another. It
+    takes hosts and engines of which one number divides the other; none: all engines.
+    """
+    if num_hosts % num_engines == 0:
+        return (host % num_engines,)
+    if num_engines % num_hosts == 0:
+        each = num_engines // num_hosts
+        return range(host * each, (host + 1) * each)
+    return ()
 
 
 def _fail(requests: Iterable[_Open], error: Exception) -> None:
