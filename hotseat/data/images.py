@@ -314,9 +314,7 @@ MARK = "<image>"  # in the text of a message: an image goes here
 _PARTS = ("image", "image_url")  # types of parts of a message that are images
 
 
-def prepare_rows(
-    rows: Sequence[Row], store: ImageStore, image_key: str, *input_keys: str, is_chat: bool
-) -> list[Row]:
+def prepare_rows(rows: Sequence[Row], store: ImageStore, image_key: str, *input_keys: str, is_chat: bool) -> list[Row]:
     """Return rows with `RowImages` under `image_key`, prepared, and messages in which each image is a part of its own.
 
     is_chat: `input_keys` have messages, or a string that becomes the user's. Of several, each is a whole conversation

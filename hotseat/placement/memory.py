@@ -442,7 +442,10 @@ def _patch_activations(memory: TrainMemory, vision: VisionShape) -> tuple[float,
     if memory.gradient_checkpointing:
         each = vision.num_layers * h * c + layer * RECOMPUTE_PEAK
         return each, f"({vision.num_layers} layers x {_n(h * c)} B + {_n(layer)} B x {RECOMPUTE_PEAK})"
-    return vision.num_layers * layer * EAGER_ACTIVATIONS, f"{vision.num_layers} layers x {_n(layer)} B x {EAGER_ACTIVATIONS}"
+    return (
+        vision.num_layers * layer * EAGER_ACTIVATIONS,
+        f"{vision.num_layers} layers x {_n(layer)} B x {EAGER_ACTIVATIONS}",
+    )
 
 
 def _seeing_terms(role: str, memory: TrainMemory, model: ModelShape) -> list[Term]:

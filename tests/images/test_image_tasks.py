@@ -149,7 +149,9 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", ["dpo", *(pytest.param(loss, marks=pytest.mark.long) for loss in ("ipo", "orpo", "simpo"))])
+@pytest.mark.parametrize(
+    "loss", ["dpo", *(pytest.param(loss, marks=pytest.mark.long) for loss in ("ipo", "orpo", "simpo"))]
+)
 def test_preferences_are_learned_from_the_picture_alone_packed_as_padded(task, loss, monkeypatch):
     family, options = LOSSES[loss]
     options = [f"algorithm.dpo.loss={loss}", *options]
