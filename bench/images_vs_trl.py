@@ -10,7 +10,7 @@ by itself, and added to Hotseat's step in the last line.
 
     python bench/images_vs_trl.py                          both sides; on a machine without a GPU, in a tiny shape
     python bench/images_vs_trl.py --engine transformers    Hotseat by its own engine; --trl-engine likewise
-    python bench/images_vs_trl.py --only hotseat trl-16    some; results stay in --directory, and all of them are printed
+    python bench/images_vs_trl.py --only hotseat trl-16    some; results stay in --directory, and all are printed
 """
 
 from __future__ import annotations
