@@ -60,6 +60,39 @@ def policy_class(config: Any) -> Any:
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
+def value_class(config: Any) -> Any:
+    """Return the class of transformers that loads a value model of this config: a body, and a head of one number.
+
+    Most families that see have no such class: for these one is registered, of transformers' own head and their body.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    kind = type(config)
+    if sees_images(config) and kind not in AutoModelForSequenceClassification._model_mapping:
+        # Without `exist_ok` a class for one of transformers' own configs is not taken.
+        AutoModelForSequenceClassification.register(kind, _with_score_head(kind), exist_ok=True)
+    return AutoModelForSequenceClassification
+
+
+def _with_score_head(kind: Any) -> Any:
+    """Make the class of a value model: names of its weights in files are those of the family's policy."""
+    from transformers import AutoModel, AutoModelForImageTextToText
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    body, policy = AutoModel._model_mapping[kind], AutoModelForImageTextToText._model_mapping[kind]
+    family = next(each for each in body.__mro__ if each.__name__.endswith("PreTrainedModel"))
+    name = f"{kind.__name__.removesuffix('Config')}ForSequenceClassification"
+    renamed = get_checkpoint_conversion_mapping(policy.__name__)
+    if renamed is not None:
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
+    # Names of weights are not converted for classes of other modules.
+    return type(name, (GenericForSequenceClassification, family), {"__module__": body.__module__})
+
+
 def placeholder_ids(config: Any) -> tuple[int, ...]:
     """Return the tokens that stand for pixels, of images and of videos, in a model of this config."""
     names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hotseat.config.roles import has_critic, has_reward_model
+from hotseat.config.roles import has_reward_model
 from hotseat.config.schema import Config
 
 _OPEN = "not built for images yet"
@@ -21,15 +21,12 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         problems.append(
             ("data.max_images_per_prompt", "0, and data.image_key names a column of images: set it to 1 or more")
         )
-    if config.task in ("rm", "dpo"):
-        problems.append(("data.image_key", f"task {config.task} is {_OPEN}: use task sft or rl"))
     if config.task == "rl":
         if config.rollout.engine == "vllm":
             problems.append(("rollout.engine", f"vllm is {_OPEN}: set it to transformers"))
-        if has_critic(config):
-            problems.append(("algorithm.estimator", f"a critic is {_OPEN}: choose an estimator without one"))
-        if has_reward_model(config):
-            problems.append(("reward.model", f"reward models are {_OPEN}: use reward.function or reward.graders"))
+        if has_reward_model(config) and config.reward.retokenize:
+            why = "images are prepared for the actor's tokens: choose a reward model with the actor's tokenizer"
+            problems.append(("reward.retokenize", f"true, but {why}, and set it to false"))
         for key, value, what in (
             ("agent.path", config.agent.path, "agents of your own are"),
             ("agent.command", config.agent.command, "agents of your own are"),

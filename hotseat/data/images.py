@@ -32,6 +32,8 @@ from hotseat.vision import TOKENS, tokens_of
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _FORMAT = 2  # of the files; raised when what is written for the same image and processor changes
 _THUMBNAIL = 112  # pixels of the longer edge
+# What a processor says about text, and about the class that it is part of.
+_OF_TEXT = ("chat_template", "processor_class")
 # What processors return about tokens; all else belongs to the pixels.
 _OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
@@ -184,6 +186,14 @@ def load_processor(model: str, tokenizer: Any, trust_remote_code: bool = False) 
         raise UserError(f"{model}: its processor of images cannot be made: {error}") from None
 
 
+def preparation(processor: Any) -> dict[str, Any]:
+    """Return everything besides the vocabulary that decides how a processor prepares images, by name."""
+    own = {name: value for name, value in vars(processor).items() if isinstance(value, int | float | str)}
+    all_facts = own | processor.image_processor.to_dict()
+    all_facts["image_processor_type"] = type(processor.image_processor).__name__
+    return {name: fact for name, fact in all_facts.items() if name not in _OF_TEXT}
+
+
 def processor_template(model: str) -> str | None:
     """Return the chat template of a model's processor, which may be in files that tokenizers do not read."""
     from transformers import ProcessorMixin
@@ -207,12 +217,9 @@ class ImageStore:
         self.image_token_id = int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
         self.image_token: str = processor.image_token
         self._processor = processor
-        described = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
-        rest = {name: value for name, value in vars(processor).items() if isinstance(value, int | float | str)}
         # The stored tokens come from the tokenizer: another vocabulary needs files of its own.
         tokens = json.dumps(processor.tokenizer.get_vocab(), sort_keys=True)
-        kind = type(processor.image_processor).__name__
-        text = f"{_FORMAT}{described}{json.dumps(rest, sort_keys=True)}{kind}{tokens}"
+        text = f"{_FORMAT}{json.dumps(preparation(processor), sort_keys=True, default=str)}{tokens}"
         self._how = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self._known: dict[str, PreparedImage] = {}
         self.num_bytes = 0  # of the files of all images that were asked for
@@ -307,24 +314,23 @@ MARK = "<image>"  # in the text of a message: an image goes here
 _PARTS = ("image", "image_url")  # types of parts of a message that are images
 
 
-def prepare_rows(rows: Sequence[Row], store: ImageStore, image_key: str, input_key: str, *, is_chat: bool) -> list[Row]:
+def prepare_rows(rows: Sequence[Row], store: ImageStore, image_key: str, *input_keys: str, is_chat: bool) -> list[Row]:
     """Return rows with `RowImages` under `image_key`, prepared, and messages in which each image is a part of its own.
 
-    is_chat: `input_key` has messages, or a string that becomes the user's. Images may also stand in the messages, as
-    parts of type image or image_url. Those of `image_key` go where messages have parts or marks for them, or else in
-    front of the first message of the user. Raises one error that names all bad rows.
+    is_chat: `input_keys` have messages, or a string that becomes the user's. Of several, each is a whole conversation
+    about the same images. Images may also stand in the messages, as parts of type image or image_url. Those of
+    `image_key` go where messages have parts or marks for them, or else in front of the first message of the user.
+    Raises one error that names all bad rows.
     """
     problems, prepared = Problems(), []
     for row in rows:
         try:
             listed = images_of(row.values, image_key, store.limits)
-            changed: dict[str, Any] = {}
-            if is_chat and row.values.get(input_key) is not None:
-                messages = messages_of(row.values, input_key, "user")
-                changed[input_key], inside = _with_places(messages, len(listed), input_key)
-                if inside and listed:
-                    raise BadValue(f"{input_key}: its messages contain images, and so does {image_key}: give them once")
-                listed = listed or images_of({input_key: inside}, input_key, store.limits)
+            changed, inside = _in_messages(row, input_keys, len(listed)) if is_chat else ({}, [])
+            if inside and listed:
+                both = " and ".join(input_keys)
+                raise BadValue(f"{both}: its messages contain images, and so does {image_key}: give them once")
+            listed = listed or images_of({input_keys[0]: inside}, input_keys[0], store.limits)
             keys = [image_key if len(listed) == 1 else f"{image_key}[{at}]" for at in range(len(listed))]
             folder = Path(row.file).parent
             images = tuple(store.prepare(value, key, folder) for value, key in zip(listed, keys, strict=True))
@@ -334,6 +340,21 @@ def prepare_rows(rows: Sequence[Row], store: ImageStore, image_key: str, input_k
             problems.add(row.where, str(error))
     problems.raise_if_any()
     return prepared
+
+
+def _in_messages(row: Row, keys: Sequence[str], num_images: int) -> tuple[dict[str, Any], list[Any]]:
+    """Return messages with one part for each image, by their key, and the images that stand in them."""
+    changed: dict[str, Any] = {}
+    found: dict[str, list[Any]] = {}
+    for key in keys:
+        value = row.values.get(key)
+        is_conversation = len(keys) == 1 or not isinstance(value, str)  # others are refused where texts are made
+        if value is not None and is_conversation:
+            changed[key], found[key] = _with_places(messages_of(row.values, key, "user"), num_images, key)
+    each = list(found.values())
+    if any(images != each[0] for images in each):
+        raise BadValue(f"{' and '.join(found)}: their messages contain different images, and a pair has one prompt")
+    return changed, each[0] if each else []
 
 
 def _with_places(messages: Messages, num_images: int, key: str) -> tuple[Messages, list[Any]]:

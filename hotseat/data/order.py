@@ -6,6 +6,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,14 +176,18 @@ def check_saved(state: Mapping[str, Any], num_prompts: int, seed: int, digest: s
 
 
 def digest_of(items: Iterable[Any]) -> str:
-    """Compute a digest of prompts, examples or pairs in order: of their tokens, masks and labels."""
+    """Compute a digest of prompts, examples or pairs in order: of their tokens, masks, labels and images.
+
+    The name of a prepared image is a digest of it; the folder around it does not count.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for sequence, context in chain.from_iterable(map(_parts, items)):
         token_ids = np.asarray(sequence.token_ids, dtype=np.int64)
         label = repr(context).encode()
         mask = np.asarray(getattr(sequence, "mask", ()), dtype=np.bool_)
         digest.update(f"{len(token_ids)} {len(label)} {len(mask)} ".encode())
-        for part in (token_ids.tobytes(), label, mask.tobytes()):
+        images = "".join(f" {Path(image).name}" for image in getattr(sequence, "images", ()))
+        for part in (token_ids.tobytes(), label, mask.tobytes(), images.encode()):
             digest.update(part)
     return digest.hexdigest()
 

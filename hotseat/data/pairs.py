@@ -63,6 +63,7 @@ def make_pairs(
     max_length: int | None = None,
     keep_end: bool = False,
     is_preference: bool = False,
+    image_key: str | None = None,
 ) -> tuple[list[Pair], PairReport]:
     """Make pairs in the order of the rows.
 
@@ -76,12 +77,18 @@ def make_pairs(
 
     is_preference: the answers are learned token by token, so both need a prompt, and no two may be the same. Without
     `prompt_key` the prompt is what both begin with, tokens of a text or messages of a conversation, as in TRL.
+
+    image_key: the rows went through `images.prepare_rows`, which left their images there.
     """
     template = ChatTemplate(tokenizer, chat_template) if apply_chat_template else None
     check_input_template(input_template)
     tokeniser = Tokeniser(tokenizer, max_length, keep_end=keep_end)
 
     def draft_of(values: Mapping[str, Any], key: str) -> Draft:
+        draft = text_draft(values, key)
+        return draft if image_key is None else replace(draft, images=values[image_key])
+
+    def text_draft(values: Mapping[str, Any], key: str) -> Draft:
         if is_preference:
             check = _check_texts if template is None else _check_messages
             check(values, chosen_key, rejected_key, prompt_key)
@@ -122,8 +129,8 @@ def make_pairs(
             num_truncated += better.is_truncated or worse.is_truncated
             pairs.append(
                 Pair(
-                    Example(better.token_ids, better.mask, row.where),
-                    Example(worse.token_ids, worse.mask, row.where),
+                    Example(better.token_ids, better.mask, row.where, better.images),
+                    Example(worse.token_ids, worse.mask, row.where, worse.images),
                     _margin(row, margin_key),
                 )
             )

@@ -68,7 +68,7 @@ from hotseat.placement.selection import (
     parse_placement,
     parse_selection,
 )
-from hotseat.placement.shapes import KNOWN_SHAPES, AssumedShape, ModelShape, from_hf_config, known_shape
+from hotseat.placement.shapes import KNOWN_SHAPES, AssumedShape, ModelShape, VisionShape, from_hf_config, known_shape
 
 __all__ = [
     "GIB",
@@ -118,6 +118,7 @@ __all__ = [
     "SimulatorMemory",
     "Term",
     "TrainMemory",
+    "VisionShape",
     "check_flow",
     "check_role",
     "default_flow",

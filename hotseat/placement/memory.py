@@ -13,7 +13,7 @@ from typing import Literal
 
 from hotseat.errors import PlacementError
 from hotseat.placement.roles import Part
-from hotseat.placement.shapes import ModelShape
+from hotseat.placement.shapes import ModelShape, VisionShape
 
 GIB = 2**30
 
@@ -43,6 +43,8 @@ CUDA_GRAPH_GIB_PER_LAYER = 0.015  # captured graphs of an engine, outside of its
 HOST_PROCESS_GIB = 2.0  # host memory of a process before it holds any weights
 FITS_BELOW = 0.9  # share of a device's memory up to which the verdict is "fits"
 # ----------------------------------------------------------------------------------------------------------------------
+
+_ENCODER = "visual encoder"  # in the names of terms
 
 Activity = Literal["forward", "train", "generate", "simulate", "push", "receive"]
 
@@ -95,6 +97,8 @@ class TrainMemory:
     batch_tokens: int | None = None  # most tokens of an optimizer step on all ranks; None: it is one micro-batch
     group_tokens: int = 0  # tokens by which a rank's share of a step may exceed an even share
     has_average: bool = False  # a moving average of the trained weights is kept on the host, in fp32
+    image_share: float = 0.0  # most of a sequence's tokens that may stand for images
+    has_frozen_encoder: bool = False  # the visual encoder is not trained
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -105,6 +109,8 @@ class TrainMemory:
 
     def num_trained(self, model: ModelShape) -> int:
         """Count the parameters that have gradients and optimizer state."""
+        if self.has_frozen_encoder and model.vision is not None:
+            model = replace(model, vision=None)
         return model.num_adapter_parameters(self.adapter_rank) if self.adapter_rank else model.num_parameters
 
     def num_muon(self, model: ModelShape) -> int:
@@ -142,6 +148,7 @@ class ForwardMemory:
     sequence_parallel: int = 1
     is_guest: bool = False  # in the processes of another role, whose context it shares
     num_waiting: int = 0  # parameters of further models, which wait in host memory for their turn on the device
+    image_share: float = 0.0  # most of a sequence's tokens that may stand for images
 
     def __post_init__(self) -> None:
         _check_positive("a scoring model", self, "max_tokens", "micro_batch", "sequence_parallel")
@@ -160,6 +167,7 @@ class EngineMemory:
     weight_bytes: int = 2
     kv_bytes: int = 2
     cuda_graphs: bool = True
+    image_share: float = 0.0  # most of a sequence's tokens that may stand for images
 
     def __post_init__(self) -> None:
         _check_positive("an engine", self, "max_tokens", "slots")
@@ -294,8 +302,9 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
     shards = max(1, layout.num_procs // tp)
     held = _held(model, tp)
     trained = held
-    if memory.adapter_rank:
+    if memory.adapter_rank or (memory.has_frozen_encoder and model.vision is not None):
         trained = memory.num_trained(model) / tp, f"{_n(memory.num_trained(model))} parameters"
+    copied = trained if memory.adapter_rank else held
     weight_cut = shards if memory.is_sharded else 1
     is_fsdp_cut = memory.backend == "fsdp" and memory.zero_stage > 0
     gradient_cut = shards if memory.zero_stage >= 2 or is_fsdp_cut else 1
@@ -305,12 +314,16 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         count, what = of
         return _bytes(role, name, count * num_bytes / cut, f"{what} x {num_bytes} B{_per(cut, 'ranks')}", part)
 
-    weights = [share("weights", memory.weight_bytes, weight_cut, Part.WEIGHTS)]
+    def all_weights(num_bytes: int) -> list[Term]:
+        text, encoder = _held_apart(model, tp)
+        terms = [share("weights", num_bytes, weight_cut, Part.WEIGHTS, text)]
+        return terms if encoder is None else [*terms, share(_ENCODER, num_bytes, weight_cut, Part.WEIGHTS, encoder)]
+
+    weights = all_weights(memory.compute_bytes if memory.adapter_rank else memory.weight_bytes)
     if memory.adapter_rank:
-        base = share("weights", memory.compute_bytes, weight_cut, Part.WEIGHTS, held)
-        weights = [base, replace(weights[0], name="adapters")]
+        weights.append(share("adapters", memory.weight_bytes, weight_cut, Part.WEIGHTS))
     if _has_copies(memory, model, shards):
-        weights.append(share("16-bit copy of the weights", memory.compute_bytes, 1, Part.WEIGHTS))
+        weights.append(share("16-bit copy of the weights", memory.compute_bytes, 1, Part.WEIGHTS, copied))
     gradients = share("gradients", memory.gradient_bytes, gradient_cut, Part.GRADIENTS)
     moments = share("optimizer moments", memory.num_moments * memory.moment_bytes, optimizer_cut, Part.OPTIMIZER)
     num_muon = memory.num_muon(model)
@@ -350,6 +363,7 @@ def _train(role: str, memory: TrainMemory, model: ModelShape, layout: Layout) ->
         parts[Part.GRADIENTS] = (replace(gradients, gib=0.0, formula="only during an update"),)
     gathered = _gathered(role, memory, model, shards, tp)
     back = [*gathered, *_reduce(role, memory, model, shards, tp), *_activations(role, memory, model, tp)]
+    back += _seeing_terms(role, memory, model)
     if memory.is_whole:
         back.append(replace(gradients, name="gradients so far", part=None))
     tokens = _tokens(memory, memory.micro_batch)
@@ -390,6 +404,61 @@ def _held(model: ModelShape, tp: int) -> tuple[float, str]:
     if tp == 1:
         return n, f"{_n(n)} parameters"
     return rest + (n - rest) / tp, f"({_n(rest)} parameters outside the layers + {_n(n - rest)} / {tp} tensor parallel)"
+
+
+def _held_apart(model: ModelShape, tp: int) -> tuple[tuple[float, str], tuple[float, str] | None]:
+    """Count as `_held` does, the decoder and the visual encoder each by itself; None: the model sees nothing."""
+    if model.vision is None:
+        return _held(model, tp), None
+    seeing = model.num_vision_parameters
+    return _held(replace(model, vision=None), tp), (seeing, f"{_n(seeing)} parameters")
+
+
+def _pixels(role: str, model: ModelShape, num_tokens: float) -> list[Term]:
+    """Return the memory of the pixels of images that so many tokens stand for; they come in fp32."""
+    vision = model.vision
+    if vision is None or not num_tokens:
+        return []
+    patches = num_tokens * vision.patches_per_token
+    formula = f"{_n(round(patches))} patches x {_n(vision.patch_values)} values x {FP32} B"
+    return [_bytes(role, "pixels", patches * vision.patch_values * FP32, formula)]
+
+
+def _seeing_forward(role: str, model: ModelShape, num_tokens: float, compute_bytes: int) -> list[Term]:
+    """Return the memory of pixels, and of a forward of the visual encoder that keeps nothing."""
+    vision = model.vision
+    if vision is None or not num_tokens:
+        return []
+    patches = num_tokens * vision.patches_per_token
+    width = (2 * vision.hidden_size + 3 * vision.hidden_size + 2 * vision.intermediate_size) * compute_bytes
+    formula = f"{_n(round(patches))} patches x {_n(width)} B"
+    return [*_pixels(role, model, num_tokens), _bytes(role, f"{_ENCODER} activations", patches * width, formula)]
+
+
+def _patch_activations(memory: TrainMemory, vision: VisionShape) -> tuple[float, str]:
+    """Count the bytes that the visual encoder keeps of one patch for the backward pass, with the formula."""
+    c, h = memory.compute_bytes, vision.hidden_size
+    layer = 2 * (FP32 + c) * h + 4 * c * h + (4 if vision.is_gated else 2) * c * vision.intermediate_size
+    if memory.gradient_checkpointing:
+        each = vision.num_layers * h * c + layer * RECOMPUTE_PEAK
+        return each, f"({vision.num_layers} layers x {_n(h * c)} B + {_n(layer)} B x {RECOMPUTE_PEAK})"
+    return (
+        vision.num_layers * layer * EAGER_ACTIVATIONS,
+        f"{vision.num_layers} layers x {_n(layer)} B x {EAGER_ACTIVATIONS}",
+    )
+
+
+def _seeing_terms(role: str, memory: TrainMemory, model: ModelShape) -> list[Term]:
+    """Return the memory of pixels, and of what the visual encoder keeps for the backward pass. It is not compiled."""
+    vision, num_tokens = model.vision, memory.image_share * _tokens(memory, memory.micro_batch)
+    if vision is None or not num_tokens:
+        return []
+    if memory.has_frozen_encoder:
+        return _seeing_forward(role, model, num_tokens, memory.compute_bytes)
+    patches = num_tokens * vision.patches_per_token
+    each, how = _patch_activations(memory, vision)
+    kept = _bytes(role, f"{_ENCODER} activations", patches * each, f"{_n(round(patches))} patches x {how}")
+    return [*_pixels(role, model, num_tokens), kept]
 
 
 def _tokens(memory: TrainMemory | ForwardMemory, micro_batch: int) -> int:
@@ -464,9 +533,14 @@ def layer_activation_bytes(model: ModelShape, compute_bytes: int, tp: int = 1) -
 
 
 def token_activation_bytes(memory: TrainMemory, model: ModelShape) -> float:
-    """Count the bytes that all layers keep of one token for the backward pass, without a compiler."""
+    """Count the bytes that all layers keep of one token for the backward pass, without a compiler.
+
+    Where tokens may stand for images, the visual encoder's are counted for as many as may.
+    """
     num_recomputed = _num_recomputed(memory, model)
     kept = (model.num_layers - num_recomputed) * layer_activation_bytes(model, memory.compute_bytes) * EAGER_ACTIVATIONS
+    if model.vision is not None and not memory.has_frozen_encoder:
+        kept += memory.image_share * model.vision.patches_per_token * _patch_activations(memory, model.vision)[0]
     return num_recomputed * model.hidden_size * memory.compute_bytes + kept
 
 
@@ -545,6 +619,7 @@ def _forward_terms(
     width = (2 * model.hidden_size + (model.q_size + 2 * model.kv_size + 2 * model.mlp_width) / tp) * compute_bytes
     terms = [_bytes(role, "forward activations", tokens * width, f"{_n(tokens)} tokens x {_n(width)} B")]
     terms += _mask(role, memory, micro_batch, compute_bytes)
+    terms += _seeing_forward(role, model, memory.image_share * tokens, compute_bytes)
     return terms + _logits(role, model, tokens, memory.chunked_logprobs, compute_bytes, 1)
 
 
@@ -552,9 +627,13 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
     tp = layout.tensor_parallel
     shards = max(1, layout.num_procs // tp) if memory.is_sharded else 1
     n = model.num_parameters
-    held, what = _held(model, tp)
-    formula = f"{what} x {memory.weight_bytes} B{_per(shards, 'ranks')}"
-    weights = _bytes(role, "weights", held * memory.weight_bytes / shards, formula, Part.WEIGHTS)
+
+    def share(name: str, of: tuple[float, str]) -> Term:
+        formula = f"{of[1]} x {memory.weight_bytes} B{_per(shards, 'ranks')}"
+        return _bytes(role, name, of[0] * memory.weight_bytes / shards, formula, Part.WEIGHTS)
+
+    text, encoder = _held_apart(model, tp)
+    weights = [share("weights", text)] if encoder is None else [share("weights", text), share(_ENCODER, encoder)]
     host = [] if memory.is_guest else [process_on_host(role)]
     if memory.num_waiting:
         what = f"{_n(memory.num_waiting)} parameters x {memory.weight_bytes} B{_per(tp * shards, 'ranks')}"
@@ -566,14 +645,14 @@ def _forward(role: str, memory: ForwardMemory, model: ModelShape, layout: Layout
         formula = f"{_n(live)} live parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}"
         terms.append(_bytes(role, "gathered weights", live * memory.weight_bytes / tp, formula))
     if memory.weight_offload:
-        host.append(replace(weights, name="weights, streamed (pinned)"))
-        weights = replace(weights, gib=0.0, formula="on the host")
+        host += [replace(term, name=f"{term.name}, streamed (pinned)") for term in weights]
+        weights = [replace(term, gib=0.0, formula="on the host") for term in weights]
     terms += _forward_terms(role, model, memory, memory.micro_batch, memory.weight_bytes, tp)
     working: dict[Activity, tuple[Term, ...]] = {
         "forward": _slack(role, terms),
         "receive": (_blocks(role, "weight block, receiving", model, 1, memory.weight_bytes),),
     }
-    parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,)}
+    parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: tuple(weights)}
     fixed = () if memory.is_guest else _fixed(role, layout, shards > 1 or tp > 1)
     return RoleMemory(fixed, parts, working, tuple(host))
 
@@ -591,14 +670,13 @@ def useful_cache_gib(memory: EngineMemory, model: ModelShape, tp: int = 1) -> fl
 
 def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) -> RoleMemory | None:
     tp = layout.tensor_parallel
-    n = model.num_parameters
-    weights = _bytes(
-        role,
-        "weights",
-        n * memory.weight_bytes / tp,
-        f"{_n(n)} parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}",
-        Part.WEIGHTS,
-    )
+
+    def share(name: str, count: int) -> Term:
+        formula = f"{_n(count)} parameters x {memory.weight_bytes} B{_per(tp, 'tensor parallel')}"
+        return _bytes(role, name, count * memory.weight_bytes / tp, formula, Part.WEIGHTS)
+
+    seeing = model.num_vision_parameters
+    weights = [share("weights", model.num_parameters - seeing)] + ([share(_ENCODER, seeing)] if seeing else [])
     if layout.has_device and layout.share is not None and layout.device_gib is None:
         return None  # a share of an unknown amount
     fixed = list(_fixed(role, layout, tp > 1))
@@ -620,10 +698,12 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         f"{_n(tokens)} tokens x {_n(width)} B + {memory.slots} slots x {_n(model.vocab_size)} x"
         f" {memory.weight_bytes + FP32} B{_per(tp, 'tensor parallel')}",
     )
+    # The images of one prompt are encoded at a time.
+    images = _seeing_forward(role, model, memory.image_share * memory.max_tokens, memory.weight_bytes)
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
     one = memory.max_tokens * per_token / GIB
     # The share covers weights, cache, buffers and workspace; context and graphs come on top.
-    rest = weights.gib + buffers.gib + workspace.gib
+    rest = total(weights) + buffers.gib + workspace.gib + total(images)
     min_share = None
     if layout.share is not None and layout.device_gib is not None:
         left = layout.share * layout.device_gib - rest
@@ -644,11 +724,11 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         formula = f"{memory.slots} slots x {_n(memory.max_tokens)} tokens x {_n(per_token)} B"
         cache = Term(role, "kv cache", memory.slots * one, formula, Part.KV_CACHE)
     working: dict[Activity, tuple[Term, ...]] = {
-        "generate": (workspace,),
-        "forward": (workspace,),
+        "generate": (workspace, *images),
+        "forward": (workspace, *images),
         "receive": (_blocks(role, "weight block, receiving", model, 1, memory.weight_bytes),),
     }
-    parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: (weights,), Part.KV_CACHE: (cache,)}
+    parts: dict[Part, tuple[Term, ...]] = {Part.WEIGHTS: tuple(weights), Part.KV_CACHE: (cache,)}
     return RoleMemory(tuple(fixed), parts, working, (process_on_host(role),), min_share)
 
 

@@ -13,6 +13,37 @@ Head = Literal["lm", "scalar"]
 
 
 @dataclass(frozen=True, slots=True)
+class VisionShape:
+    """Sizes of a visual encoder: a transformer over patches of images, and what brings its result to the decoder."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    linears: tuple[tuple[int, int], ...]  # inputs and outputs of the linear layers behind the encoder
+    num_other_parameters: int  # outside the layers and `linears`: embeddings of patches and positions, norms
+    patch_values: int  # numbers in the pixels of a patch
+    patches_per_token: int  # patches that become one token of the decoder
+    is_gated: bool = False  # gated MLPs and RMSNorm (Qwen2.5-VL); else plain MLPs and LayerNorm
+    has_fused_qkv: bool = False  # one linear layer for q, k and v
+    tokens_per_image: int | None = None  # where images of every size become as many
+
+    @property
+    def num_parameters(self) -> int:
+        h, m = self.hidden_size, self.intermediate_size
+        mlp = 3 * h * m + 2 * m + h if self.is_gated else 2 * h * m + m + h
+        norms = 2 * h if self.is_gated else 4 * h
+        behind = sum(inputs * outputs for inputs, outputs in self.linears)
+        return self.num_layers * (4 * h * h + 4 * h + mlp + norms) + behind + self.num_other_parameters
+
+    def num_adapter_parameters(self, rank: int) -> int:
+        """Count the parameters of low-rank adapters on every linear layer."""
+        h, m = self.hidden_size, self.intermediate_size
+        attention = 6 * h if self.has_fused_qkv else 8 * h
+        layer = attention + (3 if self.is_gated else 2) * (h + m)
+        return rank * (self.num_layers * layer + sum(inputs + outputs for inputs, outputs in self.linears))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a Llama-like model: RMSNorm, rotary positions, grouped-query attention, gated MLPs or experts."""
 
@@ -34,6 +65,11 @@ class ModelShape:
     shared_expert_gate: bool = False
     num_dense_layers: int = 0  # of a mixture: layers with a plain MLP
     head: Head = "lm"  # scalar: a value or reward model
+    vision: VisionShape | None = None  # of a model that sees images
+
+    @property
+    def num_vision_parameters(self) -> int:
+        return 0 if self.vision is None else self.vision.num_parameters
 
     @property
     def q_size(self) -> int:
@@ -79,7 +115,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         layers = (self.num_layers - self.num_dense_layers) * self.num_layer_parameters
-        return self.num_embedding_parameters + layers + self.num_dense_layers * self.num_dense_layer_parameters
+        layers += self.num_dense_layers * self.num_dense_layer_parameters
+        return self.num_embedding_parameters + layers + self.num_vision_parameters
 
     @property
     def num_matrix_parameters(self) -> int:
@@ -108,7 +145,8 @@ class ModelShape:
         mlps = num_plain * 3 * (h + self.intermediate_size)
         if self.shared_expert_size:
             mlps += (self.num_layers - num_plain) * 3 * (h + self.shared_expert_size)
-        return rank * (self.num_layers * attention + mlps) + (h if self.head == "scalar" else 0)
+        seeing = 0 if self.vision is None else self.vision.num_adapter_parameters(rank)
+        return rank * (self.num_layers * attention + mlps) + seeing + (h if self.head == "scalar" else 0)
 
     @property
     def mlp_width(self) -> int:
@@ -126,7 +164,14 @@ _REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_atten
 
 
 def from_hf_config(config: Mapping[str, object]) -> ModelShape:
-    """Read the shape from a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model."""
+    """Read the shape from a Hugging Face config.json of a Llama-, Qwen-, Mistral- or Mixtral-like model.
+
+    Of models that see images, those of Qwen2.5-VL, Qwen3-VL, Idefics3, SmolVLM and LLaVA are described.
+    """
+    whole = config
+    vision = config.get("vision_config")
+    if isinstance(vision, Mapping) and config.get("model_type") in _ENCODERS:
+        config = _language_config(config)
     missing = [key for key in _REQUIRED if _whole(config, key, 0) < 1]
     if missing:
         hint = " (it is in text_config)" if isinstance(config.get("text_config"), Mapping) else ""
@@ -174,7 +219,74 @@ def from_hf_config(config: Mapping[str, object]) -> ModelShape:
         shared_expert_gate=bool(num_experts and config.get("shared_expert_intermediate_size")),
         num_dense_layers=_num_dense_layers(config, num_layers) if num_experts else 0,
         head="scalar" if "SequenceClassification" in named or "Reward" in named else "lm",
+        vision=_vision_shape(whole, vision, hidden_size) if isinstance(vision, Mapping) else None,
     )
+
+
+# Defaults of the visual encoders of transformers, for keys that a config.json may leave out.
+_ENCODERS: dict[str, dict[str, int]] = {
+    "qwen2_5_vl": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14},
+    "qwen3_vl": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16},
+    "idefics3": {"num_hidden_layers": 12, "hidden_size": 1152, "intermediate_size": 3072, "patch_size": 32},
+    "smolvlm": {"num_hidden_layers": 12, "hidden_size": 1152, "intermediate_size": 3072, "patch_size": 32},
+    "llava": {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14},
+}
+_POSITIONS = 2304  # of Qwen3-VL's encoder
+_DEEPSTACK = 3  # layers of Qwen3-VL's encoder that reach layers of the decoder
+
+
+def _language_config(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the config of the decoder of a model that sees images; hubs also have files with all keys in one object.
+
+    The whole model's config says whether its embeddings are tied.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    common = {key: config[key] for key in ("tie_word_embeddings", "architectures") if key in config}
+    return {**text, **common}
+
+
+def _vision_shape(config: Mapping[str, object], vision: Mapping[str, object], decoder_size: int) -> VisionShape:
+    """Read the shape of the visual encoder, and of what brings its result to a decoder of this size."""
+    family = str(config.get("model_type", ""))
+    if family not in _ENCODERS:
+        raise PlacementError(
+            f"model config has a vision_config of {family}: the visual encoders of {', '.join(_ENCODERS)} are described"
+            " here; without a shape, memory is not checked"
+        )
+
+    def size(key: str, otherwise: int = 0) -> int:
+        return _whole(vision, key, _ENCODERS[family].get(key, otherwise))
+
+    h, m, patch = size("hidden_size"), size("intermediate_size"), size("patch_size")
+    num_channels = size("in_channels", 3)
+    if family.startswith("qwen"):
+        merged = size("spatial_merge_size", 2) ** 2
+        out = size("out_hidden_size", decoder_size)
+        values = num_channels * size("temporal_patch_size", 2) * patch**2
+        linears = [(merged * h, merged * h), (merged * h, out)]
+        other = values * h + h + merged * h + out  # patches; the merger's norm and biases
+        if family == "qwen3_vl":
+            named = vision.get("deepstack_visual_indexes")
+            num_deep = len(named) if isinstance(named, list) else _DEEPSTACK
+            linears += num_deep * linears
+            other += h + h + size("num_position_embeddings", _POSITIONS) * h
+            other += num_deep * (2 * merged * h + merged * h + out)
+        return VisionShape(
+            size("depth"), h, m, tuple(linears), other, values, merged, family == "qwen2_5_vl", has_fused_qkv=True
+        )
+    num_patches = (size("image_size", 336 if family == "llava" else 224) // patch) ** 2
+    values = 3 * patch**2
+    layers = size("num_hidden_layers")
+    if family == "llava":
+        # CLIP: a token for the class, norms before and after; then two linear layers.
+        other = values * h + h + (num_patches + 1) * h + 4 * h + 2 * decoder_size
+        linears = [(h, decoder_size), (decoder_size, decoder_size)]
+        return VisionShape(layers, h, m, tuple(linears), other, values, 1, tokens_per_image=num_patches)
+    merged = _whole(config, "scale_factor", 2) ** 2
+    other = values * h + h + num_patches * h + 2 * h
+    return VisionShape(layers, h, m, ((merged * h, decoder_size),), other, values, merged)
 
 
 def _whole(config: Mapping[str, object], key: str, otherwise: int) -> int:
@@ -213,6 +325,11 @@ def _qwen3(*shape: *_Sizes, tied: bool = False) -> ModelShape:
     return ModelShape(*shape, tie_embeddings=tied, qk_norm=True)
 
 
+def _qwen2_5_vl(shape: ModelShape) -> ModelShape:
+    config = {"model_type": "qwen2_5_vl"}
+    return replace(shape, vision=_vision_shape(config, {}, shape.hidden_size))
+
+
 # layers, hidden size, MLP size, heads, key-value heads, head size, vocabulary
 KNOWN_SHAPES: dict[str, ModelShape] = {
     "CodeLlama-7B": _llama(32, 4096, 11008, 32, 32, 128, 32016),
@@ -249,6 +366,8 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
     "Qwen2.5-14B": _qwen2(48, 5120, 13824, 40, 8, 128, 152064),
     "Qwen2.5-32B": _qwen2(64, 5120, 27648, 40, 8, 128, 152064),
     "Qwen2.5-72B": _qwen2(80, 8192, 29568, 64, 8, 128, 152064),
+    "Qwen2.5-VL-3B": _qwen2_5_vl(_qwen2(36, 2048, 11008, 16, 2, 128, 151936, tied=True)),
+    "Qwen2.5-VL-7B": _qwen2_5_vl(_qwen2(28, 3584, 18944, 28, 4, 128, 152064)),
     "Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, 8, 128, 151936, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, 8, 128, 151936, tied=True),
     "Qwen3-4B": _qwen3(36, 2560, 9728, 32, 8, 128, 151936, tied=True),
@@ -264,7 +383,8 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
     "TinyLlama-1.1B": _llama(22, 2048, 5632, 32, 4, 64, 32000),
 }
 
-_OTHER_ARCHITECTURE = r"(?<![a-z])(vl|vla|vision|audio|omni|embedding|moe)(?![a-z])"
+_SEES = r"(?<![a-z])vl(?![a-z])"
+_OTHER_ARCHITECTURE = r"(?<![a-z])(vla|vision|audio|omni|embedding|moe)(?![a-z])"
 
 
 def known_shape(name: str) -> AssumedShape | None:
@@ -276,7 +396,9 @@ def known_shape(name: str) -> AssumedShape | None:
     last = re.sub(r"[\s_]+", "-", name.rstrip("/").rpartition("/")[2].lower())
     if re.search(_OTHER_ARCHITECTURE, last):
         return None
-    matches = [model for model in KNOWN_SHAPES if _names(model.lower(), last)]
+    sees = re.search(_SEES, last) is not None
+    fitting = [model for model, shape in KNOWN_SHAPES.items() if (shape.vision is not None) == sees]
+    matches = [model for model in fitting if _names(model.lower(), last)]
     if not matches:
         return None
     model = max(matches, key=lambda match: (len(match), match))

@@ -33,6 +33,8 @@ def write_model(
         shell.config.value_head_prefix = options.value_head_prefix
     for name, fact in facts.items():
         setattr(shell.config, name, fact)
+        if name == "pad_token_id":  # transformers looks it up in the config of the language model
+            shell.config.get_text_config().pad_token_id = fact
     with without_deepspeeds_greeting():
         shell.save_pretrained(directory, state_dict=dict(weights))
     if sees_images(model.config) and model.name_or_path:

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hotseat.errors import UserError
 from hotseat.train.backend import Head, LoraOptions
-from hotseat.vision import policy_class
+from hotseat.vision import policy_class, value_class
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"  # PEFT's, of the only adapter
@@ -130,7 +130,7 @@ def target_layers(
 ) -> list[str]:
     """List the layers of a model that `find_targets` would find, without loading its weights."""
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    kind = policy_class(config) if head == "policy" else AutoModelForSequenceClassification
+    kind = policy_class(config) if head == "policy" else value_class(config)
     with torch.device("meta"):
         return find_targets(kind.from_config(config, trust_remote_code=trust_remote_code), targets)
 

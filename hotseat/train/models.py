@@ -20,11 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from torch.utils._triton import has_triton
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hotseat.errors import NotBuiltError, UserError
@@ -39,7 +35,7 @@ from hotseat.train.packing import LayoutKind, ModelInput, model_input, take
 from hotseat.train.sequence import check_heads, check_ranks
 from hotseat.train.tensor import TENSOR_PARALLEL_SIZE, check_cut
 from hotseat.types import MicroBatch
-from hotseat.vision import encoder_of, language_part, policy_class, sees_images, set_attention
+from hotseat.vision import encoder_of, language_part, policy_class, sees_images, set_attention, value_class
 
 _SCORE = "score"  # what transformers calls the head of a model with one label
 _LARGE_LOGIT = 40.0
@@ -212,7 +208,7 @@ def check_length(config: Any, max_length: int) -> None:
 
 def check_value_head(config: Any) -> None:
     """Raise if models of this config cannot have a value head."""
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
+    if type(config) not in value_class(config)._model_mapping:
         raise UserError(
             f"transformers has no {type(config).__name__.removesuffix('Config')} with a head of one number: choose"
             " another model for the critic or the reward"
@@ -256,7 +252,7 @@ def _load_value_model(source: str | Path, options: TrainOptions, common: dict[st
     prefix = getattr(config, "value_head_prefix", options.value_head_prefix)
     renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}
     with without_log_lines("transformers.modeling_utils", _is_looked_into):
-        model, info = AutoModelForSequenceClassification.from_pretrained(
+        model, info = value_class(config).from_pretrained(
             source, config=config, output_loading_info=True, **common, **renamed
         )
     head = getattr(model, _SCORE)
@@ -279,7 +275,7 @@ def _is_looked_into(text: str) -> bool:
     """Tell whether a load report names only missing weights and a language model's unused head."""
     rows = [line for line in text.splitlines() if "|" in line and "UNEXPECTED" in line]
     is_loaded = "MISMATCH" not in text and "CONVERSION" not in text
-    return "LOAD REPORT" in text and is_loaded and all(row.lstrip().startswith("lm_head.") for row in rows)
+    return "LOAD REPORT" in text and is_loaded and all("lm_head." in row for row in rows)
 
 
 def exported_name(name: str, options: TrainOptions) -> str:

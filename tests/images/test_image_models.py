@@ -12,7 +12,10 @@ from hotseat.data.prompts import make_prompts
 from hotseat.data.rows import Row
 from hotseat.errors import RunError, UserError
 from hotseat.rollout import TransformersEngine
-from hotseat.train.models import prepare_model
+from hotseat.train import TrainOptions
+from hotseat.train.backend import AdamW
+from hotseat.train.export import write_model
+from hotseat.train.models import load_model, prepare_model
 from hotseat.train.packing import join, model_input, take, with_ends
 from hotseat.types import MicroBatch, Request, Sampling
 from hotseat.vision import Vision, pixels_of, placeholder_ids, policy_class, sees_images
@@ -49,12 +52,21 @@ def seeing(request, tmp_path_factory):
         return policy_class(AutoConfig.from_pretrained(name)).from_pretrained(name).eval()
 
     assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) == (family == "llava")
-    return SimpleNamespace(family=family, load=load, prompts=prompts, processor=processor)
+    return SimpleNamespace(family=family, name=name, load=load, prompts=prompts, processor=processor, folder=folder)
 
 
 def by_transformers(seeing, model):
     """Compute log-probs of the answers from what the family's own processor and forward make of texts and images."""
     scores = []
+    for made, answer, num_prompt in made_by_processor(seeing):
+        with torch.no_grad():
+            log_probs = model(**made, use_cache=False).logits[0].log_softmax(-1)
+        scores.append(log_probs[num_prompt - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0])
+    return scores
+
+
+def made_by_processor(seeing):
+    """Yield the arguments of a forward for each prompt and its answer, the answer, and the length of the prompt."""
     for text, images, answer in zip(texts(seeing.family), IMAGES, ANSWERS, strict=True):
         made = dict(
             seeing.processor(
@@ -67,10 +79,7 @@ def by_transformers(seeing, model):
         if "mm_token_type_ids" in made:
             zeros = torch.zeros(1, len(answer), dtype=torch.int64)
             made["mm_token_type_ids"] = torch.cat([made["mm_token_type_ids"], zeros], dim=1)
-        with torch.no_grad():
-            log_probs = model(**made, use_cache=False).logits[0].log_softmax(-1)
-        scores.append(log_probs[num_prompt - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0])
-    return scores
+        yield made, answer, num_prompt
 
 
 def batch_of(pairs):
@@ -107,6 +116,35 @@ def test_every_layout_of_the_trainer_gives_what_transformers_gives(seeing):
     # Shared contexts stand there once, and so do their images.
     pixels = [model_input(batch, kind, vision=vision).pixels["pixel_values"].numel() for kind in ("packed", "shared")]
     assert pixels[0] == 2 * pixels[1]
+
+
+def test_a_value_model_gives_what_transformers_head_gives_and_is_loaded_again_as_it_was_written(seeing):
+    options = TrainOptions(head="value", optimizer=AdamW())
+    model = load_model(seeing.name, options, torch.float32, trust_remote_code=False).eval()
+    assert type(model).__name__.endswith("ForSequenceClassification")
+    with torch.no_grad():
+        model.score.weight.mul_(30.0)
+        # Its own forward reads the score at the last token.
+        expected = torch.cat([model(**made).logits[0] for made, _, _ in made_by_processor(seeing)])
+    critic, layout = prepare_model(model, head="value", layout="auto", gradient_checkpointing=False)
+    assert layout == "auto"
+    pairs = [*zip(seeing.prompts, ANSWERS, strict=True), (seeing.prompts[0], [20, 21]), (seeing.prompts[1], [22])]
+    answers = batch_of(pairs)
+
+    def values(batch, kind):
+        with torch.no_grad():
+            return critic(model_input(batch, kind, vision=Vision.of(model)))["values"]
+
+    assert torch.allclose(values(with_ends(answers), "padded")[: len(expected)], expected, atol=2e-6)
+    for batch in (answers, with_ends(answers)):  # the values of a critic, and rewards
+        for kind in ("packed", "shared"):
+            assert torch.allclose(values(batch, kind), values(batch, "padded"), atol=2e-6)
+    weights = dict(model.state_dict())
+    write_model(seeing.folder / "value", model, weights, options, {"mean": 0.5, "std": 2.0, "pad_token_id": 1})
+    written = load_model(str(seeing.folder / "value"), TrainOptions(head="value"), torch.float32, False)
+    assert all(torch.equal(weight, weights[name]) for name, weight in written.state_dict().items())
+    assert (written.config.mean, written.config.get_text_config().pad_token_id) == (0.5, 1)
+    assert (seeing.folder / "value" / "processor_config.json").is_file()
 
 
 def test_the_engine_samples_and_scores_with_images(seeing):

@@ -130,11 +130,8 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 
 
 REFUSED = {
-    "task: dpo\ndata: {image_key: a, max_images_per_prompt: 1}": "data.image_key: task dpo is not built for images yet",
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
     "rollout: {engine: vllm}": "rollout.engine: vllm is not built for images yet: set it to transformers",
-    "algorithm: {estimator: gae}": "algorithm.estimator: a critic is not built for images yet",
-    "reward: {model: x}": "reward.model: reward models are not built for images yet",
     "agent: {path: x.py}": "agent.path: agents of your own are not built for images yet",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py}": "env.path: simulators are not built for images yet: answers have one turn",

@@ -207,3 +207,13 @@ def make(family: str, seed: int = 0) -> Any:
     """Make a random model of a family."""
     torch.manual_seed(seed)
     return _MAKERS[family](32)[0]
+
+
+def make_value(family: str, seed: int = 0) -> Any:
+    """Make a random value model of a family."""
+    from hotseat.vision import value_class
+
+    torch.manual_seed(seed)
+    config = _MAKERS[family](32)[0].config
+    config.num_labels = 1
+    return value_class(config).from_config(config)

@@ -1,9 +1,11 @@
 """The report in a browser: opened from disk, clicked through, and never talking to anyone."""
 
+import json
 import shutil
 
 import pytest
 from made_runs import ATTACK, make_run, write_lines
+from PIL import Image
 
 from hotseat.observe.report import write_report
 
@@ -63,7 +65,19 @@ def reports(tmp_path_factory):
     }
     runs |= {"changed": [changed], "unchanged": [make_run(path / "unchanged", num_steps=20)]}
     runs |= {"agent": [make_run(path / "agent", num_steps=10, has_agent=True)]}
+    runs |= {"images": [with_images(make_run(path / "images", num_steps=10))]}
     return {name: write_report(run_dirs, path / f"{name}.html") for name, run_dirs in runs.items()}
+
+
+def with_images(run):
+    """Give every sample two images, of which small copies lie beside the prepared ones, and a prompt to be folded."""
+    for name, width in (("narrow", 20), ("wide", 60)):
+        Image.new("RGB", (width, 40), "teal").save(run / f"{name}.png")
+    images = [str(run / f"{name}.safetensors") for name in ("narrow", "wide", "gone")]
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    shown = [{**line, "images": images, "prompt_text": f"Which is wider? {'word ' * 200}"} for line in lines]
+    write_lines(run / "samples.jsonl", shown)
+    return run
 
 
 @pytest.fixture
@@ -227,6 +241,18 @@ def test_filters_narrow_the_list(open_report):
     page.get_by_label("Search in texts").fill("each of 60 boxes")
     assert num_samples(page) == 6
     assert page.locator("#sample-count").inner_text() == "6 of 78 samples"
+
+
+def test_images_of_a_prompt_are_in_view_above_its_tokens(open_report):
+    page = open_report("images")
+    page.locator("#samples .sample-list li").nth(0).click()
+    assert page.locator("#samples details.prompt").get_attribute("open") is None
+    images = page.locator("#samples .images img")
+    assert images.count() == 2  # the third has no copy
+    assert [image["w"] for image in images.evaluate_all("all => all.map((one) => ({w: one.naturalWidth}))")] == [20, 60]
+    lowest = max(image.bounding_box()["y"] + image.bounding_box()["height"] for image in images.all())
+    assert images.first.bounding_box()["height"] >= 40
+    assert lowest <= page.locator("#samples .token").first.bounding_box()["y"]
 
 
 def test_a_sample_shows_its_tokens_and_their_facts(open_report):

@@ -14,7 +14,7 @@ from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch
 from hotseat.vision import tokens_of
 
-from .conformance import OPTIONS, ClippedLoss, Make, Scenario, copy_weights
+from .conformance import OPTIONS, ClippedLoss, Make, Scenario, ValueLoss, copy_weights
 
 
 def work_of(directory: Path, step: int) -> list[MicroBatch]:
@@ -47,14 +47,19 @@ def _trains(first_share: int, options: TrainOptions = OPTIONS, family: str = "qw
 
     def scenario(make: Make, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
         filler = image_cases.write_pixels(directory, 99)
-        backend = make(image_cases.make(family), replace(options, filler_image=filler))
+        is_policy = options.head == "policy"
+        model = image_cases.make(family) if is_policy else image_cases.make_value(family)
+        backend = make(model, replace(options, filler_image=filler))
         facts, scores = [], []
         for step in range(2):
             work = work_of(directory, step)
             mine = work if num_ranks == 1 else (work[:first_share], work[first_share:])[rank]
-            report = backend.update(mine, ClippedLoss(), 0.9)
+            report = backend.update(mine, ClippedLoss() if is_policy else ValueLoss(), 0.9)
             facts.append((report.loss, report.grad_norm))
-            scores += backend.log_probs(work, 0.9)
+            scores += backend.log_probs(work, 0.9) if is_policy else backend.values(work)
+            if options.lora is not None:
+                with backend.without_adapters():  # the policy as its own reference
+                    scores += backend.log_probs(work, 0.9)
         result = {
             "weights": copy_weights(backend),
             "reports": torch.tensor(facts, dtype=torch.float64),
@@ -72,4 +77,6 @@ SCENARIOS: dict[str, Scenario] = {
     "recomputed": _trains(2, replace(OPTIONS, gradient_checkpointing=True)),
     "frozen_encoder": _trains(3, replace(OPTIONS, freeze_visual_encoder=True)),
     "adapters": _trains(3, replace(OPTIONS, lora=LoraOptions(rank=2, alpha=4.0))),
+    "value_model": _trains(3, replace(OPTIONS, head="value")),
+    "value_model_with_nothing": _trains(4, replace(OPTIONS, head="value", gradient_checkpointing=True), "qwen3_vl"),
 }

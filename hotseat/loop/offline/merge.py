@@ -38,16 +38,18 @@ def merge(base: str, adapter: Path, output: Path, *, is_reward_model: bool = Fal
     """Write the base model with the adapter added to its weights; return the number of layers that changed."""
     import torch
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
+    from hotseat.vision import copy_processor, policy_class, sees_images, value_class
+
     logging.disable_progress_bar()
-    kind: Any = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(base, **({"num_labels": 1} if is_reward_model else {}))
         tokenizer = AutoTokenizer.from_pretrained(base)
     except (OSError, ValueError) as error:
         raise UserError(f"base model {base!r}: {error}") from None
+    kind = value_class(config) if is_reward_model else policy_class(config)
     with torch.device("meta"):
         shapes = {name: tuple(each.shape) for name, each in kind.from_config(config).named_parameters()}
     num_layers = _check_fit(adapter, base, shapes)
@@ -56,6 +58,8 @@ def merge(base: str, adapter: Path, output: Path, *, is_reward_model: bool = Fal
     with without_deepspeeds_greeting():
         merged.save_pretrained(output)
     tokenizer.save_pretrained(output)
+    if sees_images(config):
+        copy_processor(base, output)
     return num_layers
 
 

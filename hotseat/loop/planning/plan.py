@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
-from hotseat.config.maths import judge_length, overlap_queue
+from hotseat.config.maths import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.roles import has_judge_engine
 from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConfig, TrainConfig
@@ -36,6 +36,7 @@ from hotseat.placement import (
     RoleSpec,
     SimulatorMemory,
     TrainMemory,
+    VisionShape,
     default_flow,
     estimate,
     from_hf_config,
@@ -52,6 +53,7 @@ from hotseat.words import quantity
 
 DEVICES_PER_NODE = 8  # of the nodes assumed where neither config nor command line names an inventory
 MAX_ASSUMED_NODES = 4096
+_QWEN_VALUES = 6  # numbers of a pixel in a patch: three colours, twice, since a still image is a film of two
 DEFAULT_ENGINE_SHARE = 0.9  # of a device's memory, for vLLM
 VLLM_SLOTS = 512  # sequences that one vLLM engine decodes at a time: the most that its CUDA graphs take
 
@@ -415,6 +417,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
                 weight_bytes=_BYTES[dtype_of(config)],
                 kv_bytes=_BYTES[dtype_of(config)],
                 cuda_graphs=is_vllm and not section.enforce_eager,
+                image_share=_image_share(config) if role == "rollout" else 0.0,
             ),
         )
     if role == "env":
@@ -442,6 +445,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             sequence_parallel=config.train.sequence_parallel_size,
             is_guest=config.task == "dpo",
             num_waiting=_num_waiting(config) if role == "reference" else 0,
+            image_share=_image_share(config),
         ),
     )
 
@@ -480,7 +484,37 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
         batch_tokens=train.batch_size * pair * config.data.max_length,
         group_tokens=config.data.max_length * (config.rollout.samples_per_prompt if config.task == "rl" else pair),
         has_average=train.ema.enabled and role == "actor",
+        image_share=_image_share(config),
+        has_frozen_encoder=train.freeze_visual_encoder,
     )
+
+
+def _image_share(config: Config) -> float:
+    """Return the largest share of a sequence's tokens that may stand for images; only prompts have some."""
+    data = config.data
+    if data.image_key is None:
+        return 0.0
+    tokens = min(prompt_max_length(config), data.max_length) if config.task == "rl" else data.max_length
+    shape, _ = _shape(config, "actor")
+    if shape is not None and shape.vision is not None:
+        per_image = shape.vision.tokens_per_image or _tokens_per_image(config, shape.vision)
+        if per_image is not None:
+            tokens = min(tokens, data.max_images_per_prompt * per_image)
+    return tokens / data.max_length
+
+
+def _tokens_per_image(config: Config, vision: VisionShape) -> int | None:
+    """Return the most tokens that stand for one image, where the processor of a local model bounds its pixels."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        path = Path(str(config.actor.model)) / name
+        written = json.loads(path.read_text()) if path.is_file() else {}
+        settings = written.get("image_processor", written)
+        max_pixels = settings.get("max_pixels") or (settings.get("size") or {}).get("longest_edge")
+        is_qwen = str(settings.get("image_processor_type", "")).startswith("Qwen2VL")  # others bound edges
+        if is_qwen and isinstance(max_pixels, int):
+            pixels_of_patch = vision.patch_values // _QWEN_VALUES
+            return -(-min(max_pixels, config.data.max_image_pixels) // (pixels_of_patch * vision.patches_per_token))
+    return None
 
 
 def _train_batch(config: Config) -> tuple[int, int]:

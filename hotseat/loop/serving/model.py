@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from hotseat.algorithms import normalise_rewards
 from hotseat.errors import UserError
 from hotseat.observe.noise import without_log_lines
+from hotseat.vision import sees_images
 from hotseat.words import quantity
 
 _SCORE = "score"  # the head of models that read from left to right, in transformers
@@ -110,6 +111,8 @@ def _load_config(options: ModelOptions) -> Any:
 
 def _load(options: ModelOptions, config: Any, dtype: torch.dtype) -> Any:
     """Load the model with its head of one output, or raise if the checkpoint has no such head."""
+    if sees_images(config):
+        raise UserError(f"{options.model!r} sees images, and requests for rewards have none: choose a model of text")
     config.num_labels = 1
     prefix = getattr(config, "value_head_prefix", options.value_head_prefix)  # a model of ours or OpenRLHF's says it
     renamed = {} if prefix == _SCORE else {"key_mapping": {rf"^{prefix}\.": f"{_SCORE}."}}

@@ -375,7 +375,7 @@ def _lost(config: Config, report: Any, evaluation: Any) -> list[str]:
 def _prompts(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
     return make_prompts(
-        _with_images(config, tokenizer, rows),
+        _with_images(config, tokenizer, rows, data.input_key),
         tokenizer,
         input_key=data.input_key,
         label_key=_label_key(config),
@@ -398,8 +398,11 @@ def _chat_template(config: Config, tokenizer: Any) -> str | None:
     return processor_template(config.actor.model)
 
 
-def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
-    """Return rows with their images read, checked and prepared, if the run has images."""
+def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: str) -> list[Row]:
+    """Return rows with their images read, checked and prepared, if the run has images.
+
+    input_keys: columns of the prompts, or of whole conversations.
+    """
     data = config.data
     if data.image_key is None:
         return rows
@@ -408,7 +411,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
     limits = ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
     store = ImageStore(image_folder(config), processor, limits)
     store.write_filler(filler_image(config))
-    prepared = prepare_rows(rows, store, data.image_key, data.input_key, is_chat=data.apply_chat_template)
+    prepared = prepare_rows(rows, store, data.image_key, *input_keys, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
     return prepared
@@ -417,7 +420,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row]) -> list[Row]:
 def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
     return make_examples(
-        _with_images(config, tokenizer, rows),
+        _with_images(config, tokenizer, rows, data.input_key),
         tokenizer,
         input_key=data.input_key,
         output_key=data.output_key,
@@ -433,19 +436,21 @@ def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
 
 def _pairs(config: Config, tokenizer: Any, rows: list[Row]) -> Any:
     data = config.data
+    keys = (data.chosen_key, data.rejected_key) if data.prompt_key is None else (data.prompt_key,)
     return make_pairs(
-        rows,
+        _with_images(config, tokenizer, rows, *keys),
         tokenizer,
         chosen_key=data.chosen_key,
         rejected_key=data.rejected_key,
         prompt_key=data.prompt_key,
         input_template=data.input_template,
         apply_chat_template=data.apply_chat_template,
-        chat_template=data.chat_template,
+        chat_template=_chat_template(config, tokenizer),
         max_length=data.max_length,
         # A reward is read at the end token. What is learned token by token must not end where it was cut.
         keep_end=config.task == "rm",
         is_preference=config.task == "dpo",
+        image_key=data.image_key,
     )
 
 

@@ -32,18 +32,57 @@ def critic_aux_loss(config: Config) -> float:
 
 
 def check_readers(config: Config, tokenizer: Any) -> None:
-    """Raise unless critic, reward model and reference can read the policy's tokens. `tokenizer`: the actor's."""
+    """Raise unless critic, reward model and reference can read the policy's tokens. `tokenizer`: the actor's.
+
+    Nor may they take other pixels: images are prepared once for all models of a run.
+    """
     if has_reward_model(config):
         reward_scale(config)
         _check_reward_model(config, tokenizer)
     if has_critic(config) and critic_model(config) != config.actor.model:
         _check_critic(config, tokenizer)
     if has_reference(config):
-        named = {"reference.model": config.reference.model}
-        named |= {f"reference.teachers.{name}": model for name, model in config.reference.teachers.items()}
-        for key, model in named.items():
-            if model not in (None, config.actor.model):
+        for key, model in _models_beside(config).items():
+            if key.startswith("reference.") and model != config.actor.model:
                 _check_reference(config, tokenizer, key, model)
+    if config.data.image_key is not None:
+        _check_eyes(config, tokenizer)
+
+
+def _check_eyes(config: Config, tokenizer: Any) -> None:
+    """Raise unless all models of a run prepare images in the same way."""
+    from hotseat.data.images import load_processor, preparation
+
+    assert config.actor.model is not None
+    expected = preparation(load_processor(config.actor.model, tokenizer, config.trust_remote_code))
+    for key, model in _models_beside(config).items():
+        if model == config.actor.model:
+            continue
+        theirs = preparation(load_processor(model, tokenizer, config.trust_remote_code))
+        different = sorted(name for name in expected | theirs if expected.get(name) != theirs.get(name))
+        if different:
+            named = ", ".join(
+                f"{name} is {expected.get(name)!r} and {theirs.get(name)!r}" for name in different[:_NUM_NAMED]
+            )
+            raise UserError(
+                f"{key} {model!r} prepares images in another way than actor.model {config.actor.model!r}"
+                f" ({named}{', ...' if len(different) > _NUM_NAMED else ''}), and a run prepares them once for all"
+                " models: choose one of the actor's family and size of patches, or copy the actor's processor files"
+                " to its folder if it was trained with them"
+            )
+
+
+def _models_beside(config: Config) -> dict[str, str]:
+    """Return the models that see what the policy sees, by the options that name them."""
+    models: dict[str, str | None] = {}
+    if has_reward_model(config):
+        models["reward.model"] = config.reward.model
+    if has_critic(config):
+        models["critic.model"] = critic_model(config)
+    if has_reference(config):
+        models["reference.model"] = config.reference.model
+        models |= {f"reference.teachers.{name}": model for name, model in config.reference.teachers.items()}
+    return {key: model for key, model in models.items() if model is not None}
 
 
 def reward_scale(config: Config) -> tuple[float, float] | None:

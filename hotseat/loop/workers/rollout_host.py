@@ -380,7 +380,8 @@ class RolloutHost:
         episodes = [outcome for each in self._unscored for outcome in each.outcomes if isinstance(outcome, Episode)]
         mine = episodes[rank::num_ranks]
         sequences = [self._for_reward_model(episode) for episode in mine]
-        return MicroBatch.from_segments(sequences, None, [str(episode.key) for episode in mine])
+        names, images = [str(episode.key) for episode in mine], [episode.segments[-1].images for episode in mine]
+        return MicroBatch.from_segments(sequences, None, names, images=images)
 
     def take_rewards(self, rewards: Mapping[str, float]) -> list[GroupFacts]:
         """Complete the groups that waited with the reward model's rewards, by sample id."""

@@ -208,11 +208,12 @@ function sampleDetail(sample) {
   const tokens = tokensOf(sample);
   const detail = el('div', {}, sampleHead(sample));
   if (!tokens.length) {
-    detail.append(...[promptOf(sample), absent('Nothing was recorded of its tokens.')].filter(Boolean));
+    const nothing = absent('Nothing was recorded of its tokens.');
+    detail.append(...[imagesOf(sample), promptOf(sample), nothing].filter(Boolean));
     return detail;
   }
   if (!isConversation(sample)) {
-    detail.append(...[promptOf(sample), ...tokenView(tokens)].filter(Boolean));
+    detail.append(...[imagesOf(sample), promptOf(sample), ...tokenView(tokens)].filter(Boolean));
     return detail;
   }
   const body = el('div', {});
@@ -224,7 +225,7 @@ function sampleDetail(sample) {
     ['conversation', 'Conversation'],
     ['tokens', 'Token by token'],
   ];
-  if (sample.images?.length) detail.append(...[promptOf(sample)].filter(Boolean));
+  if (sample.images?.length) detail.append(...[imagesOf(sample), promptOf(sample)].filter(Boolean));
   detail.append(el('div', { class: 'view-bar' }, choice('Show the episode as', views, browser.view, show)), body);
   show(browser.view);
   return detail;
@@ -275,13 +276,19 @@ function sampleHead(sample) {
   );
 }
 
+/** Images of the prompt, in its order. They stay in view where a long prompt is folded. */
+function imagesOf(sample) {
+  if (!sample.images?.length) return null;
+  const shown = sample.images.map((source) => el('img', { src: source, alt: 'image of the prompt' }));
+  return el('div', { class: 'images' }, ...shown);
+}
+
 function promptOf(sample) {
   if (!sample.prompt_text) return null;
   return el(
     'details',
     { class: 'prompt', open: sample.prompt_text.length < 600 },
     el('summary', {}, 'Prompt'),
-    ...(sample.images ?? []).map((source) => el('img', { src: source, alt: 'image of the prompt' })),
     el('pre', {}, sample.prompt_text),
   );
 }

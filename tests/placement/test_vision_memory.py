@@ -1,0 +1,89 @@
+"""Memory of models that see images: the visual encoder and pixels are terms of their own."""
+
+import pytest
+
+from hotseat.cli.main import main
+from hotseat.errors import PlacementError
+from hotseat.placement import GIB, EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, from_hf_config
+from hotseat.placement.shapes import KNOWN_SHAPES, known_shape
+
+ALONE = Layout(num_procs=1, device_gib=141.0)
+SHAPE = KNOWN_SHAPES["Qwen2.5-VL-3B"]
+TRAIN = TrainMemory(max_tokens=1000, micro_batch=2, weight_bytes=2, master_bytes=0, image_share=0.25)
+# Of each of 32 layers: attention 4 h (h + 1), a gated MLP 3 h m + 2 m + h, two norms 2 h, where h = 1280, m = 3420.
+LAYER = 4 * 1280 * 1281 + 3 * 1280 * 3420 + 2 * 3420 + 1280 + 2 * 1280
+# Patches of 2 x 14 x 14 pixels in three colours; a norm; two linear layers, of four patches to 2048.
+ENCODER = 32 * LAYER + 1176 * 1280 + 1280 + 5120 * 5121 + 5120 * 2048 + 2048
+
+
+def terms(found):
+    return {term.name: term for term in found}
+
+
+def test_a_shape_has_the_parameters_of_the_public_model():
+    assert SHAPE.num_vision_parameters == ENCODER
+    assert SHAPE.num_parameters == 3_754_622_976  # as the hub counts
+    assert known_shape("Qwen/Qwen2.5-VL-3B-Instruct").model == "Qwen2.5-VL-3B"
+    assert known_shape("Qwen/Qwen2.5-VL-7B-Instruct").model == "Qwen2.5-VL-7B"
+    assert known_shape("Qwen/Qwen2.5-VL-72B-Instruct") is None
+    assert known_shape("Qwen/Qwen2.5-3B-Instruct").shape.vision is None
+
+
+def test_a_config_of_the_hub_has_its_keys_in_one_object_or_in_two():
+    text = {
+        "num_hidden_layers": 36,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    }
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048, "patch_size": 14}
+    whole = {"model_type": "qwen2_5_vl", "tie_word_embeddings": True, "vision_config": vision}
+    assert from_hf_config({**text, **whole}) == SHAPE
+    assert from_hf_config({**whole, "text_config": {**text, "model_type": "qwen2_5_vl_text"}}) == SHAPE
+    with pytest.raises(PlacementError, match=r"a vision_config of mllama: the visual encoders of qwen2_5_vl, .* are"):
+        from_hf_config({**text, "model_type": "mllama", "vision_config": vision})
+
+
+def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
+    trained = estimate("actor", TRAIN, SHAPE, ALONE)
+    scored = estimate("reference", ForwardMemory(max_tokens=1000, micro_batch=2, image_share=0.25), SHAPE, ALONE)
+    sampled = estimate("rollout", EngineMemory(1000, 8, "transformers", image_share=0.25), SHAPE, ALONE)
+    for each in (trained, scored, sampled):
+        weights = terms(each.parts[Part.WEIGHTS])
+        assert weights["visual encoder"].gib == ENCODER * 2 / GIB
+        assert weights["weights"].gib == (SHAPE.num_parameters - ENCODER) * 2 / GIB
+    # A quarter of 2,000 tokens, each for four patches of 1,176 fp32 numbers; an engine encodes one prompt at a time.
+    assert terms(trained.working["train"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
+    assert terms(scored.working["forward"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
+    assert terms(sampled.working["generate"])["pixels"].gib == 250 * 4 * 1176 * 4 / GIB
+    # With recomputation an encoder keeps the input of each of 32 layers, and of one layer all.
+    layer = 2 * (4 + 2) * 1280 + 4 * 2 * 1280 + 4 * 2 * 3420
+    kept = terms(trained.working["train"])["visual encoder activations"].gib
+    assert kept == pytest.approx(2000 * (32 * 1280 * 2 + 1.5 * layer) / GIB)
+    without = estimate("actor", TrainMemory(max_tokens=1000, micro_batch=2), SHAPE, ALONE)
+    assert "pixels" not in terms(without.working["train"])
+
+
+def test_a_frozen_encoder_has_no_gradients_and_no_optimizer_state():
+    frozen = TrainMemory(max_tokens=1000, master_bytes=0, image_share=0.25, has_frozen_encoder=True)
+    found = estimate("actor", frozen, SHAPE, ALONE)
+    assert terms(found.parts[Part.OPTIMIZER])["optimizer moments"].gib == (SHAPE.num_parameters - ENCODER) * 8 / GIB
+    assert terms(found.parts[Part.WEIGHTS])["visual encoder"].gib == ENCODER * 2 / GIB
+    trained = terms(estimate("actor", TRAIN, SHAPE, ALONE).working["train"])
+    kept = terms(found.working["train"])["visual encoder activations"].gib
+    assert kept < trained["visual encoder activations"].gib / 2
+
+
+def test_plan_names_them(tmp_path, capsys):
+    (tmp_path / "images.yaml").write_text(
+        "task: rl\nactor: {model: Qwen/Qwen2.5-VL-3B-Instruct}\nreward: {function: reward.py}\n"
+        "data: {path: x.jsonl, max_length: 2048, image_key: images, max_images_per_prompt: 1}\n"
+        "rollout: {engine: transformers, max_new_tokens: 512}\n"
+    )
+    assert main(["plan", str(tmp_path / "images.yaml"), "--inventory", "1x1xH200-141G", "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{ENCODER:,} parameters x 4 B" in shown
+    for name in ("visual encoder", "visual encoder activations", "pixels"):
+        assert name in shown
