@@ -673,7 +673,10 @@ class _Recording:
             " sampled there"
         )
 
-    async def _sample(self, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
+    async def _sample(
+        self, token_ids: list[int], sampling: Sampling, turn: int, images: tuple[str, ...] | None = None
+    ) -> Completion:
+        assert images is None, "turns see the images of the prompt alone"
         completion = await self._ask(token_ids, sampling)
         self.calls.append(_Call(self, tuple(token_ids), completion))
         return completion

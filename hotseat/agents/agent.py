@@ -26,11 +26,14 @@ def episode_seed(key: SampleKey, run_seed: int) -> int:
 class SampleFunction(Protocol):
     """The function by which an agent samples from the engine."""
 
-    async def __call__(self, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
+    async def __call__(
+        self, token_ids: list[int], sampling: Sampling, turn: int, images: tuple[str, ...] | None = None
+    ) -> Completion:
         """Sample a continuation of these tokens. `turn` counts the episode's calls from 0 and determines the seed.
 
         An agent may ask for fewer tokens or other stop tokens than the run does; temperature, top-p and top-k are the
-        run's, because the trainer computes log-probs under them.
+        run's, because the trainer computes log-probs under them. images: of the placeholders among the tokens; None:
+        those of the prompt.
         """
 
 

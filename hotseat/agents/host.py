@@ -253,7 +253,14 @@ class AgentHost:
             elif not asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 self._fail(job, "the agent cancelled itself")
 
-    async def _sample(self, job: _Job, token_ids: list[int], sampling: Sampling, turn: int) -> Completion:
+    async def _sample(
+        self,
+        job: _Job,
+        token_ids: list[int],
+        sampling: Sampling,
+        turn: int,
+        images: tuple[str, ...] | None = None,
+    ) -> Completion:
         if job.future.done():
             raise AgentError("the episode is over")
         if job.is_out_of_time:
@@ -263,7 +270,8 @@ class AgentHost:
         # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
         seed = job.key.seed(self._run_seed, turn)
-        request = Request(name, tuple(token_ids), sampling, seed, job.prompt.images)
+        images = job.prompt.images if images is None else images
+        request = Request(name, tuple(token_ids), sampling, seed, images)
         asked_s = time.monotonic() - job.started
         self._begin_request(job, name)
         try:
