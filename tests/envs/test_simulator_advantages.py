@@ -41,9 +41,7 @@ class World:
             prompt = Prompt(number, "task", (1,), f"0/{number}", "task")
             self.groups.append(PromptGroup(prompt, tuple(samples)))
 
-    def _episode(
-        self, draw: random.Random, key: SampleKey, has_turn_rewards: bool, bootstraps: bool
-    ) -> ScoredEpisode:
+    def _episode(self, draw: random.Random, key: SampleKey, has_turn_rewards: bool, bootstraps: bool) -> ScoredEpisode:
         segments, chunks, lengths = [], [], []
         num_chunks = draw.randint(1, 5)
         is_truncated = draw.random() < 0.5
