@@ -490,7 +490,7 @@ RULES: tuple[Rule, ...] = (
         _says("with env.path, each process of the role env is a rollout host"),
     ),
     Rule(
-        ("data.path", "data.label_key", "eval.path"),
+        ("data.path", "data.label_key", "data.image_key", "eval.path"),
         _rl_but(lambda c: not has_simulator(c)),
         _says("env.path is set, and the simulator's tasks and seeds are the prompts"),
     ),
