@@ -1,11 +1,13 @@
-"""Models that see images on a CUDA device: packed by varlen attention, compiled, sampled."""
+"""Models that see images on a CUDA device: packed by varlen attention, compiled, offloaded, sampled."""
+
+from dataclasses import replace
 
 import image_cases
 import pytest
 import torch
 
 from hotseat.rollout import SlotOptions, TransformersEngine
-from hotseat.train import FSDPBackend, TrainOptions
+from hotseat.train import PARTS, FSDPBackend, TrainOptions
 from hotseat.train.backend import AdamW, Schedule
 from hotseat.train.packing import split_by_count
 from hotseat.types import MicroBatch, Request, Sampling
@@ -32,26 +34,53 @@ def batch_of(folder):
     )
 
 
+def weighted(batch):
+    return replace(batch, weights=batch.mask / batch.mask.sum())
+
+
+def backend_of(family, **changes):
+    options = replace(OPTIONS, **changes)
+    model = image_cases.make(family) if options.head == "policy" else image_cases.make_value(family)
+    return FSDPBackend(model, options, device="cuda")
+
+
+def surprise(outputs, batch):
+    return -(outputs.log_probs * batch.weights).sum(), {}
+
+
+def miss(outputs, batch):
+    return ((outputs.values - 1).square() * batch.weights).sum(), {}
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_packed_and_padded_agree_and_learn_on_a_gpu(family, is_compiled, tmp_path):
-    batch = batch_of(tmp_path)
-    weights = batch.mask / batch.mask.sum()
-    batch = MicroBatch(**vars(batch) | {"weights": weights})
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_packed_and_padded_agree_and_learn_on_a_gpu(family, is_compiled, head, tmp_path):
+    batch = weighted(batch_of(tmp_path))
     scores = {}
     for layout in ("padded", "auto"):
-        options = OPTIONS.__class__(**vars(OPTIONS) | {"layout": layout, "compile": is_compiled})
-        backend = FSDPBackend(image_cases.make(family), options)
-
-        def loss(outputs, there):
-            return -(outputs.log_probs * there.weights).sum(), {}
-
-        before = torch.cat(backend.log_probs([batch], 1.0)).cpu()
+        backend = backend_of(family, layout=layout, compile=is_compiled, head=head)
+        found = backend.log_probs([batch], 1.0) if head == "policy" else backend.values([batch])
+        scores[layout] = torch.cat(found).cpu()[batch.mask]
+        loss = surprise if head == "policy" else miss
         losses = [backend.update(split_by_count(batch, 6), loss, 1.0).loss for _ in range(20)]
-        scores[layout] = before[batch.mask]
         assert losses[-1] < losses[0] - 0.3
         backend.close()
     assert (scores["padded"] - scores["auto"]).abs().max() < 0.05
+
+
+def test_the_visual_encoder_leaves_the_gpu_with_the_rest_and_comes_back(tmp_path):
+    batch = weighted(batch_of(tmp_path))
+    backend = backend_of("qwen2_5_vl", compile=False)
+    backend.update([batch], surprise, 1.0)
+    digest, before = backend.digest(), torch.cuda.memory_allocated()
+    away = backend.offload(PARTS)
+    # Weights in fp32 and their copies in bf16, and two moments in fp32, of every parameter: little stays behind.
+    num_parameters = sum(weight.numel() for weight in image_cases.make("qwen2_5_vl").parameters())
+    assert before - torch.cuda.memory_allocated() >= num_parameters * 12
+    assert backend.onload(PARTS).num_bytes == away.num_bytes
+    assert backend.digest() == digest
+    backend.close()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

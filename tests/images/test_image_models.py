@@ -169,6 +169,11 @@ def test_the_engine_samples_and_scores_with_images(seeing):
         ]
         whole = [(*request.token_ids, *made.token_ids) for request, made in zip(requests, together, strict=True)]
         again = engine.score(whole, 1.0, [request.images for request in requests])
+        # The visual encoder leaves with the rest, and comes back.
+        num_bytes = sum(weight.numel() * 4 for weight in {id(weight): weight for weight in model.parameters()}.values())
+        assert engine.offload(["weights"], keep_weights=True).num_bytes >= num_bytes
+        engine.onload(["weights"])
+        assert engine.score(whole, 1.0, [request.images for request in requests]) == again
         for request, made, score in zip(requests, together, again, strict=True):
             assert made.log_probs == pytest.approx(score[len(request.token_ids) :], abs=2e-6)
             # A placeholder that is sampled ends the answer.
