@@ -330,7 +330,10 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--virtual", action="store_true")
     arguments = parser.parse_args()
-    result = compare(arguments.steps, arguments.measured, arguments.virtual, scale=arguments.scale)
+    print_result(compare(arguments.steps, arguments.measured, arguments.virtual, scale=arguments.scale))
+
+
+def print_result(result: Result) -> None:
     print(f"{result.num_enumerated} placements, of which {result.num_refused} are refused; {len(result.rows)} measured")
     for row in result.rows:
         numbers = f"predicted {row.predicted.step_s:6.2f} s  measured {row.measured_s:6.2f} s  {row.error:+6.1%}"

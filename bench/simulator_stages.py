@@ -1,139 +1,249 @@
-"""What stages gain: simulators and policy with about equal costs, one pinned core each, in 1, 2 and 4 stages.
+"""What stages gain: simulators and policy with about equal costs, a pinned core for each, in 1, 2 and 4 stages.
 
-    python bench/simulator_stages.py > bench/results/cpu_simulator_stages.txt
+    python bench/simulator_stages.py --predict > bench/results/cpu_simulator_stages.txt
 
-The simulators are BabyAI's in a child process on a core, drawing pictures until a round of them costs what the answers
-of the policy do. The policy is a tiny Llama on the transformers engine, on the other core. Every number is measured.
+What runs are the processes of a run on Ray. On one core: a process of the role env, which is a `RolloutHost`, and its
+simulators, BabyAI's in a child process. On the other: an `EngineWorker` with a small Llama. The simulators draw
+pictures until a round (an action of every simulator) costs on their core what it costs on the policy's. Costs are
+processor time of the processes on a core; every number is measured.
+
+--predict: measures half and a quarter of the simulators in one stage too, and compares the rollouts of other stages
+with what `hotseat plan --auto` predicts from one stage.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import statistics
 import sys
+import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "embodied"))
 
 import policy
 
-from hotseat.agents import AgentHost
+from hotseat.cluster import Cluster
 from hotseat.envs.loading import SimulatorSettings
-from hotseat.envs.processes import ProcessEnv
+from hotseat.loop.rl.hosts import RolloutHosts
+from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout, turn_costs
+from hotseat.loop.workers.engines import EngineSettings, make_engine
+from hotseat.loop.workers.facts import GroupFacts, Job
+from hotseat.loop.workers.models import EngineWorker
+from hotseat.loop.workers.rollout_host import HostSettings, RolloutHost
 from hotseat.loop.workers.simulation import Player, SimulationSettings, simulation_prompts
-from hotseat.rollout.transformers_engine import TransformersEngine
-from hotseat.types import Request, SampleKey, Sampling
+from hotseat.types import Prompt, Sampling
 
 TASK = "BabyAI-GoToRedBallGrey-v0"
 FAMILY = str(Path(__file__).parent / "lib" / "camera_babyai.py")
 MAX_LENGTH = 64
 SAMPLING = Sampling(max_new_tokens=1, ignore_eos=True)
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-def simulator(frames: int, max_steps: int) -> SimulatorSettings:
-    return SimulatorSettings(FAMILY, (TASK,), max_steps, {"frames": frames})
+@dataclass(frozen=True)
+class Measured:
+    """One rollout. env_s, policy_s: processor time on the core of each."""
+
+    num_actions: int
+    num_rounds: float
+    took_s: float
+    env_s: float
+    policy_s: float
+    turns: TurnCosts | None  # with one stage
+
+    @property
+    def rate(self) -> float:
+        return self.num_actions / self.took_s
+
+    @property
+    def env_round_ms(self) -> float:
+        return 1e3 * self.env_s / self.num_rounds
+
+    @property
+    def policy_round_ms(self) -> float:
+        return 1e3 * self.policy_s / self.num_rounds
 
 
-def settings(frames: int, num_envs: int, num_stages: int, max_steps: int) -> SimulationSettings:
-    return SimulationSettings(simulator(frames, max_steps), num_envs, num_stages, 1, 1, 256, 60.0, True, False, False)
+def simulation(frames: int, num_envs: int, stages: int, max_steps: int) -> SimulationSettings:
+    simulator = SimulatorSettings(FAMILY, (TASK,), max_steps, {"frames": frames})
+    return SimulationSettings(simulator, num_envs, stages, 1, 1, 256, 60.0, True, False, False)
 
 
-def pin_children(pids: list[int], core: int) -> None:
-    for pid in pids:
-        os.sched_setaffinity(pid, {core})
+def tree_of(pid: int) -> list[int]:
+    """Return a process and all that it started."""
+    found = [pid]
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            found += tree_of(int(child))
+    return found
 
 
-def env_round_s(frames: int, num_envs: int, core: int) -> float:
-    """Seconds in which all simulators carry out one action."""
-    env = ProcessEnv(simulator(frames, 64), num_envs)
-    pin_children(env.pids(), core)
-    slots = list(range(num_envs))
-    env.reset(slots, [0] * num_envs, slots)
-    times = []
-    for _ in range(8):
-        began_s = time.perf_counter()
-        env.step(slots, np.full((num_envs, 1, 1), 5.0))
-        times.append(time.perf_counter() - began_s)
-    env.close()
-    return sorted(times)[len(times) // 2]
+def pin(pid: int, core: int) -> None:
+    """Keep all threads of a process and of what it started on a core."""
+    for each in tree_of(pid):
+        for thread in Path(f"/proc/{each}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread.name), {core})
 
 
-def policy_round_s(engine: TransformersEngine, prompts: list[tuple[int, ...]], num_envs: int) -> float:
-    """Seconds in which the policy answers all simulators once."""
-    times = []
-    for turn in range(8):
-        requests = [
-            Request(f"{turn}/{at}", prompts[(turn * num_envs + at) % len(prompts)], SAMPLING, at)
-            for at in range(num_envs)
-        ]
-        began_s = time.perf_counter()
-        engine.generate(requests)
-        times.append(time.perf_counter() - began_s)
-    return sorted(times)[len(times) // 2]
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process and of what it started."""
+    total = 0
+    for each in tree_of(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total * TICK_S
 
 
-def observations(tokenizer: object, count: int) -> list[tuple[int, ...]]:
-    """Return tokens of different observations, so that the engine finds none of them in its cache."""
-    first = simulation_prompts(settings(0, 1, 1, 64), tokenizer, MAX_LENGTH, [range(1)])[0][0].token_ids
-    draw = np.random.default_rng(0)
-    return [tuple(draw.permutation(np.array(first)).tolist()) for _ in range(count)]
+class Host(RolloutHost):
+    """A rollout host whose simulators are made anew for every measurement."""
+
+    def simulate(self, settings: SimulationSettings) -> None:
+        if self._player is not None:
+            self._player.end()
+        self._player = self._agent = Player(settings, self._tokenizer, MAX_LENGTH)
 
 
-def rounds_per_s(
-    engine: TransformersEngine, tokenizer: object, frames: int, num_envs: int, stages: int, max_steps: int, core: int
-) -> float:
-    """Play two episodes in each simulator; return actions of all simulators per second."""
-    chosen = settings(frames, num_envs, stages, max_steps)
-    prompts = simulation_prompts(chosen, tokenizer, MAX_LENGTH, [range(2 * num_envs)])[0]
-    player = Player(chosen, tokenizer, MAX_LENGTH)
-    pin_children([pid for stage in player._stages for pid in stage.env.pids()], core)
-    host = AgentHost(player, engine.submit, run_seed=0, max_concurrent=num_envs)
-    began_s = time.perf_counter()
-    futures = host.submit_many([(prompt, SampleKey(0, prompt.index, 0)) for prompt in prompts], SAMPLING)
-    num_actions = sum(future.result().extra["actions"] for future in futures)
-    took_s = time.perf_counter() - began_s
-    host.close()
-    player.end()
-    return num_actions / took_s
+class Policy(EngineWorker):
+    """An engine that is made anew for every measurement, with the slots that a run would have."""
+
+    def __init__(self, settings: EngineSettings):
+        super().__init__(settings)
+        self._settings = settings
+
+    def resize(self, num_slots: int) -> None:
+        self._engine.close()
+        self._engine = make_engine(replace(self._settings, num_slots=num_slots), 0)
+
+
+class Bench:
+    """A host with simulators on one core, an engine on the other."""
+
+    def __init__(self, cluster: Cluster, folder: Path, num_envs: int, width: int, cores: tuple[int, int]):
+        self._num_envs, self._cores = num_envs, cores
+        model = str(folder / "model")
+        self._tokenizer = policy.make_tokenizer()
+        policy.make_model(self._tokenizer, width, 0).save_pretrained(model)
+        self._tokenizer.save_pretrained(model)
+        engine = EngineSettings(model, MAX_LENGTH, num_envs, (), "float32", num_threads=1)
+        host = HostSettings(
+            model,
+            run_seed=0,
+            max_length=MAX_LENGTH,
+            agent=None,
+            max_turns=None,
+            max_concurrent=num_envs,
+            episode_timeout_s=600.0,
+            reward=None,
+            reward_timeout_s=60.0,
+            reward_retries=0,
+            reward_max_bytes=None,
+            simulation=simulation(0, num_envs, 1, 1),
+        )
+        self._engines = cluster.launch("rollout", Policy, args=(engine,), wait=False)
+        self._hosts = RolloutHosts(cluster.launch("env", Host, args=(host,)))
+        self._engines.ready()
+        self._epoch = 0
+
+    def measure(
+        self, frames: int, stages: int, max_steps: int, num_rollouts: int = 1, num_envs: int | None = None
+    ) -> list[Measured]:
+        """Play two episodes in each simulator, the first time without measuring."""
+        num_envs = num_envs or self._num_envs
+        chosen = simulation(frames, num_envs, stages, max_steps)
+        [prompts] = simulation_prompts(chosen, self._tokenizer, MAX_LENGTH, [range(2 * num_envs)])
+        self._hosts.workers.call(Host.simulate, chosen)
+        self._engines.call(Policy.resize, num_envs // stages)
+        self._hosts.connect(self._engines)
+        env, engine = self._hosts.workers.pids()[0], self._engines.pids()[0]
+        for pid, core in zip((env, engine), self._cores, strict=True):
+            pin(pid, core)
+        self._collect(prompts[:num_envs])
+        measured = []
+        for _ in range(num_rollouts):
+            before = processor_s(env), processor_s(engine)
+            began_s = time.perf_counter()
+            facts = self._collect(prompts)
+            took_s = time.perf_counter() - began_s
+            spent = processor_s(env) - before[0], processor_s(engine) - before[1]
+            batch = {
+                "num_turns": sum(each.num_turns for each in facts),
+                "policy_s": sum(each.policy_s for each in facts),
+                "seconds": [[*each.episode_s, each.scoring_s] for each in facts],
+            }
+            turns = turn_costs(self.shape(stages, num_envs), [batch], took_s)
+            num_actions = round(sum(extra["actions"] for each in facts for extra in each.extra))
+            measured.append(Measured(num_actions, num_actions / num_envs, took_s, *spent, turns))
+        return measured
+
+    def shape(self, stages: int, num_envs: int | None = None) -> RolloutShape:
+        """Return the sizes of a rollout of two episodes for each simulator."""
+        num_envs = num_envs or self._num_envs
+        return RolloutShape(2 * num_envs, num_envs, 1, 1, stages, shares_devices=False)
+
+    def _collect(self, prompts: list[Prompt]) -> list[GroupFacts]:
+        """Play an episode of each prompt."""
+        self._epoch += 1
+        jobs = [Job(prompt, self._epoch, 1) for prompt in prompts]
+        facts = self._hosts.collect(jobs, SAMPLING)
+        self._hosts.forget([job.key for job in jobs])
+        return facts
+
+    def balanced_frames(self, max_steps: int) -> int:
+        """Return the number of pictures with which simulators cost what the policy does."""
+        [without], [one] = (self.measure(frames, 1, max_steps) for frames in (0, 2))
+        missing_ms = one.policy_round_ms - without.env_round_ms
+        return max(0, round(2 * missing_ms / (one.env_round_ms - without.env_round_ms)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-envs", type=int, default=32)
-    parser.add_argument("--max-steps", type=int, default=24)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-envs", type=int, default=64)
+    parser.add_argument("--max-steps", type=int, default=16)
+    parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--predict", action="store_true", help="compare with what smaller rollouts of a stage predict")
+    parser.add_argument("--frames", type=int, help="pictures a step; chosen unless given")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) >= 2, "two cores are needed"
-    os.sched_setaffinity(0, {cores[0]})
-    torch.set_num_threads(1)
-    tokenizer = policy.make_tokenizer()
-    model = policy.make_model(tokenizer, 64, 0)
-    engine = TransformersEngine(model, max_length=MAX_LENGTH, num_slots=arguments.num_envs, num_threads=1)
-    prompts = observations(tokenizer, 8 * arguments.num_envs)
-    policy_s = policy_round_s(engine, prompts, arguments.num_envs)
-    frames, env_s = 0, env_round_s(0, arguments.num_envs, cores[1])
-    one_s = env_round_s(1, arguments.num_envs, cores[1]) - env_s
-    if env_s < policy_s:
-        frames = max(0, round((policy_s - env_s) / one_s))
-        env_s = env_round_s(frames, arguments.num_envs, cores[1])
-    print(f"{arguments.num_envs} simulators, {frames} pictures a step, on cores {cores[1]} and {cores[0]}")
-    print(f"a round: simulators {env_s * 1e3:.1f} ms, policy {policy_s * 1e3:.1f} ms, ratio {env_s / policy_s:.2f}")
-    base = 0.0
-    for stages in (1, 2, 4):
-        rates = [
-            rounds_per_s(engine, tokenizer, frames, arguments.num_envs, stages, arguments.max_steps, cores[1])
-            for _ in range(arguments.repeats)
+    with tempfile.TemporaryDirectory() as folder, Cluster("ray", num_devices=1) as cluster:
+        bench = Bench(cluster, Path(folder), arguments.num_envs, arguments.width, (cores[0], cores[1]))
+        frames = arguments.frames
+        if frames is None:
+            frames = bench.balanced_frames(arguments.max_steps)
+        print(f"{arguments.num_envs} simulators, {frames} pictures a step, a policy of width {arguments.width}")
+        sizes = [arguments.num_envs // parts for parts in (4, 2)] if arguments.predict else []
+        costs = [
+            turns
+            for size in sizes
+            for each in bench.measure(frames, 1, arguments.max_steps, 2, size)
+            if (turns := each.turns) is not None
         ]
-        rate = sorted(rates)[len(rates) // 2]
-        base = base or rate
-        each = ", ".join(f"{value:.0f}" for value in rates)
-        print(f"{stages} stages: {rate:.0f} actions/s ({each}), {rate / base:.2f} times 1 stage")
-    engine.close()
+        base = 0.0
+        for stages in arguments.stages:
+            found = bench.measure(frames, stages, arguments.max_steps, arguments.repeats)
+            middle = sorted(found, key=lambda each: each.rate)[len(found) // 2]
+            base = base or middle.rate
+            env_ms = statistics.median(each.env_round_ms for each in found)
+            policy_ms = statistics.median(each.policy_round_ms for each in found)
+            print(
+                f"{stages} stages: {middle.rate:.0f} actions/s ({', '.join(f'{each.rate:.0f}' for each in found)}),"
+                f" {middle.rate / base:.2f} times 1 stage; a round takes {1e3 * middle.took_s / middle.num_rounds:.0f}"
+                f" ms: simulators {env_ms:.0f} ms, policy {policy_ms:.0f} ms, ratio {env_ms / policy_ms:.2f}",
+                flush=True,
+            )
+            costs += [each.turns for each in found if each.turns is not None]
+            if arguments.predict and stages > 1:
+                predicted_s = predicted_rollout(costs, bench.shape(stages)).seconds
+                error = predicted_s / middle.took_s - 1
+                print(f"  predicted {predicted_s:.2f} s, measured {middle.took_s:.2f} s, {error:+.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 # Variable of each compiler and its folder in `~/.cache/hotseat`.
@@ -19,16 +19,19 @@ FOLDERS = {
 }
 
 
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of Hotseat in the user's cache directory."""
+    home = environment.get("HOME") or os.path.expanduser("~")
+    return Path(environment.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")) / "hotseat"
+
+
 def keep_compiled(environment: MutableMapping[str, str] | None = None) -> None:
     """Set the variables in this process's environment, or in the one passed. Call it before torch is imported.
 
     Where the user has no directory to write to, compilers keep their defaults.
     """
     environment = os.environ if environment is None else environment
-    base = environment.get("XDG_CACHE_HOME") or os.path.join(
-        environment.get("HOME") or os.path.expanduser("~"), ".cache"
-    )
-    folder = Path(base) / "hotseat"
+    folder = cache_folder(environment)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if folder.is_dir() and os.access(folder, os.W_OK):

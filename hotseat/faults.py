@@ -41,6 +41,9 @@ POINTS = {
     "save.after": "driver: after the rename",
 }
 
+# Points that only runs with simulators reach.
+SIMULATOR_POINTS = {"simulators.during": "env: a stage of simulators is about to step"}
+
 # Points at which a model may run out of device memory. Some runs and steps never reach some of them.
 MEMORY_POINTS = {
     "update.forward": "before a micro-batch that is learned from",
@@ -69,7 +72,7 @@ class Fault:
     skip: int = 0  # how many times the point is passed before the fault happens
 
     def arm(self, directory: Path, name: str) -> None:
-        assert self.point in POINTS | MEMORY_POINTS, self.point
+        assert self.point in POINTS | SIMULATOR_POINTS | MEMORY_POINTS, self.point
         writing = directory / f".{name}"
         writing.write_text(json.dumps(asdict(self)))
         writing.rename(directory / f"{name}.fault")

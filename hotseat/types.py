@@ -8,7 +8,7 @@ of them the policy sampled.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -114,6 +114,10 @@ class Request:
     sampling: Sampling
     seed: int
     images: tuple[str, ...] = ()  # of the placeholders among the tokens, in order
+    streams: bool = False  # whoever asks is told of tokens as they are sampled
+
+
+WhenSampled = Callable[[tuple[int, ...]], object]  # takes all tokens of a request so far, whenever there are more
 
 
 @dataclass(frozen=True)

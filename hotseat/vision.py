@@ -22,7 +22,7 @@ What is in transformers 5.17 and 5.19, found out with tiny random models on a CP
   each segment by itself, so that packed and padded segments have the same ones. Idefics3, SmolVLM and LLaVA count.
 - Attention of visual encoders is not causal: `set_attention` gives ours to the language model alone.
 - torchvision from PyPI is built for CUDA and fails beside a CPU build of torch (`operator torchvision::nms does not
-  exist`), which is why `make setup` removes it. vLLM makes its processors itself, with torchvision.
+  exist`), which is why `make setup` removes it. vLLM's files of models import it; `rollout._vllm_images` does without.
 """
 
 from __future__ import annotations

@@ -3,13 +3,19 @@ hypothesis makes may take their time, because others work on the same cores."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import itertools
 import os
 import re
+import shlex
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
+import preloaded
 import pytest
 from _pytest.mark.expression import Expression
 from environments import RAY_PRIORITY
@@ -28,35 +34,49 @@ settings.load_profile("patient")
 LARGE = (
     "reliability/test_kills.py",
     "train/test_train_zero.py",
+    "loop/test_overlap.py",
     "train/test_train_fsdp.py",
-    "reliability/test_overlap_kills.py",
     "loop/test_ppo.py",
+    "reliability/test_overlap_kills.py",
+    "loop/test_resume.py",
     "train/test_train_tensor.py",
     "loop/test_vllm_runs.py",
-    "loop/test_resume.py",
     "cluster/test_cluster_ray.py",
-    "rollout/test_vllm_models.py",
-    "rollout/test_vllm_adapters.py",
-    "loop/test_overlap.py",
-    "reliability/test_ray_dies.py",
-    "train/test_train_compile.py",
-    "cluster/test_cluster_endings.py",
-    "reliability/test_rewards_and_updates.py",
     "loop/test_rl.py",
-    "loop/test_launched.py",
-    "loop/test_endings.py",
+    "observe/test_report_page.py",
     "cluster/test_cluster_existing.py",
+    "rollout/test_vllm_models.py",
+    "reliability/test_rewards_and_updates.py",
+    "rollout/test_vllm_adapters.py",
+    "loop/test_launched.py",
+    "reliability/test_ray_dies.py",
+    "loop/test_preferences.py",
+    "train/test_train_compile.py",
+    "rollout/test_transformers_engine.py",
+    "cluster/test_cluster_endings.py",
+    "loop/test_replay.py",
+    "images/test_image_runs.py",
+    "train/test_train_images.py",
+    "loop/test_endings.py",
     "loop/test_reward_training.py",
-    "cluster/test_cluster_doctor.py",
     "train/test_train_deepcompile.py",
+    "cluster/test_cluster_doctor.py",
+    "loop/test_background.py",
     "reliability/test_disk.py",
     "reliability/test_whole_runs.py",
     "train/test_train_equality.py",
+    "cluster/test_rlinf_ray.py",
     "test_example_rlhf.py",
-    "loop/test_background.py",
     "loop/test_reward_models.py",
+    "loop/test_supervised.py",
+    "envs/test_simulator_runs.py",
     "reliability/test_trackers.py",
-    "observe/test_report_page.py",
+    "loop/test_teachers.py",
+    "train/test_train_muon.py",
+    "loop/test_serving.py",
+    "loop/test_vllm_adapters.py",
+    "loop/test_offline.py",
+    "loop/test_single_file.py",
     "test_api.py",
     "cli/test_new.py",
     "loop/test_micro_batches.py",
@@ -107,6 +127,28 @@ def may_be_chosen(source: str, expression: str) -> bool:
         of_all.union(some) for count in range(len(of_some) + 1) for some in itertools.combinations(of_some, count)
     )
     return any(fits.evaluate(marks.__contains__) for marks in possible)
+
+
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the workers off one process, which imports torch and transformers for all of them."""
+    if preloaded.has_devices():
+        return
+    os.environ[preloaded.ADDRESS] = preloaded.start_server()
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, preloaded.__file__])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import without looking for garbage: modules stay, and no test looks through them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or libraries complain at the end about what was not freed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,12 +7,17 @@ Importing them takes longer than most tests of a process. Nothing of this projec
 process reads the environment and the arguments that it was started with. What starts, and what is loaded first, is not
 tested with processes like these; drivers of Ray are not either. On machines with CUDA devices they are ordinary
 processes: CUDA does not survive a fork, and libraries look for devices while they are imported.
+
+The workers of pytest-xdist are forked off the same process, which imports for all of them (`conftest.py`): it is
+started with `start_server`, and `preloaded.py -c CODE` becomes a process of it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import functools
 import gc
 import importlib
 import importlib.util
@@ -34,17 +39,18 @@ from types import TracebackType
 from typing import IO, Any
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
-LOADED = (
+ADDRESS = "PRELOADED_ADDRESS"  # of the one that all workers of a test run share
+FOR_WORKERS = (
     "numpy",
     "torch",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.nn.attention.varlen",
     "torch.utils.flop_counter",
-    "torch.utils.tensorboard",
     "accelerate",
-    "deepspeed",
+    "aiohttp",  # datasets itself brings a library that starts a thread
     "peft",
     "pydantic.main",
     "rich.live",
@@ -54,6 +60,8 @@ LOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
+LOADED = (*FOR_WORKERS, "torch.utils.tensorboard", "deepspeed")
+PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("!q")
 
 
@@ -146,7 +154,7 @@ def popen(
 ) -> Process:
     """Start `python -m MODULE`, `python -c CODE` or `python FILE`, as `subprocess.Popen` does."""
     assert argv[0] == sys.executable, argv
-    if Path("/dev/nvidiactl").exists():
+    if has_devices():
         options = {"env": env, "cwd": cwd, "stdout": stdout, "stderr": stderr, "process_group": process_group}
         return subprocess.Popen(argv, stdin=DEVNULL, text=text, **options)  # type: ignore[return-value]
     ends: list[IO[Any] | None] = [None, None, None]
@@ -171,18 +179,16 @@ def popen(
     fds = [stream(0, DEVNULL)]
     fds.append(stream(1, stdout))
     fds.append(stream(2, stderr))
-    request = pickle.dumps(
-        {
-            "argv": [str(each) for each in argv[1:]],
-            "env": dict(os.environ if env is None else env),
-            "cwd": str(cwd or os.getcwd()),
-            "process_group": process_group,
-        }
-    )
-    connection = _Loaded.connect()
+    request = {
+        "argv": [str(each) for each in argv[1:]],
+        "env": dict(os.environ if env is None else env),
+        "cwd": str(cwd or os.getcwd()),
+        "process_group": process_group,
+        "loaded": LOADED,
+        "ends_with_server": False,
+    }
     try:
-        socket.send_fds(connection, [_LENGTH.pack(len(request))], fds)
-        connection.sendall(request)
+        connection = _ask(_server_address(), request, fds)
         return Process(argv, connection, ends)
     finally:
         for fd in ours:
@@ -204,44 +210,72 @@ def run(
         return subprocess.CompletedProcess(process.args, process.wait(), out, error)
 
 
-class _Loaded:
-    """The process that has everything loaded: one per process of tests, started when the first asks for it."""
+def has_devices() -> bool:
+    """Tell whether this machine has CUDA devices, so that processes are not forked off."""
+    return Path("/dev/nvidiactl").exists()
 
-    address: str | None = None
-    owner = 0
 
-    @classmethod
-    def connect(cls) -> socket.socket:
-        if cls.address is None or cls.owner != os.getpid():
-            cls._start()
-        connection = socket.socket(socket.AF_UNIX)
-        assert cls.address is not None
-        connection.connect(cls.address)
-        return connection
+def start_server() -> str:
+    """Start the process that forks others, and return its address. It ends with this process."""
+    directory = tempfile.mkdtemp(prefix="preloaded-")
+    address = f"{directory}/socket"
+    # Its libraries must not start threads: they would not survive a fork. Forked processes start theirs.
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    env |= {"OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, "serve", address], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != b"ready\n":
+        raise RuntimeError(f"the process that forks others did not start: exit code {process.wait()}")
+    owner = os.getpid()
 
-    @classmethod
-    def _start(cls) -> None:
-        directory = tempfile.mkdtemp(prefix="preloaded-")
-        address = f"{directory}/socket"
-        # Its libraries must not start threads: they would not survive a fork. Forked processes start theirs.
-        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
-        env |= {"OPENBLAS_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-        process = subprocess.Popen(
-            [sys.executable, __file__, address], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None
-        if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the process that forks others did not start: exit code {process.wait()}")
-        cls.address, cls.owner = address, os.getpid()
+    def end() -> None:
+        if owner == os.getpid():
+            process.kill()
+            process.wait()
+            os.unlink(address)
+            os.rmdir(directory)
 
-        def end() -> None:
-            if cls.owner == os.getpid():
-                process.kill()
-                process.wait()
-                os.unlink(address)
-                os.rmdir(directory)
+    atexit.register(end)
+    return address
 
-        atexit.register(end)
+
+def _server_address() -> str:
+    """Return the address of the test run's server, or of this process's own, started when it is first asked for."""
+    return os.environ.get(ADDRESS) or _own_server(os.getpid())
+
+
+@functools.cache
+def _own_server(pid: int) -> str:
+    return start_server()
+
+
+def _ask(address: str, request: Mapping[str, Any], fds: Sequence[int]) -> socket.socket:
+    """Send a request with the standard streams of the process to be."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    data = pickle.dumps(request)
+    socket.send_fds(connection, [_LENGTH.pack(len(data))], fds)
+    connection.sendall(data)
+    return connection
+
+
+def _be_a_worker(argv: Sequence[str]) -> int:
+    """Have `python -c CODE` run in a forked process with this one's streams, and wait for its end."""
+    request = {
+        "argv": list(argv),
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "process_group": None,
+        "loaded": FOR_WORKERS,
+        "ends_with_server": True,  # what kills a worker that hangs kills this process, not that one
+    }
+    connection = _ask(os.environ[ADDRESS], request, [0, 1, 2])
+    process = Process(argv, connection, [None, None, None])
+    for fd in (0, 1):  # when the worker ends, so do its streams
+        os.close(fd)
+    return process.wait()
 
 
 # --- the process that forks -------------------------------------------------------------------------------------------
@@ -271,6 +305,7 @@ def _serve(address: str) -> dict[str, Any]:
         if listener in ready:
             connection, _ = listener.accept()
             request, fds = _read(connection)
+            _load(request["loaded"])
             pid = os.fork()
             if request["process_group"] is not None:
                 # Here for who asked, there for what it does first: either may come first.
@@ -286,6 +321,8 @@ def _serve(address: str) -> dict[str, Any]:
                     os.dup2(fd, number)
                 for fd in set(fds) - {0, 1, 2}:
                     os.close(fd)
+                if request["ends_with_server"]:
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 return request
             for fd in fds:
                 os.close(fd)
@@ -293,6 +330,20 @@ def _serve(address: str) -> dict[str, Any]:
             running[pidfd] = (pid, connection)
             with contextlib.suppress(OSError):
                 socket.send_fds(connection, [_LENGTH.pack(pid)], [pidfd])
+
+
+def _load(names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in sys.modules and importlib.util.find_spec(name.partition(".")[0])]
+    if not missing:
+        return
+    gc.disable()  # what is imported stays
+    for name in missing:
+        importlib.import_module(name)
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # forked processes do not look through what they share with this one, until they end
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{len(threads)} threads, of which a fork would keep one"
 
 
 def _read(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -326,6 +377,8 @@ def _become(request: dict[str, Any], path: list[str]) -> None:
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     elif argv[0] == "-c":
         sys.argv[:] = ["-c", *argv[2:]]
+        for name in ("__file__", "__cached__"):  # by which others would import this file
+            sys.modules["__main__"].__dict__.pop(name, None)
         exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
     else:
         sys.argv[:] = argv
@@ -334,15 +387,11 @@ def _become(request: dict[str, Any], path: list[str]) -> None:
 
 
 def _main() -> None:
-    path = sys.path[1:]
-    for name in LOADED:
-        if importlib.util.find_spec(name.partition(".")[0]):  # some are optional
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # forked processes do not look through what they share with this one, until they end
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads, of which a fork would keep one"
-    _become(_serve(sys.argv[1]), path)
+    if sys.argv[1] == "serve":
+        path = sys.path[1:]
+        _become(_serve(sys.argv[2]), path)
+    else:
+        sys.exit(_be_a_worker([word for word in sys.argv[1:] if word != "-u"]))
 
 
 if __name__ == "__main__":

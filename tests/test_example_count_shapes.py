@@ -1,4 +1,4 @@
-"""examples/count_shapes: its stages fit, its reward is right, and it learns from pixels with three seeds."""
+"""examples/count_shapes: its reward is right, it learns from pixels with three seeds, and resumes to the same bits."""
 
 import importlib.util
 import random
@@ -13,6 +13,8 @@ from hotseat.observe import read_lines
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "count_shapes"
+CONFIG = "examples/count_shapes/grpo.yaml"
+FOLDER = Path("build/count_shapes")
 
 
 def module(name):
@@ -22,15 +24,21 @@ def module(name):
     return loaded
 
 
-def test_the_stages_hand_their_model_on():
-    sft, grpo = (load(EXAMPLE / f"{name}.yaml") for name in ("sft", "grpo"))
-    assert grpo.actor.model == f"{sft.run_dir}/{sft.name}/model"
-    assert sft.data.image_key == grpo.data.image_key == "images"
+@pytest.fixture
+def at_root(tmp_path, monkeypatch):
+    """A working directory in which the commands of the README work."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+
+
+def accuracies_of(name):
+    records = read_lines(FOLDER / name / "metrics.jsonl")
+    return [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
 
 
 def test_only_the_right_count_is_rewarded():
     reward = module("reward").reward_func
-    assert reward(["q3<eos>", "q3", "q33", "q2<eos>", "q"], ["q"] * 5, ["3"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert reward(["q3", "q33", "q2", "q", "q3<eos>"], ["q"] * 5, ["3"] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.slow
@@ -43,19 +51,50 @@ def test_as_many_discs_are_drawn_as_are_asked_for():
         assert sum(value > 60 for value in centres) == count
 
 
+@pytest.mark.slow
+def test_two_thirds_of_the_steps_learn_to_count_most_images(at_root):
+    from hotseat.loop.run import start
+
+    module("prepare").make_files(FOLDER, 0, num_questions=512, num_held_out=64)
+    start(load(CONFIG, ["eval.every=16"]))
+    before, after = accuracies_of("grpo")
+    assert before <= 0.4
+    assert after >= 0.6
+
+
+class Stopped(Exception):
+    pass
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_counting_is_learned_from_rewards(seed, tmp_path):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    stages = [
-        ["examples/count_shapes/prepare.py", "build/count_shapes", "--seed", str(seed)],
-        ["-m", "hotseat", "run", "examples/count_shapes/sft.yaml", f"seed={seed}"],
-        ["-m", "hotseat", "run", "examples/count_shapes/grpo.yaml", f"seed={seed}"],
-    ]
-    for stage in stages:
-        subprocess.run([sys.executable, *stage], cwd=tmp_path, check=True, timeout=3000)
-    records = read_lines(tmp_path / "build" / "count_shapes" / "grpo" / "metrics.jsonl")
-    accuracies = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+def test_counting_is_learned_from_pixels_and_a_resumed_run_learns_the_same_bits(seed, at_root, monkeypatch):
+    from loop_cases import same
+    from safetensors.torch import load_file
+
+    from hotseat.cli.main import main
+    from hotseat.loop.run import start
+    from hotseat.loop.state.saving import Saver
+
+    prepare = ["examples/count_shapes/prepare.py", str(FOLDER), "--seed", str(seed)]
+    subprocess.run([sys.executable, *prepare], check=True, timeout=1000)
+    assert main(["run", CONFIG, f"seed={seed}"]) == 0
+    accuracies = accuracies_of("grpo")
     assert accuracies[0] <= 0.4
     assert accuracies[-1] >= 0.9
+
+    save = Saver.save
+
+    def save_and_stop(self, *args):
+        save(self, *args)
+        raise Stopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save", save_and_stop)
+        with pytest.raises(Stopped):
+            start(load(CONFIG, [f"seed={seed}", "name=part", "checkpoint.every=16"]))
+    assert main(["resume", str(FOLDER / "part")]) == 0
+    assert accuracies_of("part") == accuracies
+    whole, part = (load_file(FOLDER / name / "model" / "model.safetensors") for name in ("grpo", "part"))
+    assert same(whole, part)

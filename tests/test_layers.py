@@ -181,6 +181,7 @@ def test_every_module_belongs_to_a_layer():
     assert not strangers
 
 
+@pytest.mark.slow
 def test_imports_point_downward_only():
     assert not [line for path in modules() for line in violations(path)]
 
@@ -218,6 +219,7 @@ def test_each_outside_system_has_one_home(system):
             assert where.startswith(HOMES[system]), f"{where} imports {system}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["hotseat.config", "hotseat.errors", "hotseat.placement", "hotseat.rewards", "hotseat.cli.main"]
 )

@@ -34,6 +34,7 @@ def test_processes_to_be_started_get_the_users_own_value(monkeypatch):
     assert wait_policy() == {WAIT_POLICY: "ACTIVE"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
 @pytest.mark.parametrize(
     ("module", "arguments", "command"),

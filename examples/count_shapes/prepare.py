@@ -2,9 +2,8 @@
 
 python examples/count_shapes/prepare.py build/count_shapes --seed 0
 
-An image shows one to four discs of any colour and size. `examples.jsonl` is for SFT: its answers are drawn by lot, so
-that the model learns to answer with a number, and nothing about images. `questions.jsonl` and `held_out.jsonl` have the
-right number as label, for RL and for evaluation.
+An image shows one to four discs of any colour and size. `questions.jsonl` and `held_out.jsonl` have their number as
+label, for RL and for evaluation.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 CELL = 14  # pixels that become one token: two by two patches of 7
-NUM_CELLS = 3  # in each direction
+NUM_CELLS = 2  # in each direction
 MOST = 4  # discs
+SPREAD = 0.04  # of random weights; with 0.02, the usual one, pixels hardly change the answers at first
 QUESTION = "<|vision_start|><|image_pad|><|vision_end|>how many?"
 _SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
@@ -46,15 +46,14 @@ def draw(count: int, rng: random.Random) -> Image.Image:
     return image
 
 
-def write_rows(folder: Path, name: str, num_rows: int, rng: random.Random, *, is_by_lot: bool = False) -> None:
+def write_rows(folder: Path, name: str, num_rows: int, rng: random.Random) -> None:
     (folder / "drawn").mkdir(parents=True, exist_ok=True)
     rows = []
     for number in range(num_rows):
         count = rng.randint(1, MOST)
         path = f"drawn/{name}-{number}.png"
         draw(count, rng).save(folder / path)
-        label = rng.randint(1, MOST) if is_by_lot else count
-        rows.append({"input": QUESTION, "images": [path], "output" if is_by_lot else "label": str(label)})
+        rows.append({"input": QUESTION, "images": [path], "label": str(count)})
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -81,7 +80,8 @@ def save_model(folder: Path, *, width: int = 64, num_layers: int = 2) -> None:
             "num_hidden_layers": num_layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
+            "max_position_embeddings": 256,
+            "initializer_range": SPREAD,
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10000.0,
@@ -102,6 +102,7 @@ def save_model(folder: Path, *, width: int = 64, num_layers: int = 2) -> None:
             "temporal_patch_size": 2,
             "window_size": 2 * CELL,
             "fullatt_block_indexes": [1],
+            "initializer_range": SPREAD,
         },
         vision_start_token_id=start,
         vision_end_token_id=end,
@@ -120,12 +121,11 @@ def images_alone(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: ["image_processor", "tokenizer"])})
 
 
-def make_files(folder: Path, seed: int, *, num_questions: int = 4096, num_examples: int = 512) -> None:
+def make_files(folder: Path, seed: int, *, num_questions: int = 768, num_held_out: int = 100) -> None:
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder, "examples", num_examples, rng, is_by_lot=True)
     write_rows(folder, "questions", num_questions, rng)
-    write_rows(folder, "held_out", 200, rng)
+    write_rows(folder, "held_out", num_held_out, rng)
     torch.manual_seed(seed)
     save_model(folder / "base_model")
 

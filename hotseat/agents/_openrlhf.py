@@ -32,9 +32,10 @@ import torch
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.agents.multi_turn import MultiTurn, TurnResult, Turns, number, takes_seed
+from hotseat.agents.sight import listed
 from hotseat.agents.transcript import decode, decode_after
 from hotseat.errors import NotBuiltError, UserError
-from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
+from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, Segment, WhenSampled
 
 # --- the stand-in -----------------------------------------------------------------------------------------------------
 
@@ -257,8 +258,6 @@ def _turn_result(
         lacking.insert(1 if "rewards" in lacking else 0, " or ".join(text_keys))
     if lacking:
         raise AgentError(f"{name} returned a dict without {lacking[0]!r}; it has: {', '.join(map(str, result))}")
-    if result.get("environment_images"):
-        raise NotBuiltError(f"{name}: environment_images: images are not part of this version")
     assert text_key is not None
     text = result[text_key]
     if not isinstance(text, str):
@@ -273,6 +272,7 @@ def _turn_result(
         logs_of(result.get("extra_logs")),
         context,
         _next_sampling(result.get("sampling_params"), params, sampling),
+        listed(result.get("environment_images")),
     )
 
 
@@ -372,6 +372,13 @@ class ExecutorAgent(Agent):
             "result_queue": _ResultQueue(),
         }
         self._executor = executor_cls(**accepted(executor_cls.__init__, offered, "AgentExecutor.__init__", True))
+
+    @property
+    def instance_class(self) -> Any:
+        """Return the class of the instances that it plays turn by turn; None if it plays in a way of its own."""
+        kind = type(self._executor)
+        is_plain = kind.execute is AgentExecutorBase.execute and kind.generate is AgentExecutorBase.generate
+        return self._executor.agent_instance_cls if is_plain else None
 
     async def run(
         self, prompt: Prompt, key: SampleKey, sampling: Sampling, sample: SampleFunction
@@ -674,9 +681,14 @@ class _Recording:
         )
 
     async def _sample(
-        self, token_ids: list[int], sampling: Sampling, turn: int, images: tuple[str, ...] | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        turn: int,
+        images: tuple[str, ...] | None = None,
+        when_sampled: WhenSampled | None = None,
     ) -> Completion:
-        assert images is None, "turns see the images of the prompt alone"
+        assert images is None, "executors are played without images"
         completion = await self._ask(token_ids, sampling)
         self.calls.append(_Call(self, tuple(token_ids), completion))
         return completion

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hotseat.agents.transcript import Transcript
-from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode
+from hotseat.types import Completion, Episode, Prompt, SampleKey, Sampling, ScoredEpisode, WhenSampled
 
 _EPISODE = -2  # in place of a turn, for the seed of the episode itself
 
@@ -27,13 +27,21 @@ class SampleFunction(Protocol):
     """The function by which an agent samples from the engine."""
 
     async def __call__(
-        self, token_ids: list[int], sampling: Sampling, turn: int, images: tuple[str, ...] | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        turn: int,
+        images: tuple[str, ...] | None = None,
+        when_sampled: WhenSampled | None = None,
     ) -> Completion:
         """Sample a continuation of these tokens. `turn` counts the episode's calls from 0 and determines the seed.
 
+        images: those of the placeholders among the tokens; None: those of the prompt.
+        when_sampled: called in the event loop with all tokens so far, whenever there are more of them; where the engine
+        cannot say, never.
+
         An agent may ask for fewer tokens or other stop tokens than the run does; temperature, top-p and top-k are the
-        run's, because the trainer computes log-probs under them. images: of the placeholders among the tokens; None:
-        those of the prompt.
+        run's, because the trainer computes log-probs under them.
         """
 
 

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -35,6 +36,7 @@ from hotseat.types import (
     Sampling,
     ScoredEpisode,
     Segment,
+    WhenSampled,
 )
 
 Outcome = Episode | ScoredEpisode | Failed
@@ -74,7 +76,8 @@ class AgentHost:
 
     `ask` reaches the engine: it takes a request and returns at once a future of the completion, or an awaitable.
     `abort`, if passed, is called with the ids of requests to end: those that nobody waits for any more, and those whose
-    time is over, for which the engine then returns what it has sampled so far.
+    time is over, for which the engine then returns what it has sampled so far. `listen`, if passed, is called with the
+    id of a request that will stream, and a function for its tokens as they are sampled.
 
     An episode that raises, or takes longer than `timeout_s`, becomes `Failed`, with the reason; the others continue.
     `deadlines` bound its parts. Where they say that the policy is scored, an answer that is not complete in time is
@@ -98,6 +101,7 @@ class AgentHost:
         timeout_s: float = 600.0,
         blocked_s: float = 10.0,
         abort: Callable[[list[str]], object] | None = None,
+        listen: Callable[[str, WhenSampled], object] | None = None,
         deadlines: Deadlines | None = None,
     ):
         self.is_broken = False
@@ -109,6 +113,7 @@ class AgentHost:
         self._name = getattr(agent, "name", type(agent).__name__)
         self._ask = ask
         self._abort = abort
+        self._listen = listen
         self._run_seed = run_seed
         self._timeout_s = timeout_s
         self._blocked_s = blocked_s
@@ -237,7 +242,7 @@ class AgentHost:
 
     async def _episode(self, job: _Job) -> None:
         try:
-            made = await self._agent.run(job.prompt, job.key, job.sampling, lambda *args: self._sample(job, *args))
+            made = await self._agent.run(job.prompt, job.key, job.sampling, partial(self._sample, job))
             self._finish(job, _with_times(made if self._is_ours else _checked(made, job), job))
         except UserError as error:
             self._finish(job, error)
@@ -260,6 +265,7 @@ class AgentHost:
         sampling: Sampling,
         turn: int,
         images: tuple[str, ...] | None = None,
+        when_sampled: WhenSampled | None = None,
     ) -> Completion:
         if job.future.done():
             raise AgentError("the episode is over")
@@ -270,8 +276,11 @@ class AgentHost:
         # The number distinguishes attempts at the same sample; the seed is the same for all of them.
         name = f"{job.key}/{turn}#{next(self._numbers)}"
         seed = job.key.seed(self._run_seed, turn)
-        images = job.prompt.images if images is None else images
-        request = Request(name, tuple(token_ids), sampling, seed, images)
+        streams = when_sampled is not None and self._listen is not None
+        seen = job.prompt.images if images is None else images
+        request = Request(name, tuple(token_ids), sampling, seed, seen, streams)
+        if when_sampled is not None and self._listen is not None:
+            self._listen(name, when_sampled)
         asked_s = time.monotonic() - job.started
         self._begin_request(job, name)
         try:

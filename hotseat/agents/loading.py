@@ -16,6 +16,7 @@ from hotseat.agents._openrlhf import ExecutorAgent, FunctionTurns, InstanceTurns
 from hotseat.agents.agent import Agent, AgentError, SingleTurn
 from hotseat.agents.gateway.settings import ProgramSettings
 from hotseat.agents.multi_turn import Environment, MultiTurn
+from hotseat.agents.sight import Sight
 from hotseat.errors import NotBuiltError, UserError
 
 _MODULE = "hotseat_agent"
@@ -33,10 +34,13 @@ def load_agent(
     max_length: int,
     max_steps: int | None = None,
     programs: ProgramSettings | None = None,
+    sight: Sight | None = None,
 ) -> Agent:
     """Load the agent in `FILE.py`, or the class NAME in it (`FILE.py:NAME`). Without a file it is `SingleTurn`.
 
     programs: settings of agents that are programs; if they have a command or an environment, that is the agent.
+
+    sight: prepares images of environments; None: the run has no images.
 
     `max_length` is the most tokens that a context and the answer to it may have together, `max_steps` the most turns.
     A user's own `Agent` gets those of tokenizer, max_length and max_steps that its constructor has parameters for.
@@ -54,18 +58,25 @@ def load_agent(
         return SingleTurn(tokenizer)
     named = re.fullmatch(r"(.+\.py):(\w+)", str(path))
     file, class_name = Path(named[1] if named else path).expanduser().absolute(), named[2] if named else None
-    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs)
+    agent = _load(file, class_name, tokenizer, {"max_length": max_length, "max_steps": max_steps}, programs, sight)
     with contextlib.suppress(AttributeError):
         agent.name = str(file)  # type: ignore[attr-defined]  # for messages
     return agent
 
 
 def _load(
-    file: Path, class_name: str | None, tokenizer: Any, limits: dict[str, Any], programs: ProgramSettings
+    file: Path,
+    class_name: str | None,
+    tokenizer: Any,
+    limits: dict[str, Any],
+    programs: ProgramSettings,
+    sight: Sight | None,
 ) -> Agent:
     source = _Source(file)
     module = source.load()
     name, form = _choose(module, file, class_name)
+    if sight is not None and name == "play":
+        raise _without_sight(file, name)
     seed = programs.run_seed
     if name == "play":
         from hotseat.agents.black_box import PlayFunction
@@ -76,19 +87,31 @@ def _load(
             raise UserError(f"{file}: {error}") from None
     if name == "step":
         load = source.load if needs_own_globals(module, source.text) else lambda: module
-        return MultiTurn.of_turns(lambda: FunctionTurns(load), tokenizer, run_seed=seed, **limits)
+        return MultiTurn.of_turns(lambda: FunctionTurns(load), tokenizer, run_seed=seed, sight=sight, **limits)
     if name == "AgentInstance":
-        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, run_seed=seed, **limits)
+        return MultiTurn.of_turns(lambda: InstanceTurns(form), tokenizer, run_seed=seed, sight=sight, **limits)
     if Environment in form.__mro__:
-        return MultiTurn(form, tokenizer, run_seed=seed, **limits)
+        return MultiTurn(form, tokenizer, run_seed=seed, sight=sight, **limits)
     try:
-        if name == "AgentExecutor":
+        if name == "AgentExecutor" and sight is None:
             return ExecutorAgent(form, tokenizer, **limits)
+        if name == "AgentExecutor":
+            instances = ExecutorAgent(form, tokenizer, **limits).instance_class
+            if instances is None:
+                raise _without_sight(file, "an AgentExecutor with an execute of its own")
+            return MultiTurn.of_turns(lambda: InstanceTurns(instances), tokenizer, run_seed=seed, sight=sight, **limits)
         return form(**accepted(form.__init__, {"tokenizer": tokenizer, **limits}, f"{name}.__init__"))
     except NotBuiltError as error:
         raise NotBuiltError(f"{file}: {error}") from error
     except Exception as error:
         raise UserError(f"{file}: {name} cannot be made: {describe(error, str(file))}") from error
+
+
+def _without_sight(file: Path, what: str) -> NotBuiltError:
+    return NotBuiltError(
+        f"{file}: {what} is not built for images yet: write an Environment or an AgentInstance, whose steps may return"
+        " images"
+    )
 
 
 def _choose(module: types.ModuleType, file: Path, class_name: str | None) -> tuple[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from hotseat.agents._threads import OwnThread
 from hotseat.agents.agent import Agent, AgentError, OutOfTimeError, SampleFunction, episode_seed
+from hotseat.agents.sight import Shown, Sight, listed
 from hotseat.agents.transcript import Transcript
 from hotseat.types import Episode, Prompt, SampleKey, Sampling, ScoredEpisode
+from hotseat.vision import tokens_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Step:
     done: bool = False
     score: float | None = None  # used by dynamic filtering; that of the last turn counts; None: the sum of the rewards
     extra: Mapping[str, float] = field(default_factory=dict)  # numbers to log; those of the last turn count
+    images: Sequence[Any] = ()  # for the image tokens in the feedback: paths, bytes, data URIs or images of Pillow
 
 
 class Environment:
@@ -63,8 +66,10 @@ class MultiTurn(Agent):
         max_length: int,
         max_steps: int | None = None,
         run_seed: int = 0,
+        sight: Sight | None = None,
     ):
         self._run_seed = run_seed
+        self._sight = sight  # of a model that sees images
         self._make_turns: Callable[[], Turns] = partial(_EnvironmentTurns, env_factory)
         self._tokenizer = tokenizer
         self._max_length = max_length
@@ -98,7 +103,8 @@ class MultiTurn(Agent):
                 break
             asked = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
             try:
-                completion = await sample(transcript.context, asked, len(results))
+                images = (transcript.images,) if self._sight is not None else ()
+                completion = await sample(transcript.context, asked, len(results), *images)
             except OutOfTimeError:
                 if not results:
                     raise
@@ -112,10 +118,12 @@ class MultiTurn(Agent):
             if result.is_done:
                 last_words = result.feedback
                 break
+            if self._sight is not None and completion.token_ids[-1] in self._sight.placeholder_ids:
+                break  # no forward can read on after a placeholder without an image
             if result.context is not None:
-                transcript.start_again(result.context)
+                transcript.start_again(result.context, await self._look(result.images, 0))
             else:
-                transcript.add_text(result.feedback)
+                transcript.add_text(result.feedback, await self._look(result.images, len(transcript.images)))
         if not results:
             raise AgentError(
                 f"the first observation has {transcript.num_tokens} tokens and leaves none to sample within"
@@ -124,14 +132,21 @@ class MultiTurn(Agent):
         episode = transcript.episode(key, is_truncated=is_cut or not results[-1].is_done, last_words=last_words)
         return _scored(episode, results)
 
+    async def _look(self, images: Sequence[Any], num_before: int) -> list[Shown]:
+        if self._sight is None:
+            if images:
+                raise AgentError("the environment showed images, and the run has none: set data.image_key")
+            return []
+        return await self._sight.look(images, num_before)
+
     def _begin(self, prompt: Prompt, observation: str | None) -> Transcript:
-        transcript = Transcript(self._tokenizer, prompt)
+        transcript = Transcript(self._tokenizer, prompt, self._sight)
         if observation is None or observation == prompt.text:
             return transcript
         if observation.startswith(prompt.text):
             transcript.add_text(observation[len(prompt.text) :])
         else:
-            transcript.start_again(observation)
+            transcript.start_again(observation, [Shown(image, tokens_of(image)) for image in prompt.images])
         return transcript
 
 
@@ -157,6 +172,7 @@ class TurnResult:
     extra: Mapping[str, float] = field(default_factory=dict)
     context: str | None = None  # a new text for the policy to continue from, instead of the transcript so far
     sampling: Sampling | None = None  # from the next turn on
+    images: tuple[Any, ...] = ()  # for the image tokens in the feedback or the context
 
 
 class Turns:
@@ -201,6 +217,7 @@ class _EnvironmentTurns(Turns):
             None if step.reward is None else number("reward", step.reward),
             None if step.score is None else number("score", step.score),
             {name: number(f"extra[{name!r}]", value, is_log=True) for name, value in step.extra.items()},
+            images=listed(step.images),
         )
 
     async def end(self) -> None:

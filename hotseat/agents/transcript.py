@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from hotseat.types import Completion, Episode, EpisodeFacts, Prompt, SampleKey, Segment, TurnFacts
+
+if TYPE_CHECKING:
+    from hotseat.agents.sight import Shown, Sight
 
 _TAIL = 8  # tokens before a piece that can change how it decodes: a leading space, a character of several bytes
 
@@ -17,8 +20,9 @@ _TAIL = 8  # tokens before a piece that can change how it decodes: a leading spa
 class Transcript:
     """Collects the tokens that the engine sampled and those that the environment added, and makes them an episode."""
 
-    def __init__(self, tokenizer: Any, prompt: Prompt):
+    def __init__(self, tokenizer: Any, prompt: Prompt, sight: Sight | None = None):
         self._tokenizer = tokenizer
+        self._sight = sight  # of a model that sees images
         self._segments = [Draft(list(prompt.token_ids), prompt.images)]
         self._turn_lengths: list[int] = []
         self._turns: list[TurnFacts] = []
@@ -28,6 +32,11 @@ class Transcript:
     def context(self) -> list[int]:
         """Tokens to sample the next turn from."""
         return list(self._segments[-1].token_ids)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Images of the placeholders in the context, in order."""
+        return self._segments[-1].images
 
     @property
     def num_tokens(self) -> int:
@@ -43,15 +52,26 @@ class Transcript:
         self.text += text
         return text
 
-    def add_text(self, text: str) -> None:
-        """Append text of the environment."""
-        self._segments[-1].add(self._encode(text))
+    def add_text(self, text: str, images: Sequence[Shown] = ()) -> None:
+        """Append text of the environment, with images in the places of their tokens."""
+        self._add(self._segments[-1], text, images)
         self.text += text
 
-    def start_again(self, text: str) -> None:
-        """Start a new segment from another context."""
-        self._segments.append(Draft(self._encode(text)))
+    def start_again(self, text: str, images: Sequence[Shown] = ()) -> None:
+        """Start a new segment from another context, with images in the places of their tokens."""
+        self._segments.append(Draft([]))
+        self._add(self._segments[-1], text, images)
         self.text = text
+
+    def _add(self, draft: Draft, text: str, images: Sequence[Shown]) -> None:
+        token_ids = self._encode(text)
+        if self._sight is None:
+            draft.add(token_ids)
+            return
+        token_ids, begins = self._sight.expand(token_ids, images)
+        for image, begin in zip(images, begins, strict=True):
+            draft.add_image(image.path, begin)
+        draft.add(token_ids)
 
     def episode(self, key: SampleKey, *, is_truncated: bool, last_words: str = "") -> Episode:
         """Return the episode. last_words: the environment's last feedback, kept as text only: no tokens follow it."""
@@ -91,7 +111,7 @@ class Draft:
     """A segment that is still growing."""
 
     def __init__(self, token_ids: list[int], images: tuple[str, ...] = ()):
-        self._images = images
+        self._images = [(0, image) for image in images]  # and where each begins, or something before it
         self.token_ids: list[int] = []
         self.mask: list[bool] = []
         self._log_probs: list[float] = []
@@ -101,6 +121,14 @@ class Draft:
     def add(self, token_ids: Sequence[int]) -> None:
         num = len(token_ids)
         self._extend(token_ids, [False] * num, [0.0] * num, [-1] * num)
+
+    def add_image(self, image: str, begin: int) -> None:
+        """Add an image whose tokens come next, after `begin` others."""
+        self._images.append((len(self.token_ids) + begin, image))
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        return tuple(image for _, image in self._images)
 
     def add_sampled(self, completion: Completion) -> None:
         num = len(completion.token_ids)
@@ -115,7 +143,7 @@ class Draft:
             mask=_tensor(self.mask[:end], np.bool_),
             log_probs=_tensor(self._log_probs[:end], np.float32),
             versions=_tensor(self._versions[:end], np.int32),
-            images=self._images,
+            images=tuple(image for begin, image in self._images if begin < end),
         )
 
     def _extend(

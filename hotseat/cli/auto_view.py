@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotseat.config import Config
+from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import make_plan
@@ -49,9 +50,17 @@ def _own(config: Config, inventory: str | None, profile: Profile) -> Prediction 
 def _table(best: list[tuple[Candidate, Prediction]]) -> Table:
     table = Table(box=box.SIMPLE)
     table.add_column("")
-    for heading in ("actor", "rollout"):
+    has_env = any(has_simulator(candidate.config) for candidate, _ in best)
+    for heading in ("actor", *(("env",) if has_env else ()), "rollout"):
         table.add_column(heading)
-    for heading in ("engines", "staleness", "s per step", "samples/s", "rollout s", "training s"):
+    for heading in (
+        "engines",
+        "stages" if has_env else "staleness",
+        "s per step",
+        "samples/s",
+        "rollout s",
+        "training s",
+    ):
         table.add_column(heading, justify="right")
     for number, (candidate, prediction) in enumerate(best, 1):
         placement, size = (
@@ -61,9 +70,10 @@ def _table(best: list[tuple[Candidate, Prediction]]) -> Table:
         table.add_row(
             str(number),
             placement["actor"],
+            *((placement["env"],) if has_env else ()),
             placement["rollout"],
             f"{candidate.num_engines}" + (f" x {size}" if size > 1 else ""),
-            str(candidate.config.overlap.staleness),
+            str(candidate.config.rollout.pipeline_stage_num if has_env else candidate.config.overlap.staleness),
             *_numbers(prediction),
         )
     return table

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hotseat.config import Config, load, loads, to_yaml
+from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.planning.candidates import refuse_fixed_roles
 from hotseat.loop.planning.plan import make_plan
@@ -69,6 +70,12 @@ def measure(
                 f"{measured.samples_per_engine:.0f} samples per engine, {measured.samples_per_rank:.0f} per rank:"
                 + "".join(f" {phase} {seconds:.2f} s" for phase, seconds in measured.phases.items())
             )
+            if measured.turns is not None:
+                turns = measured.turns
+                tell(
+                    f"{turns.envs_per_call:.0f} simulators step in {turns.env_s:.3g} s; the policy answers"
+                    f" {turns.requests_per_engine:.0f} requests per engine in {turns.policy_s:.3g} s"
+                )
             measurements.append(measured)
             keep(Profile(tuple(measurements), about))
 
@@ -78,6 +85,8 @@ def default_factors(config: Config) -> list[float]:
 
     They reach from what an engine would have if every device had one to what it has if few do.
     """
+    if has_simulator(config):
+        return [0.25, 0.5, 1.0, 2.0]  # from a stage of four, or four env processes for one, to one for two
     plan = make_plan(config)
     share = len(plan.role("rollout").processes) / max(1, plan.inventory.num_devices)
     factors: list[float] = []
@@ -96,12 +105,10 @@ def _short(config: Config, factor: float, size: int, directory: str) -> Config:
             f"a batch {factor:g} times as large is no whole number: rollout.batch_size is"
             f" {config.rollout.batch_size}, train.batch_size {config.train.batch_size}; choose others by --sizes"
         )
-    num_rows = min(int(groups), num_rows_of(config) or int(groups))
     changes = [
         f"rollout.batch_size={int(groups)}",
         f"train.batch_size={int(samples)}",
-        f"data.max_samples={num_rows}",
-        f"train.num_episodes={math.ceil(NUM_STEPS * groups / num_rows)}",
+        *(_of_simulators if has_simulator(config) else _of_data)(config, factor, int(groups)),
         "overlap={}",
         "checkpoint={}",
         "eval={}",
@@ -112,6 +119,28 @@ def _short(config: Config, factor: float, size: int, directory: str) -> Config:
     if size != config.rollout.tensor_parallel_size:
         changes.append(f"rollout.tensor_parallel_size={size}")
     return loads(to_yaml(config), changes, forget_idle=True)
+
+
+def _of_data(config: Config, factor: float, num_groups: int) -> list[str]:
+    """Return the settings with which the data last for `NUM_STEPS` steps."""
+    num_rows = min(num_groups, num_rows_of(config) or num_groups)
+    return [f"data.max_samples={num_rows}", f"train.num_episodes={math.ceil(NUM_STEPS * num_groups / num_rows)}"]
+
+
+def _of_simulators(config: Config, factor: float, num_groups: int) -> list[str]:
+    """Return the same for simulators, of which there are as many more or fewer as samples, in one stage.
+
+    Stages are not measured but predicted: from what fewer simulators, and fewer requests, take at a time.
+    """
+    num_tasks = max(1, len(config.env.tasks))
+    num_seeds = math.ceil(num_groups / num_tasks)
+    return [
+        f"env.num_envs={max(1, round(factor * config.env.num_envs))}",
+        f"env.num_seeds={num_seeds}",
+        "env.eval_seeds=0",
+        "rollout.pipeline_stage_num=1",
+        f"train.num_episodes={math.ceil(NUM_STEPS * num_groups / (num_tasks * num_seeds))}",
+    ]
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -33,6 +33,7 @@ from hotseat.errors import PlacementError, RunError
 __all__ = ["Cluster"]
 
 T = TypeVar("T")
+_LEAST_START_S = 300.0
 
 
 class Cluster:
@@ -153,7 +154,6 @@ class Cluster:
         num_threads: int = 1,
         max_concurrency: int | None = None,
         timeout_s: float | None = None,
-        start_timeout_s: float = 300.0,
         wait: bool = True,
     ) -> WorkerGroup[T]:
         """Make an object of the plain class `cls` in each process, and return when all are made.
@@ -162,6 +162,7 @@ class Cluster:
         processes: the place of each rank; or an object with such places as its `processes`, such as a role of a plan;
             or a number of processes without devices on the first node.
         num_threads: of torch and the libraries under it, in each process; set, never inherited.
+        timeout_s: the deadline of each call, and of the start, which may take `_LEAST_START_S` in any case.
         max_concurrency: calls that may run at once in a process; by default `cls.max_concurrency`, else 1. A class with
             coroutine methods runs them all on one event loop.
         wait: False returns at once, so that several groups can start together; `WorkerGroup.ready` waits, and so does
@@ -184,7 +185,7 @@ class Cluster:
                 num_threads=num_threads,
                 max_concurrency=max_concurrency or getattr(cls, "max_concurrency", None) or 1,
                 timeout_s=timeout_s or self.timeout_s,
-                start_timeout_s=start_timeout_s,
+                start_timeout_s=max(_LEAST_START_S, timeout_s or self.timeout_s),
                 wait=wait,
             )
         )

@@ -27,14 +27,15 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
             ("data.max_images_per_prompt", "0, and data.image_key names a column of images: set it to 1 or more")
         )
     if config.task == "rl":
-        if config.rollout.engine == "vllm":
-            problems.append(("rollout.engine", f"vllm is {_OPEN}: set it to transformers"))
+        if config.rollout.engine == "vllm" and data.image_key is None:
+            problems.append(("rollout.engine", f"vllm is {_OPEN} of simulators: set it to transformers"))
+        if config.rollout.engine == "vllm" and config.rollout.lora_sync == "adapter":
+            problems.append(("rollout.lora_sync", f"adapter is {_OPEN}: set it to merged"))
         if has_reward_model(config) and config.reward.retokenize:
             why = "images are prepared for the actor's tokens: choose a reward model with the actor's tokenizer"
             problems.append(("reward.retokenize", f"true, but {why}, and set it to false"))
         for key, value, what in (
-            ("agent.path", config.agent.path, "agents of your own are"),
-            ("agent.command", config.agent.command, "agents of your own are"),
+            ("agent.command", config.agent.command, "agents that are programs are"),
             ("agent.environment.family", config.agent.environment.family, "environments of libraries are"),
         ):
             if value is not None and data.image_key is not None:
@@ -54,6 +55,13 @@ def filler_image(config: Config) -> Path:
     """Return the file of an image that says nothing, prepared for the run's model."""
     digest = hashlib.blake2b(str(config.actor.model).encode(), digest_size=8).hexdigest()
     return image_folder(config) / f"filler-{digest}.safetensors"
+
+
+def largest_image(config: Config) -> Path:
+    """Return the file of the prepared image of the most tokens, of the run's data and model."""
+    told = f"{config.actor.model}\n{config.data.path}\n{config.eval.path}\n{config.data.max_images_per_prompt}"
+    digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    return image_folder(config) / f"largest-{digest}.safetensors"
 
 
 def image_folder(config: Config) -> Path:

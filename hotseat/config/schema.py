@@ -79,7 +79,7 @@ class ClusterConfig(Section):
     threads_per_process: Positive = 1
     """CPU threads of each worker process; never inherited, because sums depend on their number."""
     call_timeout_s: Seconds = 1800.0
-    """Longest that one call to a worker may take before it becomes an error."""
+    """Longest that one call to a worker, or its start, may take before it becomes an error."""
     silence_timeout_s: Seconds = 30.0
     """Longest that a process may be stopped, or an engine not answer a ping, before it is ended or replaced."""
 
@@ -218,7 +218,7 @@ class EnvConfig(Section):
     step_timeout_s: Seconds = 60.0
     """Longest that a simulator may take for a reset or a chunk of actions before it is replaced."""
     memory_gib: Annotated[float, Field(gt=0)] | None = None
-    """Memory of one process of the role env on its device, for planning; unset is not checked."""
+    """Memory of one process of the role env on its device, for planning; unset is what an earlier run measured."""
     enable_offload: bool | None = None
     """Offload simulators between phases: true always, false never, unset as needed."""
 
@@ -406,7 +406,7 @@ class RolloutConfig(Section):
     num_hosts: Positive | None = None
     """Processes that run agents and score their answers; unset is one on each node with engines."""
     pipeline_stage_num: Positive = 1
-    """Parts of each env process's simulators; while the policy samples for one, the others step."""
+    """Parts of each env process's simulators; while the policy samples for one, another steps."""
     num_slots: Positive = 64
     """Sequences that one transformers engine decodes at a time."""
     prefix_caching: bool = False

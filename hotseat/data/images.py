@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from hotseat.vision import TOKENS, tokens_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _FORMAT = 2  # of the files; raised when what is written for the same image and processor changes
+_SMALL, _LARGE = 64, 4096  # sides of squares among which the largest is sought
 _THUMBNAIL = 112  # pixels of the longer edge
 # What a processor says about text, and about the class that it is part of.
 _OF_TEXT = ("chat_template", "processor_class")
@@ -242,6 +244,39 @@ class ImageStore:
         import PIL.Image
 
         self._write(path, PIL.Image.new("RGB", (64, 64), (128, 128, 128)), "filler")
+
+    def write_largest(self, path: Path, max_tokens: int | None) -> None:
+        """Write the prepared image of the most tokens to a file, unless that has one of as many.
+
+        max_tokens: choose among all images within the limits, those of so many tokens; None: among those of the run.
+        """
+        found = list(self._known.values())
+        if max_tokens is not None:
+            found.append(self._largest_square(max_tokens))
+        largest = max(found, key=lambda image: len(image.token_ids))
+        if path.exists() and len(tokens_of(str(path))) >= len(largest.token_ids):
+            return
+        whole = path.with_suffix(f".{os.getpid()}")
+        shutil.copyfile(largest.path, whole)
+        whole.replace(path)
+
+    def _largest_square(self, max_tokens: int) -> PreparedImage:
+        """Prepare a grey square of about as many tokens as it may have, found by halving."""
+        import PIL.Image
+
+        def prepared(side: int) -> PreparedImage:
+            path = self.folder / f"grey-{self._how.hex()}-{side}.safetensors"
+            if not path.exists():
+                self._write(path, PIL.Image.new("RGB", (side, side), (128, 128, 128)), "a grey square")
+            return self._read(path)
+
+        low, high = _SMALL, int(min(self.limits.max_pixels, _LARGE**2) ** 0.5)
+        best = prepared(low)
+        while high - low > low // 8:
+            side = (low + high) // 2
+            image = prepared(side)
+            low, high, best = (side, high, image) if len(image.token_ids) <= max_tokens else (low, side, best)
+        return best
 
     def _write(self, path: Path, image: Any, key: str) -> None:
         from safetensors.torch import save

@@ -46,8 +46,9 @@ class NumberTokens:
 
     def decode(self, token_ids: Sequence[int]) -> np.ndarray:
         """Return the vectors of tokens, D of them for each: [num_vectors, D] float64."""
-        index = np.clip(self.vocab_size - 1 - np.array(token_ids, dtype=np.int64), 0, self.bins - 1)
-        index = index.reshape(-1, len(self.low))
+        last = self.vocab_size - 1
+        bins = [min(max(last - token, 0), self.bins - 1) for token in token_ids]  # few, so without numpy
+        index = np.array(bins, dtype=np.int64).reshape(-1, len(self.low))
         if self.is_numbered:
             return index.astype(np.float64)
         return self.low + (index + 0.5) * (self.high - self.low) / self.bins

@@ -175,10 +175,11 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class SimulatorMemory:
-    """Memory of a simulator process, on its device and on the host."""
+    """Memory of a simulator process, on its device and on the host. source: where the numbers are from."""
 
     gib: float
     host_gib: float = 0.0
+    source: str = "as given"
 
 
 Memory = TrainMemory | ForwardMemory | EngineMemory | SimulatorMemory
@@ -736,9 +737,9 @@ def _simulator(role: str, memory: SimulatorMemory | None, layout: Layout) -> Rol
     fixed = _fixed(role, layout, False)
     host = [process_on_host(role)]
     if memory is not None:
-        state = Term(role, "simulator", memory.gib, "as given", Part.SIMULATOR)
+        state = Term(role, "simulator", memory.gib, memory.source, Part.SIMULATOR)
         if memory.host_gib:
-            host.append(Term(role, "simulator on the host", memory.host_gib, "as given"))
+            host.append(Term(role, "simulator on the host", memory.host_gib, memory.source))
     elif layout.share is not None and layout.device_gib is not None:
         gib = max(0.0, layout.share * layout.device_gib - total(fixed))
         formula = f"{layout.share:g} x {layout.device_gib:g} GiB - {total(fixed):.2f} GiB (context)"

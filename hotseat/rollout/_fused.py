@@ -10,7 +10,7 @@ vLLM's own way takes every expert's projections one by one. No digest reaches th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,22 @@ def pieces(model: nn.Module, rank: int) -> Iterator[Piece]:
         for name, parameter in module.named_parameters(recurse=False):
             for piece in _of_parameter(module, renamed, name, parameter.detach(), rank, packed):
                 yield replace(piece, is_taken_here=renamed != prefix)
+
+
+def renamed(every: Iterable[Piece], model: nn.Module, names: Collection[str]) -> Iterator[Piece]:
+    """Give pieces the names of the Hugging Face model where vLLM's model has its parts under other names.
+
+    Models that see images have them: vLLM's own table says which. names: of all weights of the Hugging Face model.
+    """
+    table: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if table is None:
+        yield from every
+        return
+    if hasattr(table, "orig_to_new_stacked"):  # pieces of fused weights are apart already
+        table = replace(table, orig_to_new_stacked={})
+    found = {table._map_name(name): name for name in names}
+    for piece in every:
+        yield piece if piece.name in names else replace(piece, name=found.get(piece.name, piece.name))
 
 
 def _of_parameter(

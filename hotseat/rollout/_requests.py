@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Literal
 
@@ -106,6 +106,14 @@ class RequestTable:
                 else:
                     del self._in_flight[sequence.request.id]
         return taken
+
+    def sampled(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Return the tokens that requests have from a position on, without those that have none."""
+        with self._lock:
+            chosen = [(name, start, self._in_flight[name]) for name, start in starts.items() if name in self._in_flight]
+        # The engine's thread appends to the lists meanwhile, which slices do not notice.
+        tokens = {name: tuple(sequence.token_ids[start:]) for name, start, sequence in chosen}
+        return {name: new for name, new in tokens.items() if new}
 
     def stop_waiting(self, request_ids: Sequence[str] | None) -> tuple[list[EngineSequence], list[str]]:
         """Take these requests, or all, out of the queue: return them, and the ids of those not cancelled before."""

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -110,6 +110,10 @@ class ThreadedEngine(EngineHooks):
             raise UserError("score: images, and the model of this engine sees none")
         seen = images or [()] * len(sequences)
         return self._thread.call("score", lambda: self._score_if_ready(sequences, temperature, seen))
+
+    def sampled(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        self._thread.raise_if_gone()
+        return self._requests.sampled(starts)
 
     def abort(self, request_ids: Iterable[str] | None = None) -> list[str]:
         ids = None if request_ids is None else list(request_ids)

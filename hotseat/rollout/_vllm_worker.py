@@ -16,12 +16,14 @@ from torch import Tensor
 from hotseat.algorithms.digest import named_digests
 from hotseat.errors import WeightError
 from hotseat.rollout import _vllm_inside as inside
-from hotseat.rollout._fused import Piece, adapter_pieces, pieces
+from hotseat.rollout._fused import Piece, adapter_pieces, pieces, renamed
 from hotseat.rollout._live_weights import WeightNames
+from hotseat.rollout._vllm_images import use_prepared_images
 
 # Called here: this module is the first of ours that a worker's process imports, before it loads the model.
 inside.leave_weights_in_place()
 inside.leave_classes_alone()
+use_prepared_images()
 
 
 class WorkerExtension:
@@ -37,7 +39,8 @@ class WorkerExtension:
         if problem is not None:
             return {"problem": problem}
         self.hotseat_names = names
-        every = [*pieces(model, self.rank), *adapter_pieces(model, self.rank, names)]
+        weights = renamed(pieces(model, self.rank), model, names.first_names)
+        every = [*weights, *adapter_pieces(model, self.rank, names)]
         self.hotseat_pieces: list[Piece] = [piece for piece in every if names.shape(piece.name) == piece.shape]
         problem = self._hotseat_add_adapter(names) if names.factors else None
         if problem is not None:

@@ -84,6 +84,13 @@ class Engine(Protocol):
         images: those of each sequence; empty: no sequence has any.
         """
 
+    def sampled(self, starts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Return the tokens sampled so far for requests in flight, each from a position on. Answers at once.
+
+        starts: position by request id. Requests without new tokens are left out. The tokens of a request only grow, and
+        its completion begins with them.
+        """
+
     def abort(self, request_ids: Iterable[str] | None = None) -> list[str]:
         """End these requests, or all, with the tokens they have. Returns the ids that were waiting or running."""
 

@@ -37,15 +37,17 @@ _SET_BY: Mapping[str, str] = {
     "sleep_preserve_parameter_names": "rollout.enable_offload",
     "hf_overrides": "rollout.fp32_head",
     "weight_transfer_config": "rollout.weight_transport",
+    "limit_mm_per_prompt": "data.max_images_per_prompt",
 }
 
-_TOKENS = "the engine takes and returns token ids, and loads no tokenizer"
+_TOKENS = "the engine takes and returns token ids, and needs no tokenizer"
 _PLACES = "weights are pushed to the places where vLLM's layers keep them on the device"
 _ONCE = "vLLM quantises weights when it loads them, and pushed ones would be put, unquantised, in their places"
 _POLICY = "tokens must be sampled from the distribution that the trainer computes"
 _DRAFTS = "the log-probs of drafted tokens have not been compared with the trainer's"
 _RANKS = "an engine is one process per device of rollout.tensor_parallel_size, on one node"
 _DRIVEN = "the engine drives vLLM's scheduler and workers itself"
+_PIXELS = "images are prepared once, by the run, and their pixels are what the trainer learns from"
 _LORA = "train.lora and rollout.lora_sync decide it"
 
 # Why an argument cannot be set, where no key sets it.
@@ -97,6 +99,14 @@ _RELIED_ON: Mapping[str, str] = {
     "offload_params": _PLACES,
     "quantization": _ONCE,
     "quantization_config": _ONCE,
+    "mm_processor_kwargs": _PIXELS,
+    "mm_processor_cache_gb": _PIXELS,
+    "mm_processor_cache_type": _PIXELS,
+    "mm_processor_device": _PIXELS,
+    "mm_device_do_normalize": _PIXELS,
+    "media_io_kwargs": _PIXELS,
+    "enable_mm_embeds": _PIXELS,
+    "language_model_only": _PIXELS,
     "enable_lora": _LORA,
     "max_loras": _LORA,
     "max_lora_rank": _LORA,

@@ -25,14 +25,17 @@ from hotseat.placement.roles import Part
 from hotseat.rollout._live_weights import WeightNames
 from hotseat.rollout._requests import EngineSequence
 from hotseat.rollout._threaded import ThreadedEngine
+from hotseat.rollout._vllm_images import ImageOptions
 from hotseat.rollout.engine import PARTS
 from hotseat.rollout.vllm_versions import SCORED_AT_ONCE, AdapterOptions, Core, CoreOptions, Sampled
-from hotseat.types import Completion
+from hotseat.types import Completion, Request
+from hotseat.vision import policy_class
 
 __all__ = [
     "AdapterOptions",
     "Core",
     "CoreOptions",
+    "ImageOptions",
     "VllmEngine",
     "cache_bytes",
     "log_to",
@@ -82,6 +85,8 @@ class VllmEngine(ThreadedEngine):
             call_timeout_s=call_timeout_s,
         )
         self.keeps_cache = keeps_cache
+        self.sees_images = core.sees_images
+        self.placeholder_ids = core.placeholder_ids
         self._core = core
         started = core.call("hotseat_start", names, timeout_s=call_timeout_s)
         problem = next((rank["problem"] for rank in started if "problem" in rank), None)
@@ -94,6 +99,11 @@ class VllmEngine(ThreadedEngine):
         self._num_named = 0
         self._start()
 
+    def _checked(self, request: Request) -> EngineSequence:
+        sequence = super()._checked(request)
+        self._core.check_images(request.token_ids, request.images)
+        return sequence
+
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -102,11 +112,14 @@ class VllmEngine(ThreadedEngine):
             self._num_named += 1
             name = f"{self._num_named}/{sequence.request.id}"
             self._running[name] = sequence
-            # Where blocks of older weights stay in the prefix cache, only requests of the same version find them.
-            salt = str(self._serving.version) if self.keeps_cache else None
-            self._core.add(name, sequence.request, sequence.max_new_tokens, sorted(sequence.stop_ids), salt)
+            self._core.add(name, sequence.request, sequence.max_new_tokens, sorted(sequence.stop_ids), self._salt)
         faults.reach("generation.during")
         self._take(self._core.step())
+
+    @property
+    def _salt(self) -> str | None:
+        """Name the requests that may share what is cached: where blocks of older weights stay, those of one version."""
+        return str(self._serving.version) if self.keeps_cache else None
 
     def _take(self, step: list[Sampled]) -> None:
         """Add what a step sampled to its sequences; complete those that end."""
@@ -157,6 +170,8 @@ class VllmEngine(ThreadedEngine):
                 f"score: {longest} tokens; vLLM samples one more to score them, and the model has room for"
                 f" {self._core.max_length}: at most {self._core.max_length - 1}"
             )
+        for tokens, seen in zip(sequences, images, strict=True):
+            self._core.check_images(tokens, seen)
         self._pause()
         if self._running and not self._core.has_room_for(sorted(map(len, sequences))[-SCORED_AT_ONCE:]):
             self._core.forget_cache()  # requests in flight give up their keys, and compute them again afterwards
@@ -165,17 +180,23 @@ class VllmEngine(ThreadedEngine):
         chosen = [index for index, tokens in enumerate(sequences) if len(tokens) > 1]
         with self._core.alone():
             for start in range(0, len(chosen), SCORED_AT_ONCE):
-                self._score_some(sequences, chosen[start : start + SCORED_AT_ONCE], scores)
+                self._score_some(sequences, images, chosen[start : start + SCORED_AT_ONCE], scores)
             self._core.drain()
         return scores
 
-    def _score_some(self, sequences: Sequence[Sequence[int]], chosen: list[int], scores: list[list[float]]) -> None:
+    def _score_some(
+        self,
+        sequences: Sequence[Sequence[int]],
+        images: Sequence[Sequence[str]],
+        chosen: list[int],
+        scores: list[list[float]],
+    ) -> None:
         asked = {}
         for index in chosen:
             self._num_named += 1
             name = f"{self._num_named}/score"
             asked[name] = index
-            self._core.add_to_score(name, sequences[index])
+            self._core.add_to_score(name, sequences[index], images[index], self._salt)
         deadline = time.monotonic() + self._call_timeout_s
         while asked:
             for sampled in self._core.step():
@@ -247,11 +268,11 @@ class VllmEngine(ThreadedEngine):
 
 def weight_names(model: str, trust_remote_code: bool, adapters: AdapterOptions | None = None) -> WeightNames:
     """List the weights of a Hugging Face model, from its config alone, and the factors of adapters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        empty = policy_class(config).from_config(config, trust_remote_code=trust_remote_code)
     empty.tie_weights()
     names = WeightNames.of(empty)
     return names if adapters is None else names.with_adapters(adapters.layers, adapters.rank)

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,24 @@ import torch
 from hotseat.algorithms.head import HALVES
 from hotseat.errors import NotBuiltError, WorkerError
 from hotseat.placement.memory import ENGINE_BATCH_TOKENS
+from hotseat.rollout._vllm_images import (
+    ImageInputs,
+    ImageOptions,
+    engine_arguments,
+    learn_names,
+    use_prepared_images,
+    without_torchvision,
+)
 from hotseat.types import Request
+from hotseat.vision import placeholder_ids, sees_images
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 SCORED_AT_ONCE = 8  # sequences; vLLM has room for them beside the slots
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"  # of the only adapter, whose values pushes replace
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 MAX_ADAPTER_RANK = _ADAPTER_RANKS[-1]
+_SEEING = ("qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava")  # models that take prepared images
+_LLAVA_ENCODERS = ("clip_vision_model", "siglip_vision_model")
 _WORKER = "hotseat.rollout._vllm_worker.WorkerExtension"
 
 
@@ -47,8 +58,10 @@ def what_is_wrong() -> str | None:
     return None
 
 
-def check_config(model_config: Any, is_cpu: bool) -> None:
+def check_config(model_config: Any, is_cpu: bool, tensor_parallel_size: int = 1) -> None:
     """Raise if vLLM cannot serve a model of this config with weights that are pushed. Does not import vLLM."""
+    if sees_images(model_config):
+        _check_sight(model_config, tensor_parallel_size)
     if getattr(model_config.get_text_config(), "kv_lora_rank", None):
         name = type(model_config).__name__.removesuffix("Config")
         raise NotBuiltError(
@@ -64,6 +77,22 @@ def check_config(model_config: Any, is_cpu: bool) -> None:
         raise NotBuiltError(
             "the experts of gpt-oss have biases and an activation of their own, which are not computed with vLLM on a"
             " CPU: set rollout.engine to transformers"
+        )
+
+
+def _check_sight(model_config: Any, tensor_parallel_size: int) -> None:
+    """Raise if vLLM cannot take the prepared images of a model of this config."""
+    kind, name = model_config.model_type, type(model_config).__name__.removesuffix("Config")
+    encoder = getattr(model_config.vision_config, "model_type", None)
+    if kind not in _SEEING or (kind == "llava" and encoder not in _LLAVA_ENCODERS):
+        raise NotBuiltError(
+            f"vLLM has not been tried with prepared images of {name}{f' ({encoder})' if kind == 'llava' else ''}:"
+            f" choose a model of the kinds {', '.join(_SEEING)}, or set rollout.engine to transformers"
+        )
+    if tensor_parallel_size > 1 and importlib.util.find_spec("torchvision") is None:
+        raise NotBuiltError(
+            f"vLLM's {name} over {tensor_parallel_size} ranks needs torchvision, which is not installed: install the"
+            f" one that was built for torch {torch.__version__}, or set rollout.tensor_parallel_size to 1"
         )
 
 
@@ -104,6 +133,7 @@ class CoreOptions:
     fp32_head: bool = True  # logits of a 16-bit model are float32
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
     adapters: AdapterOptions | None = None  # None: pushed weights have adapters merged into them, or there are none
+    images: ImageOptions | None = None  # None: the model is of text alone
 
 
 @dataclass(frozen=True)
@@ -138,11 +168,13 @@ class Core:
             from vllm.v1.executor import Executor
 
             self.is_cpu = is_cpu
+            use_prepared_images()
             # One more token is sampled to score a sequence: leave room for it, if the model has room.
             self.max_length = options.max_length + (0 if options.max_length == _max_positions(options) else 1)
             arguments = EngineArgs(
                 model=options.model,
-                skip_tokenizer_init=True,  # token ids in, token ids out
+                # Token ids in, token ids out. But vLLM's descriptions of images want a tokenizer.
+                skip_tokenizer_init=options.images is None,
                 dtype=options.dtype,
                 max_model_len=self.max_length,
                 max_num_seqs=options.num_slots + SCORED_AT_ONCE,
@@ -166,6 +198,7 @@ class Core:
                 seed=0,
                 **({} if options.memory_share is None else {"gpu_memory_utilization": options.memory_share}),
                 **_adapters(options.adapters),
+                **engine_arguments(options.images, frozenset(each.name for each in fields(EngineArgs))),
                 # Prompts of a whole rollout come at once: the fewer steps they take, the sooner graphs decode.
                 **({} if is_cpu else {"max_num_batched_tokens": ENGINE_BATCH_TOKENS}) | dict(options.engine_args),
             )
@@ -178,6 +211,8 @@ class Core:
 
                 self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, ADAPTER_NAME)
             self.vocab_size = int(config.model_config.get_vocab_size())
+            self._images = None if options.images is None else ImageInputs(config.model_config, options.images)
+            self.placeholder_ids = frozenset(placeholder_ids(config.model_config.hf_config) if options.images else ())
             self.tensor_parallel_size = options.tensor_parallel_size
             self._client = InprocClient(config, Executor.get_class(config), False)
             self._core: Any = self._client.engine_core
@@ -191,10 +226,19 @@ class Core:
         if not self._is_closing:
             when_lost()
 
+    @property
+    def sees_images(self) -> bool:
+        return self._images is not None
+
+    def check_images(self, token_ids: Sequence[int], images: Sequence[str]) -> None:
+        """Raise a `UserError` if these tokens do not have the placeholders of these images."""
+        if self._images is not None:
+            self._images.places(token_ids, images)
+
     def add(
         self, name: str, request: Request, max_new_tokens: int, stop_token_ids: Sequence[int], salt: str | None = None
     ) -> None:
-        """Add a request. salt: it shares cached prefixes with requests of the same salt alone."""
+        """Add a request. salt: it shares cached prefixes and images with requests of the same salt alone."""
         from vllm import SamplingParams
 
         sampling = request.sampling
@@ -213,22 +257,31 @@ class Core:
                 logprobs=0,
                 detokenize=False,
             ),
+            request.images,
             salt,
         )
 
-    def add_to_score(self, name: str, token_ids: Sequence[int]) -> None:
+    def add_to_score(
+        self, name: str, token_ids: Sequence[int], images: Sequence[str] = (), salt: str | None = None
+    ) -> None:
         from vllm import SamplingParams
 
-        self._add(name, token_ids, SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False))
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
+        self._add(name, token_ids, params, images, salt)
 
-    def _add(self, name: str, token_ids: Sequence[int], params: Any, salt: str | None = None) -> None:
+    def _add(self, name: str, token_ids: Sequence[int], params: Any, images: Sequence[str], salt: str | None) -> None:
         from vllm.v1.engine import EngineCoreRequest
+
+        features = None
+        if images:
+            assert self._images is not None, "images for a model that was started without"
+            features = self._images.features(token_ids, images, salt)
 
         self._client.add_request(
             EngineCoreRequest(
                 request_id=name,
                 prompt_token_ids=list(token_ids),
-                mm_features=None,
+                mm_features=features,
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=0.0,
@@ -291,13 +344,19 @@ class Core:
     def has_room_for(self, lengths: Sequence[int]) -> bool:
         """Tell whether sequences of these lengths fit into the cache beside the requests in flight."""
         scheduler = self._core.scheduler
+        if self._images is not None:
+            images = scheduler.encoder_cache_manager
+            if images.num_freeable_slots < images.cache_size:  # requests in flight hold some of it
+                return False
         num_groups = len(scheduler.kv_cache_config.kv_cache_groups)
         num_blocks = sum(length // scheduler.block_size + 1 for length in lengths) * num_groups
         return num_blocks <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def forget_cache(self) -> None:
-        """Forget keys and values of prefixes and of requests in flight, which compute theirs again afterwards."""
+        """Forget images, and keys and values of prefixes and of requests in flight, which compute theirs again."""
         self._client.reset_prefix_cache(reset_running_requests=True)
+        if self._images is not None:
+            self._client.reset_encoder_cache()
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of every worker; return their results."""
@@ -317,9 +376,12 @@ def _import_model_class(options: CoreOptions) -> None:
     from vllm import ModelRegistry
 
     config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
-    for name in config.architectures or ():
-        if name in ModelRegistry.models:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    with without_torchvision():
+        for name in config.architectures or ():
+            if name in ModelRegistry.models:
+                model_class = ModelRegistry.models[name].load_model_cls()
+                learn_names(model_class)
+                ModelRegistry.register_model(name, model_class)
 
 
 def _fp32_head(options: CoreOptions) -> dict[str, str]:

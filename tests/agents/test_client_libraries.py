@@ -1,4 +1,7 @@
-"""Agents of other libraries, which reach the policy through the gateway by their own calls."""
+"""Agents of other libraries, which reach the policy through the gateway by their own calls.
+
+`make agent-envs` installs the libraries; what they send is in `test_gateway.py`, by clients of OpenAI and Anthropic.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hotseat.agents import AgentHost, ProgramSettings, load_agent
 from hotseat.agents.environments.families import EnvironmentSettings
 from hotseat.types import Prompt, ScoredEpisode
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 START_S = 300.0  # libraries are large, and others work on the same cores
 CALL = '<think>bad</think>\n\n<tool_call>{"name":"add","arguments":{"a":  1}}</tool_call>'  # as no template writes it
@@ -64,9 +67,7 @@ async def play(prompt, client):
 """
 
 
-@pytest.mark.parametrize(
-    "model", ["OpenAIChatCompletionsModel", pytest.param("OpenAIResponsesModel", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 def test_openai_agents_with_a_tool_and_streaming(tmp_path, model):
     play(tmp_path, "agents", OPENAI_AGENTS.replace("MODEL", model), CALL, "ace", CALL, "dad")
 
@@ -93,7 +94,6 @@ def play(prompt, client):
 """
 
 
-@pytest.mark.long
 def test_smolagents_that_call_tools_and_that_write_code(tmp_path):
     outcome = play(tmp_path, "smolagents", SMOLAGENTS, CALL, FINAL, CALL, FINAL, CODE)
     assert outcome.reward == 42.0
@@ -120,6 +120,5 @@ def play(prompt, client):
 """
 
 
-@pytest.mark.long
 def test_litellm_with_tools_streaming_and_two_protocols(tmp_path):
     play(tmp_path, "litellm", LITELLM, CALL, "ace", "dad")

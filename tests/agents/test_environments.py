@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,31 @@ def test_textarena(tmp_path):
     [outcome] = play(game, engine)
     assert isinstance(outcome, ScoredEpisode), outcome
     assert learned(outcome.episode.segments, outcome.episode.turn_lengths) == engine.sampled
-    with pytest.raises(UserError, match="Nim-v0 with 2 players needs the argument opponent"):
+    with pytest.raises(UserError, match="Nim-v0 with 2 players needs the argument opponent for the other seats"):
         check_environment(settings_of("textarena", "Nim-v0", num_players=2))
+    with pytest.raises(UserError, match="Nim-v0: seat 2, but 2 players have 0 to 1"):
+        check_environment(settings_of("textarena", "Nim-v0", num_players=2, seat=2, opponent="self"))
+
+
+@pytest.mark.long
+def test_the_policy_plays_all_seats_of_a_game_and_learns_from_its_own():
+    game = settings_of("textarena", "Nim-v0", num_players=2, seat=1, opponent="self")
+    # Piles of 3, 4 and 5: who takes the last object wins. Seat 0 begins.
+    engine = Engine("[0 3]", "[1 4]", "[2 4]", "[2 1]")
+    [outcome] = play(game, engine)
+    assert isinstance(outcome, ScoredEpisode), outcome
+    assert outcome.reward == 1.0
+    assert outcome.extra == {"num_moves": 2, "finished": 1.0}
+    own = Counter({sampled: 1 for sampled in engine.sampled if sampled[3][0] in (2, 4)})  # by the engine's count
+    assert learned(outcome.episode.segments, outcome.episode.turn_lengths) == own
+    assert "Welcome to Nim, Player 0!" in engine.contexts[0]
+    assert "Welcome to Nim, Player 1!" in engine.contexts[1]
+    assert engine.contexts[3].startswith(engine.contexts[1])
+    assert "[2 4]" in engine.contexts[3]
+
+    [cut] = play(game, Engine("[0 3]", "[1 4]"), max_steps=2)
+    assert isinstance(cut, ScoredEpisode), cut
+    assert (cut.reward, cut.extra) == (0.0, {"num_moves": 1, "finished": 0.0})
 
 
 def scored_moves(outcome: Outcome) -> int:

@@ -516,7 +516,30 @@ def test_a_program_that_samples_only_by_its_own_settings_is_a_failed_sample():
 
     outcome = play(program, Engine(), sampling="untrained")
     assert isinstance(outcome, Failed)
-    assert outcome.reason.endswith("sampled only by settings of its own, so there is nothing to learn from")
+    why = "sampled only by settings of its own or with learn: false, so there is nothing to learn from"
+    assert outcome.reason.endswith(why)
+
+
+def test_an_answer_that_is_asked_for_without_learning_is_context_only():
+    async def program(prompt, client):
+        asides = [
+            ("/chat/completions", {"messages": QUESTION, "learn": False}),
+            ("/completions", {"prompt": "bad?", "learn": False}),
+            ("/responses", {"input": "bad?", "learn": False}),
+            ("/messages", {"messages": QUESTION, "max_tokens": 9, "learn": False}),
+        ]
+        await post(client, "/chat/completions", {"messages": QUESTION, "learn": True})
+        assert [(await post(client, path, body))[0] for path, body in asides] == [200] * 4
+        status, reply = await post(client, "/chat/completions", {"messages": QUESTION, "learn": "no"})
+        assert (status, reply["error"]["message"]) == (400, "learn: 'no' is neither true nor false")
+        return 1.0
+
+    engine = Engine("cab", "dad|cut")
+    scored = play(program, engine)
+    assert isinstance(scored, ScoredEpisode), scored
+    [first] = [sampled for sampled in engine.sampled if sampled[3][0] == 1]
+    assert set(learned(scored.episode.segments, scored.episode.turn_lengths)) == {first}
+    assert not scored.episode.is_truncated  # that of an opponent was
 
 
 def test_messages_that_the_template_refuses_and_a_model_without_one_are_named():

@@ -390,9 +390,10 @@ def test_instances_that_cannot_be(load, old, new, reason):
     assert reason in failed.reason
 
 
-def test_images_are_not_built(load):
-    with pytest.raises(NotBuiltError, match="environment_images"):
-        play(load(NEW.replace('"done"', '"environment_images": ["x"], "done"')), Script(["a", "b"]))
+def test_images_need_a_run_with_images(load):
+    failed = play(load(NEW.replace('"done"', '"environment_images": ["x"], "done"')), Script(["a", "b"]))
+    assert isinstance(failed, Failed)
+    assert "the environment showed images, and the run has none: set data.image_key" in failed.reason
 
 
 def test_reset_may_return_another_observation(load):

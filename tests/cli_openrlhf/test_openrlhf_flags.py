@@ -297,16 +297,20 @@ def readers():
     return find_readers()
 
 
+@pytest.mark.slow
 def test_every_reader_of_a_field_exists(readers):
     named = {*readers.values(), *(flag.read_by for _, flag in all_flags() if flag.read_by)}
     assert named
+    functions: dict[str, set[str]] = {}
     for reader in named:
         file, _, function = reader.partition(":")
-        tree = ast.parse((ROOT / file).read_text())
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert function in names, reader
+        if file not in functions:
+            nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+            functions[file] = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert function in functions[file], reader
 
 
+@pytest.mark.slow
 def test_every_field_that_a_flag_sets_is_read_or_belongs_to_what_is_not_built(readers):
     assert not {key for _, flag in all_flags() for key in flag.sets if key not in readers and not feature_of(key)}
 

@@ -33,6 +33,7 @@ def test_the_command_prints_a_directory_with_one_package(capsys):
     assert [path.parent.name for path in printed.glob("*/__init__.py")] == ["openrlhf"]
 
 
+@pytest.mark.slow
 def test_a_command_under_its_own_name_is_ours(tmp_path):
     argv = ("--pretrain", "m", "--use_wandb", "s3cret", "--print_config")
     theirs = python("-m", "openrlhf.cli.train_sft", *argv, path=(DIRECTORY,), cwd=tmp_path)

@@ -190,6 +190,7 @@ def test_arguments_are_forgotten_where_they_are_secret():
     ]
 
 
+@pytest.mark.slow
 def test_the_process_forgets_its_secrets_before_anything_else_runs():
     """Scenario 46."""
     code = (
@@ -231,6 +232,7 @@ def test_a_run_that_was_stopped_and_saved_exits_with_130(capsys):
     assert capsys.readouterr().err.splitlines()[-2] == "train_sft: stopped"
 
 
+@pytest.mark.slow
 def test_help_needs_no_heavy_import():
     heavy = {"torch", "ray", "transformers", "vllm", "deepspeed"}
     code = (
@@ -241,6 +243,7 @@ def test_help_needs_no_heavy_import():
     assert python("-c", code).stdout.splitlines()[-1] == "0 []"
 
 
+@pytest.mark.slow
 def test_printing_a_config_needs_no_torch():
     code = (
         "import sys; from hotseat.cli.openrlhf.run import main\n"

@@ -544,8 +544,7 @@ def test_images_have_a_column_once_there_may_be_any():
     why = "--max_images_per_prompt is 0"
     no_effect = split("--image_key pictures --freeze_visual_encoder").no_effect
     assert no_effect == [("--image_key", why), ("--freeze_visual_encoder", why)]
-    with pytest.raises(ConfigError, match="--engine: vllm is not built for images yet: set it to transformers"):
-        split("--max_images_per_prompt 2 --advantage_estimator rloo")
+    assert split("--max_images_per_prompt 2 --advantage_estimator rloo").config.rollout.engine == "vllm"
 
 
 def test_a_template_without_a_place_for_the_prompt_is_left_out():

@@ -12,6 +12,7 @@ import torch
 from cluster_workers import Busy, Closing, Plain, Waiting, wait_until
 
 from hotseat.cluster import Cluster, Process, Worker, create_group
+from hotseat.cluster._local import LocalRuntime
 from hotseat.errors import DeadlineError, PlacementError, RunError, UserError, WorkerError
 
 
@@ -29,6 +30,20 @@ def test_results_come_in_rank_order(cluster):
     assert group.scatter(Plain.add, [1, 2, 3]) == [11, 22, 33]
     assert group.alive() == [True, True, True]
     assert group.pids() == [os.getpid()] * 3
+
+
+@pytest.mark.parametrize(("timeout_s", "start_s"), [(1800.0, 1800.0), (8.0, 300.0), (None, 600.0)])
+def test_a_start_may_take_as_long_as_a_call_and_some_minutes_in_any_case(cluster, monkeypatch, timeout_s, start_s):
+    """A model of some size takes longer than minutes to load; a short limit of calls must not end starts."""
+    launched, launch = [], LocalRuntime.launch
+
+    def launch_and_keep(runtime, each):
+        launched.append(each)
+        return launch(runtime, each)
+
+    monkeypatch.setattr(LocalRuntime, "launch", launch_and_keep)
+    cluster.launch("plain", Plain, kwargs={"base": 1}, timeout_s=timeout_s)
+    assert [each.start_timeout_s for each in launched] == [start_s]
 
 
 def test_ranks_know_themselves_when_they_are_made(cluster):

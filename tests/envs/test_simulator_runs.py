@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
+import random
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from loop_cases import make_task
 
 from hotseat.cli.main import main
+from hotseat.faults import VARIABLE, Fault
 
 pytestmark = pytest.mark.slow
 WALK = str(Path(__file__).parent / "walk_env.py")
@@ -76,11 +80,37 @@ def test_what_is_learned_does_not_depend_on_stages_hosts_or_engines(task, one_st
     assert "success/left" in metrics_of(two)[1]
 
 
-def test_a_process_that_dies_in_a_run_changes_nothing(task, one_stage, tmp_path):
-    trouble = f"kwargs: {{trouble: [dies, 1, 2, 1], folder: {tmp_path}}}"
-    disturbed = run(task, "disturbed", env=BASE["env"].replace("num_envs", f"{trouble}, num_envs"))
-    assert (tmp_path / "times").read_text() == "x"
+@pytest.mark.parametrize("num_deaths", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_processes_killed_at_random_points_change_nothing(task, one_stage, tmp_path, num_deaths):
+    points = [[seed, action] for seed in range(4) for action in range(6)]
+    deaths = random.Random(num_deaths).sample(points, num_deaths)
+    kwargs = f"kwargs: {{deaths: {deaths}, folder: {tmp_path}}}"
+    disturbed = run(task, "disturbed", env=BASE["env"].replace("num_envs", f"{kwargs}, num_envs"))
+    assert len(list(tmp_path.iterdir())) >= num_deaths / 2  # some episodes end before their process would be killed
     assert weights_of(disturbed) == weights_of(one_stage)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(3600)
+def test_env_ranks_killed_at_20_random_points_change_nothing(task, tmp_path):
+    """A process of the role env dies with all its simulators; another replaces it, and the rollout is repeated."""
+    env = BASE["env"].replace("num_seeds: 4", "num_seeds: 80").replace("eval_seeds: 1", "eval_seeds: 0")
+    calm = run(task, "calm", env=env)
+    stages = "rollout={batch_size: 4, samples_per_prompt: 2, num_slots: 8, pipeline_stage_num: 2}"
+    changes = ["name=killed", "cluster={runtime: ray, component_placement: {actor: 0, env: 1, rollout: 2}}", stages]
+    # A rollout has 8 calls of simulators at most: between two deaths there is one that ends.
+    skips = [random.Random(1).randint(9, 20) for _ in range(20)]
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    for number, skip in enumerate(skips):
+        Fault("simulators.during", "kill", by="env:0", skip=skip).arm(faults, f"{number:03}")
+    command = [sys.executable, "-m", "hotseat", "run", str(task / "calm.yaml"), *changes]
+    done = subprocess.run(command, env=os.environ | {VARIABLE: str(faults)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not list(faults.glob("*.fault"))
+    assert done.stdout.count("rollout host 0 died and is replaced") == 20
+    assert weights_of(task / "runs" / "killed") == weights_of(calm)
 
 
 def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
@@ -133,18 +163,26 @@ def test_on_ray_placement_changes_no_bit(task, one_stage, placement):
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(1800)
-def test_rlinfs_hybrid_placement_runs_on_eight_devices(task):
-    """Simulators on four devices and engines on the other four, in two stages; then the actor trains on all eight."""
+@pytest.mark.parametrize("inference", ["", ", inference: 0-7"])
+def test_rlinfs_hybrid_placement_runs_on_eight_devices(task, inference):
+    """Simulators on four devices and engines on the other four, in two stages; then the actor trains on all eight.
+
+    As in RLinf's figure, inference may come between them, on all eight.
+    """
     done = run(
         task,
         "hybrid-8",
-        cluster="{runtime: ray, num_nodes: 1, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7}}",
+        cluster=(
+            "{runtime: ray, num_nodes: 1, component_placement: {actor: 0-7, env: 0-3, rollout: 4-7" + inference + "}}"
+        ),
         env=BASE["env"].replace("num_envs: 8", "num_envs: 4, enable_offload: true"),
         rollout="{enable_offload: true, pipeline_stage_num: 2, batch_size: 4, samples_per_prompt: 4, num_slots: 8}",
-        train="{dtype: fp32, batch_size: 16}",
+        train="{dtype: fp32, batch_size: 8}" if inference else "{dtype: fp32, batch_size: 16}",
         actor=(
             f"{{enable_offload: true, model: {task}/model, optimizer: {{learning_rate: 1e-2, schedule: constant}}}}"
         ),
     )
-    assert "offload env simulator" in (done / "timeline.json").read_text()
+    timeline = (done / "timeline.json").read_text()
+    assert "offload env simulator" in timeline
+    assert ('"inference"' in timeline) == bool(inference)  # holds the devices in its turn
     assert len(metrics_of(done)) == 3

@@ -5,6 +5,9 @@ import os
 import select
 import signal
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -307,7 +310,8 @@ def test_episodes_that_ended_are_forgotten():
     from hotseat.loop.workers.simulation import Stage
 
     DyingEnv.deaths = {}
-    stage = Stage(DyingEnv(SimulatorSettings("any"), 3))
+    thread = ThreadPoolExecutor(1)
+    stage = Stage(DyingEnv(SimulatorSettings("any"), 3), thread)
 
     async def play():
         for slot in range(2):
@@ -315,13 +319,66 @@ def test_episodes_that_ended_are_forgotten():
             stage.leave(slot)
         await stage.reset(2, 0, 7)
 
-    with contextlib.closing(stage):
+    with thread, contextlib.closing(stage):
         asyncio.run(play())
         assert list(stage.env._episodes) == [2]
         stage.leave(2)
         stage.env._is_on_device = False
         stage.offload()
         assert not stage.env._episodes
+
+
+def test_stages_of_a_host_step_one_after_another():
+    import asyncio
+
+    from hotseat.loop.workers.simulation import Stage
+
+    inside = threading.Lock()
+
+    class Alone(DyingEnv):
+        def step(self, where, actions):
+            assert inside.acquire(blocking=False), "two stages step at the same time"
+            with contextlib.ExitStack() as leaving:
+                leaving.callback(inside.release)
+                time.sleep(0.001)  # so that the other stage would come in between
+                return super().step(where, actions)
+
+    DyingEnv.deaths = {}
+    thread = ThreadPoolExecutor(1)
+    stages = [Stage(Alone(SimulatorSettings("any"), 2), thread) for _ in range(2)]
+
+    async def play(stage, slot):
+        await stage.reset(slot, 0, slot)
+        for _ in range(3):
+            await stage.step(slot, np.zeros((1, 1)))
+        stage.leave(slot)
+
+    async def play_all():
+        await asyncio.gather(*(play(stage, slot) for stage in stages for slot in range(2)))
+
+    with thread:
+        asyncio.run(play_all())
+    for stage in stages:
+        stage.close()
+
+
+def test_engines_have_room_for_one_stage():
+    from hotseat.config.load import loads
+    from hotseat.loop.planning.plan import make_plan, stage_slots
+
+    def slots(placement: str, rollout: str) -> int:
+        config = loads(
+            f"cluster: {{inventory: 1x8, component_placement: {placement}}}\nactor: {{model: Qwen/Qwen2.5-0.5B}}\n"
+            f"env: {{path: gym, tasks: [CartPole-v1], num_envs: 48}}\nrollout: {rollout}"
+        )
+        return stage_slots(config, make_plan(config))
+
+    hybrid = "{actor: 0-7, env: 0-3, rollout: 4-7}"
+    assert slots(hybrid, "{pipeline_stage_num: 1}") == 48  # of 4 x 48, an engine of four
+    assert slots(hybrid, "{pipeline_stage_num: 2}") == 24
+    assert slots("{actor: 0-7, env: 0-3, rollout: 5-7}", "{pipeline_stage_num: 4}") == 16
+    assert slots("{actor: 0-7, env: 0-3, rollout: 5-7}", "{pipeline_stage_num: 3}") == 22  # 64 of three engines
+    assert slots("{actor: 0-7, env: 0-3, rollout: 7}", "{pipeline_stage_num: 2}") == 64  # as many as it has
 
 
 def test_wrong_settings_are_refused(tmp_path):

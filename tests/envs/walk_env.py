@@ -1,6 +1,7 @@
 """A family in one file: a walk on a line towards a goal, with a vector as state. Test cases make it die or hang."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -11,14 +12,16 @@ from hotseat.envs.simulator import ActionSpec, Seen, Simulator, Step, Task
 GOALS = {"left": -1.0, "right": 1.0}
 
 
-def make(tasks, max_steps=None, trouble=None, folder=None, is_on_device=False):
+def make(tasks, max_steps=None, trouble=None, folder=None, is_on_device=False, deaths=()):
     walk = Walk(list(tasks) or list(GOALS), max_steps or 12, trouble, folder)
+    walk.deaths = [tuple(each) for each in deaths]
     walk.is_on_device = is_on_device
     return walk
 
 
 class Walk(Simulator):
     is_on_device = False
+    deaths = ()  # (seed, action) at which its process is killed, once each
 
     def __init__(self, tasks, max_steps, trouble, folder):
         self.tasks = [Task(index, name) for index, name in enumerate(tasks)]
@@ -56,6 +59,11 @@ class Walk(Simulator):
         return Seen(instruction=f"walk to {self._goal:+.0f}", state=state)
 
     def _meet_trouble(self):
+        if (self._seed, self._num_steps) in self.deaths:
+            mark = Path(self._folder) / f"{self._seed}-{self._num_steps}"
+            if not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
         if self._trouble is None or (self._seed, self._num_steps) != tuple(self._trouble[1:3]):
             return
         kind, *_, times = self._trouble

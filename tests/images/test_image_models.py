@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 IMAGES = ([tiny.drawn(0)], [tiny.drawn(1), tiny.drawn(2, 84, 28)], [])
 ANSWERS = ([5, 6, 7, 8, 9], [10, 11, 12], [13, 14])
+ASKED = tuple(enumerate(ANSWERS))  # the number of a prompt, and an answer to it
 
 
 def texts(family):
@@ -55,19 +56,20 @@ def seeing(request, tmp_path_factory):
     return SimpleNamespace(family=family, name=name, load=load, prompts=prompts, processor=processor, folder=folder)
 
 
-def by_transformers(seeing, model):
-    """Compute log-probs of the answers from what the family's own processor and forward make of texts and images."""
+def by_transformers(seeing, model, asked=ASKED, *, has_gradient=False):
+    """Compute log-probs of answers from what the family's own processor and forward make of texts and images."""
     scores = []
-    for made, answer, num_prompt in made_by_processor(seeing):
-        with torch.no_grad():
+    for made, answer, num_prompt in made_by_processor(seeing, asked):
+        with torch.set_grad_enabled(has_gradient):
             log_probs = model(**made, use_cache=False).logits[0].log_softmax(-1)
         scores.append(log_probs[num_prompt - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0])
     return scores
 
 
-def made_by_processor(seeing):
+def made_by_processor(seeing, asked=ASKED):
     """Yield the arguments of a forward for each prompt and its answer, the answer, and the length of the prompt."""
-    for text, images, answer in zip(texts(seeing.family), IMAGES, ANSWERS, strict=True):
+    for number, answer in asked:
+        text, images = texts(seeing.family)[number], IMAGES[number]
         made = dict(
             seeing.processor(
                 text=[text], images=[images] if images else None, return_tensors="pt", add_special_tokens=False
@@ -208,6 +210,26 @@ def test_gradients_reach_the_visual_encoder_unless_it_is_frozen(seeing):
     }
     assert encoder
     assert trained - frozen == encoder
+
+
+def test_every_layout_has_the_gradients_of_transformers(seeing):
+    # Two answers to each prompt, as in a group: the shared layout reads a prompt and its images once for both.
+    asked = [*ASKED, (0, [20, 21]), (1, [22]), (2, [23, 24, 25])]
+    weights = torch.linspace(-1.0, 1.0, sum(len(answer) for _, answer in asked))
+    model = seeing.load()
+    (torch.cat(by_transformers(seeing, model, asked, has_gradient=True)) * weights).sum().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    batch = batch_of([(seeing.prompts[number], answer) for number, answer in asked])
+    for kind in ("padded", "packed", "shared"):
+        model = seeing.load()
+        policy, _ = prepare_model(model, head="policy", layout="auto", gradient_checkpointing=False)
+        log_probs = policy(model_input(batch, kind, vision=Vision.of(model)), 1.0)["log_probs"]
+        (log_probs * weights).sum().backward()
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        assert set(found) >= set(expected)
+        for name, gradient in expected.items():
+            scale = float(gradient.abs().max())
+            assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-5 * max(scale, 1.0)), (kind, name)
 
 
 def test_batches_keep_the_images_of_their_segments(seeing):

@@ -1,5 +1,6 @@
 """Whole runs with images: SFT, RL with a reference, resuming; and what is refused before a model loads."""
 
+import importlib.util
 import json
 import shutil
 
@@ -20,6 +21,7 @@ def reward_func(queries, prompts, labels):
     return [float(sum(map(ord, query[len(prompt):])) % 5) for query, prompt in zip(queries, prompts)]
 """
 DATA = "max_length: 64, image_key: images, max_images_per_prompt: 1, apply_chat_template: true"
+SMALL = ("train.batch_size=8", "train.micro_batch_size=8", "train.num_episodes=1")
 ROLLOUT = "{batch_size: 2, samples_per_prompt: 4, max_new_tokens: 3, num_slots: 4}"
 
 
@@ -41,7 +43,7 @@ def task(tmp_path_factory):
 
 def rl(task, name, **changes):
     data = f"{{path: {task}/prompts.jsonl, label_key: label, {DATA}}}"
-    return rl_yaml(task, name=name, data=data, rollout=ROLLOUT, **changes)
+    return rl_yaml(task, **{"name": name, "data": data, "rollout": ROLLOUT} | changes)
 
 
 def timeless(records):
@@ -84,6 +86,52 @@ def test_rl_with_images_is_resumed_to_the_same_bits(task, monkeypatch):
     assert shown
     page = (task / "runs" / "whole" / "report.html").read_text()
     assert "img-src data:" in page
+
+
+AGENT = """
+from PIL import Image
+
+from hotseat.agents import Environment, Step
+
+
+class Shows(Environment):
+    turn = 0
+
+    def step(self, action):
+        self.turn += 1
+        shade = 40 * (len(action) + self.turn)
+        picture = Image.new("RGB", (28, 28), (shade % 256, 80, 9))
+        return Step("<|vision_start|><|image_pad|><|vision_end|>", float(shade), self.turn == 2, images=[picture])
+"""
+
+
+@pytest.mark.slow
+def test_an_environment_that_shows_images_is_learned_from(task, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    overrides = [f"agent.path={tmp_path}/agent.py", "data.max_images_per_prompt=2", "data.max_length=96"]
+    start(loads(rl(task, "shown", reward="{}"), [*overrides, *SMALL]))
+    records = read_lines(task / "runs" / "shown" / "metrics.jsonl")
+    # The trainer reads the images of both turns as the engine did.
+    gaps = [value for record in records for key, value in record.items() if key.endswith("engine_gap_max")]
+    assert gaps
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_rl_with_images_in_vllm_learns_from_what_it_sampled(task, tmp_path):
+    model = image_cases.save("qwen2_5_vl", tmp_path / "model", hidden_size=64)  # vLLM's heads on a CPU are no smaller
+    rollout = ROLLOUT.replace("num_slots: 4", "engine: vllm")
+    for name, more in (("vllm", ()), ("vllm-adapted", ("train.lora.rank=2",))):
+        start(loads(rl(task, name, rollout=rollout), [f"actor.model={model}", *SMALL, *more]))
+        gaps = [
+            line["canary/gap_max"]
+            for line in read_lines(task / "runs" / name / "metrics.jsonl")
+            if "canary/gap_max" in line
+        ]
+        assert gaps
+        assert max(gaps) < 1e-4
+        assert any(line.get("images") for line in read_lines(task / "runs" / name / "samples.jsonl"))
 
 
 @pytest.mark.slow
@@ -131,8 +179,8 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 
 REFUSED = {
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
-    "rollout: {engine: vllm}": "rollout.engine: vllm is not built for images yet: set it to transformers",
-    "agent: {path: x.py}": "agent.path: agents of your own are not built for images yet",
+    "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
+    "agent: {command: [x]}": "agent.command: agents that are programs are not built for images yet",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
     "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",
     "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",

@@ -244,3 +244,26 @@ def test_models_that_take_other_pixels_are_refused_by_name(task, tmp_path):
             "data: {image_key: a, max_images_per_prompt: 1}\nreward: {model: x, retokenize: true}\n"
             "rollout: {engine: transformers}"
         )
+
+
+def test_a_server_of_rewards_takes_no_model_that_sees(reward_model):
+    from hotseat.loop.serving.model import ModelOptions, RewardModel
+
+    with pytest.raises(UserError, match="sees images, and requests for rewards have none: choose a model of text"):
+        RewardModel(ModelOptions(str(reward_model)))
+
+
+def test_an_adapter_is_merged_into_a_model_that_sees(task, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    from hotseat.loop.offline.merge import merge
+
+    base = image_cases.make("qwen2_5_vl")
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert merge(str(task / "qwen2_5_vl"), tmp_path / "adapter", tmp_path / "merged") == 2
+    before, after = (load_file(folder / "model.safetensors") for folder in (task / "qwen2_5_vl", tmp_path / "merged"))
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert len(changed) == 2
+    assert all(name.endswith("q_proj.weight") for name in changed)
+    assert (tmp_path / "merged" / "processor_config.json").is_file()

@@ -147,7 +147,7 @@ class FakeHost:
         self.held: dict[GroupKey, GroupFacts] = {}
         self._unscored: list[Job] = []
 
-    def connect(self, client: str, engines: object, num_hosts: int = 1) -> None:
+    def connect(self, client: str, engines: object, num_hosts: int = 1, rank: int = 0) -> None:
         """Nothing to remember: it samples by itself."""
 
     def collect(self, jobs: Sequence[Job], sampling: object) -> list[GroupFacts]:

@@ -18,6 +18,7 @@ from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
 from hotseat.loop.rl.pace_simulator import GroupCost
+from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
 from hotseat.observe.report.curves import Table
@@ -229,13 +230,103 @@ def test_configs_with_roles_that_are_not_measured_are_refused(tmp_path, capsys):
     file, path = tmp_path / "run.yaml", tmp_path / "profile.json"
     path.write_text(profile().to_json())
     apart = FOUR.replace("actor: all, rollout: all", "actor: 0-1, inference: 2-3, rollout: 2-3")
-    simulated = FOUR.replace("reward: {function: reward.py}", "env: {path: gym, tasks: [CartPole-v1]}")
-    simulated = simulated.replace("path: prompts.jsonl", "max_length: 64")
-    for text, role in ((apart, "inference"), (simulated, "env")):
-        file.write_text(text)
-        for command in (["profile", str(file)], ["plan", str(file), "--auto", str(path)]):
-            assert main(command) == 2
-            assert f"this config has the role {role}: `hotseat profile` does not" in capsys.readouterr().err
+    file.write_text(apart)
+    for command in (["profile", str(file)], ["plan", str(file), "--auto", str(path)]):
+        assert main(command) == 2
+        assert "this config has the role inference: `hotseat profile` does not" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the profile was measured without simulators"):
+        predict(loads(SIMULATED), make_plan(loads(SIMULATED)), profile())
+
+
+# --- simulators -------------------------------------------------------------------------------------------------------
+
+SIMULATED = """
+cluster: {inventory: 1x4, component_placement: {actor: 0-3, env: 0-1, rollout: 2-3}}
+actor: {model: Qwen/Qwen2.5-1.5B}
+env: {path: gym, tasks: [CartPole-v1], num_envs: 16}
+data: {max_length: 64}
+rollout: {batch_size: 16, samples_per_prompt: 4}
+train: {batch_size: 64, dtype: bf16}
+"""
+
+
+def turns_of(size: float, stretch: float = 1.25) -> TurnCosts:
+    """A simulator steps in 0.5 s; an answer takes 1 s, and 0.25 s for each request."""
+    return TurnCosts(size, size, 0.5 * size, 1 + 0.25 * size, 10.0, stretch)
+
+
+def test_rollouts_in_simulators_are_predicted_from_turns_of_one_stage():
+    costs = [turns_of(4), turns_of(8), turns_of(16)]
+
+    def rollout_s(num_stages: int, shares_devices: bool = False, num_engines: int = 2) -> float:
+        shape = RolloutShape(64, 32, 2, num_engines, num_stages, shares_devices)
+        reading = predicted_rollout(costs, shape)
+        assert not reading.is_extrapolated
+        return reading.seconds
+
+    # 64 samples of 10 turns in 32 simulators are 20 rounds, which were seen to take 1.25 times as long.
+    assert rollout_s(1) == 25 * (8 + 5)
+    assert rollout_s(2) == 25 * (2 * 4)  # two times 8 simulators; the answers take two times 3 s meanwhile
+    assert rollout_s(4) == 25 * (4 * 2)
+    assert rollout_s(2, shares_devices=True) == 25 * (2 * 4 + 2 * 3)
+    # One engine: it answers both processes at once if it is kept busy, in two times 5 s.
+    assert rollout_s(2, num_engines=1) == 25 * (2 * 5)
+    # Four engines, two for each process, answer 4 requests each in 2 s.
+    assert rollout_s(2, num_engines=4) == 25 * (2 * 4)
+    assert rollout_s(1, num_engines=4) == 25 * (8 + 3)
+    assert predicted_rollout(costs, RolloutShape(64, 128, 1, 1, 1, False)).is_extrapolated
+
+
+def test_turns_are_read_from_a_run_with_one_stage(tmp_path):
+    config = loads(SIMULATED)
+    plan = make_plan(config)
+    (tmp_path / METRICS).write_text('{"step": 2, "step_s": 30.0, "time/rollout": 20.0}\n')
+    # Two samples, of 10 turns each: 4 s for simulators and 8 s for the policy, the episodes took 12 s.
+    taken = '{"step": 2, "event": "taken", "seconds": [[12.0, 12.0, 0.5]], "num_turns": 20, "policy_s": 16.0}\n'
+    (tmp_path / ARRIVALS).write_text(taken)
+    measured = measurement_of(config, plan, tmp_path)
+    # 64 samples in 32 simulators are 20 rounds of 1.2 s, 24 s in all.
+    assert measured.turns == TurnCosts(16.0, 16.0, pytest.approx(0.4), 0.8, 10.0, pytest.approx(20 / 24))
+    path = tmp_path / "profile.json"
+    path.write_text(Profile((measured,), {}).to_json())
+    assert Profile.read(path).turns() == [measured.turns]
+    staged = loads(SIMULATED, ["rollout.pipeline_stage_num=2"])
+    assert measurement_of(staged, make_plan(staged), tmp_path).turns is None
+
+
+@pytest.mark.slow
+def test_placements_of_simulators_have_stages_and_the_same_number_of_them():
+    config = loads(SIMULATED)
+    made = list(candidates(config, None, (1,), (0,)))
+    possible = [each for each in made if isinstance(each, Candidate)]
+    assert len(made) == 18  # 6 ways to place one, two or four processes with simulators, in 1, 2 and 4 stages
+    names = [str(each) for each in possible]
+    assert "actor 0-3, rollout 2-3, env 0-1 with 1 stage, staleness 0" in names
+    assert "actor 0-3, rollout 1-3, env 0 with 4 stages, staleness 0" in names
+    assert "actor 0-1, rollout 3, env 2 with 2 stages, staleness 0" in names
+    assert {each.config.env.num_envs * len(each.plan.role("env").processes) for each in possible} == {32}
+    # Three processes cannot have as many simulators each.
+    assert not any("env 0-2" in name for name in names)
+
+
+def test_short_runs_of_a_profile_scale_simulators_and_have_one_stage():
+    config = loads(SIMULATED, ["rollout.pipeline_stage_num=2", "env.eval_seeds=3"])
+    assert default_factors(config) == [0.25, 0.5, 1.0, 2.0]
+    runs = []
+
+    def start(short):
+        runs.append(short)
+        raise RunError("that will do")
+
+    for factor in (0.25, 2.0):
+        with pytest.raises(RunError):
+            measure(config, start, [factor], [1], print, print)
+    facts = [(each.env.num_envs, each.rollout.pipeline_stage_num, each.rollout.batch_size) for each in runs]
+    assert facts == [(4, 1, 4), (32, 1, 32)]
+    assert [(each.env.num_seeds, each.env.eval_seeds, each.train.num_episodes) for each in runs] == [
+        (4, 0, 4),
+        (32, 0, 4),
+    ]
 
 
 @pytest.mark.slow

@@ -41,11 +41,19 @@ async def play(prompt, client):
             with open(SEEN, "a") as file:
                 file.write(json.dumps([reply.prompt_token_ids, reply.choices[0].token_ids]) + "\\n")
             return reply.choices[0].message
+        async def read(messages):
+            stream = await policy.chat.completions.create(
+                model=client.model, messages=messages, stream=True, extra_body={"return_token_ids": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            with open(SEEN, "a") as file:
+                file.write(json.dumps([chunks[0].prompt_token_ids, chunks[-1].choices[0].token_ids]) + "\\n")
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         first = [{"role": "user", "content": prompt.text}]
         first.append(await ask(first))
         second = await ask([*first, {"role": "user", "content": "+"}])
-        other = await ask([*first, {"role": "user", "content": "="}])
-    return float((second.content + other.content).count("7"))
+        other = await read([*first, {"role": "user", "content": "="}])
+    return float((second.content + other).count("7"))
 """
 
 PROGRAM = """

@@ -1,12 +1,15 @@
 """Requests to engines: few calls, least-loaded, every failure reaches who waits."""
 
 import asyncio
+import time
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from hotseat.errors import DeadlineError, NonFiniteError, WorkerError
-from hotseat.loop.workers.engine_client import EngineClient, FailedRequest
+from hotseat.loop.workers.engine_client import EngineClient, FailedRequest, SampledTokens, engines_of_host
 from hotseat.types import Completion, Request, Sampling
 
 
@@ -99,6 +102,30 @@ def test_requests_of_one_turn_travel_together_and_spread_over_engines():
     completions = asyncio.run(main())
     assert [completion.request_id for completion in completions] == list("012345")
     assert engines.submitted == {0: [["0", "2", "4"]], 1: [["1", "3", "5"]]}
+
+
+def test_preferred_engines_get_the_requests_as_long_as_one_is_alive():
+    engines = FakeEngines(4)
+
+    async def main():
+        client = EngineClient(engines, "host-1", timeout_s=5, preferred=engines_of_host(1, 2, 4))
+        await asyncio.gather(*(client.generate(request(str(i))) for i in range(4)))
+        engines.dead = {2, 3}
+        return await asyncio.gather(*(client.generate(request(f"later {i}")) for i in range(2)))
+
+    completions = asyncio.run(main())
+    assert [engines.submitted[rank][0] for rank in (2, 3)] == [["0", "2"], ["1", "3"]]
+    assert {completion.request_id for completion in completions} == {"later 0", "later 1"}
+    assert sorted(name for rank in (0, 1) for names in engines.submitted[rank] for name in names) == [
+        "later 0",
+        "later 1",
+    ]
+
+
+def test_hosts_and_engines_prefer_each_other_evenly():
+    assert [list(engines_of_host(host, 2, 4)) for host in range(2)] == [[0, 1], [2, 3]]
+    assert [list(engines_of_host(host, 4, 2)) for host in range(4)] == [[0], [1], [0], [1]]
+    assert [list(engines_of_host(host, 3, 2)) for host in range(3)] == [[], [], []]  # all engines
 
 
 def test_a_failing_engine_reaches_everybody_who_waits():
@@ -236,6 +263,7 @@ def test_a_replacement_is_asked_again_although_the_client_has_not_seen_the_death
         await until(lambda: all(engines.submitted.values()))
         engines.dead.add(1)
         client.rejoin(engines.replace(1), [1])
+        await until(lambda: sum(map(len, engines.submitted.values())) == 3)  # while the other engine has its request
         engines.is_silent = False
         return await asyncio.gather(*waiting)
 
@@ -327,3 +355,66 @@ def fetch_all(engine, client: str, count: int) -> list:
         assert fetched, "no outcome in 60 s"
         outcomes += fetched
     return outcomes
+
+
+def test_tokens_of_a_request_that_streams_reach_who_listens_before_it_is_complete():
+    class Streaming(FakeEngines):
+        """Reports a token with each fetch before it answers."""
+
+        def __init__(self):
+            super().__init__(2)
+            self.reports = {0: [(0, (7,)), (1, (8, 9))], 1: [(0, (7, 8))]}
+
+        async def answer(self, rank, method, client, *args):
+            if method == "fetch" and self.ready[rank] and self.reports[rank]:
+                await asyncio.sleep(0.01)
+                return [[SampledTokens(name, *self.reports[rank].pop(0)) for name in self.ready[rank]]]
+            if method == "fetch" and rank == 0:
+                self.dead.add(0)
+            return await super().answer(rank, method, client, *args)
+
+    heard: list[tuple[int, ...]] = []
+
+    async def main():
+        client = EngineClient(Streaming(), "host-0", timeout_s=60)
+        client.listen("a", heard.append)
+        return await client.generate(replace(request("a"), streams=True))
+
+    assert asyncio.run(main()).token_ids == (1,)
+    assert heard == [(7,), (7, 8, 9), (7, 8)]  # the second engine began anew
+
+
+@pytest.mark.slow
+def test_an_engine_process_hands_over_tokens_while_it_samples(tmp_path):
+    from loop_cases import make_task, rl_yaml
+
+    from hotseat import faults
+    from hotseat.config import loads
+    from hotseat.loop.setup import settings
+    from hotseat.loop.workers.models import EngineWorker
+
+    task = make_task(tmp_path, seed=0)
+    worker = EngineWorker(settings.engine_settings(loads(rl_yaml(task), ["data.max_length=32"]), (1,), task))
+    sampling = Sampling(24, ignore_eos=True)
+    streams = Request("streams", (3, 12), sampling, 0, streams=True)
+    with mock.patch.object(faults, "reach", side_effect=lambda point: time.sleep(0.03)):
+        worker.submit("host-0", [streams, replace(streams, id="whole", streams=False)])
+        worker.submit("host-1", [replace(streams, id="another", streams=False)])
+        tokens: tuple[int, ...] = ()
+        outcomes: list[Completion] = []
+        num_reports = 0
+        while len(outcomes) < 2:
+            for outcome in worker.fetch("host-0", 5.0):
+                if isinstance(outcome, Completion):
+                    outcomes.append(outcome)
+                else:
+                    assert isinstance(outcome, SampledTokens)
+                    assert (outcome.request_id, outcome.start) == ("streams", len(tokens))
+                    tokens += outcome.token_ids
+                    num_reports += 1
+        [another] = worker.fetch("host-1", 60.0)
+    assert num_reports > 2
+    first, second = sorted(outcomes, key=lambda outcome: outcome.request_id)
+    assert first.token_ids == second.token_ids == another.token_ids
+    assert first.token_ids[: len(tokens)] == tokens
+    assert worker.fetch("host-0", 0.0) == []

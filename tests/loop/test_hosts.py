@@ -25,8 +25,9 @@ class Host(FakeHost):
         self.names: list[str] = []
         self.positions: list[int] = []
 
-    def connect(self, client, engines, num_hosts=1):
+    def connect(self, client, engines, num_hosts=1, rank=0):
         assert num_hosts == 3
+        self.rank = rank
         self.names.append(client)
 
     def begin(self, jobs, sampling):
@@ -123,6 +124,7 @@ def test_a_replaced_host_alone_is_connected_anew_under_another_name(hosts, group
     assert (after[0], after[2]) == (before[0], before[2])
     assert after[1] not in before
     assert [len(host.names) for host in group.workers] == [1, 2, 1]
+    assert [host.rank for host in group.workers] == [0, 1, 2]
 
 
 def test_by_default_each_node_with_engines_has_a_host():

@@ -113,7 +113,7 @@ def test_launched_ranks_resume_bit_for_bit(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["save.before", "save.commit"])
+@pytest.mark.parametrize("point", [pytest.param("save.before", marks=pytest.mark.long), "save.commit"])
 def test_an_error_of_the_first_rank_is_raised_on_all(task, point):
     found = launch(task, "run", "checkpoint.every=2", faults={0: Fault(point, "raise", skip=1)})
     for code, _, error in found:

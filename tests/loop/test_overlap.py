@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from loop_cases import make_value_model, rl_yaml, same, weights
+from loop_cases import make_task, make_value_model, rl_yaml, same, weights
 from test_resume import Stop, stop_after
 
 from hotseat.config import loads
@@ -45,6 +45,10 @@ def reward_func(queries, prompts, labels):
 def run(task: Path, name: str, overlap: str, *overrides: str, **sections: str) -> list[dict]:
     sections = {"cluster": BESIDE} | sections
     start(loads(rl_yaml(task, name=name, overlap=overlap, **sections), [*PASSES, *overrides]))
+    return steps(task, name)
+
+
+def steps(task: Path, name: str) -> list[dict]:
     return [row for row in read_lines(task / "runs" / name / "metrics.jsonl") if row["step"] > 0]
 
 
@@ -77,14 +81,23 @@ def trained(task: Path, name: str) -> Counter:
     return Counter(key for entry in read_ledger(task / "runs" / name) for key in entry.keys if entry.state == "trained")
 
 
-def test_a_batch_is_sampled_by_the_weights_of_s_versions_before(task):
-    rows = run(task, "run", "{staleness: 2}")
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """A task with a run `undisturbed` of staleness 2 and one `filtered` of staleness 1, for all tests."""
+    task = make_task(tmp_path_factory.mktemp("undisturbed"))
+    run(task, "undisturbed", "{staleness: 2}")
+    run(task, "filtered", "{staleness: 1}", *FILTERED)
+    return task
+
+
+def test_a_batch_is_sampled_by_the_weights_of_s_versions_before(undisturbed):
+    rows = steps(undisturbed, "undisturbed")
     assert [row["staleness"] for row in rows] == [0, 1, 2, 2, 2, 2, 2, 2]
     assert [row["staleness_max"] for row in rows] == [0, 1, 2, 2, 2, 2, 2, 2]
-    versions = {entry.step: entry.version for entry in read_ledger(task / "runs" / "run")}
+    versions = {entry.step: entry.version for entry in read_ledger(undisturbed / "runs" / "undisturbed")}
     assert versions == {step: max(0, step - 3) for step in range(1, 9)}
-    assert set(trained(task, "run").values()) == {1}
-    assert len(trained(task, "run")) == 8 * 4 * 4
+    assert set(trained(undisturbed, "undisturbed").values()) == {1}
+    assert len(trained(undisturbed, "undisturbed")) == 8 * 4 * 4
 
 
 def test_a_shorter_queue_bounds_the_age_too(task):
@@ -92,12 +105,10 @@ def test_a_shorter_queue_bounds_the_age_too(task):
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_in_prompt_order_weights_depend_neither_on_who_is_slow_nor_on_the_number_of_hosts(task, staleness):
-    run(task, "even", f"{{staleness: {staleness}}}")
+def test_in_prompt_order_weights_depend_neither_on_who_is_slow_nor_on_the_number_of_hosts(undisturbed, task):
     (task / "reward.py").write_text(SLEEPS)
-    run(task, "uneven", f"{{staleness: {staleness}}}", "rollout.num_hosts=2")
-    assert same(weights(task, "even"), weights(task, "uneven"))
+    run(task, "uneven", "{staleness: 2}", "rollout.num_hosts=2")
+    assert same(weights(undisturbed, "undisturbed"), weights(task, "uneven"))
 
 
 @pytest.mark.long
@@ -110,25 +121,35 @@ def test_on_ray_weights_are_those_of_one_process(task):
     assert same(weights(task, "local"), weights(task, "ray"))
 
 
-@pytest.mark.parametrize("num_checkpoints", [1, 4])
-def test_a_resumed_run_has_the_groups_that_waited_and_ends_bit_for_bit(task, monkeypatch, num_checkpoints):
-    run(task, "whole", "{staleness: 2}")
+@pytest.mark.parametrize("num_checkpoints", [pytest.param(1, marks=pytest.mark.long), 4])
+def test_a_resumed_run_has_the_groups_that_waited_and_ends_bit_for_bit(undisturbed, task, monkeypatch, num_checkpoints):
     run_until_saved(task, "run", "{staleness: 2}", monkeypatch, num_checkpoints)
-    run(task, "run", "{staleness: 2}", "checkpoint.every=1", "checkpoint.resume=true")
-    assert same(weights(task, "whole"), weights(task, "run"))
-    assert trained(task, "whole") == trained(task, "run")
+    run(task, "run", "{staleness: 2}", "checkpoint.resume=true")
+    assert same(weights(undisturbed, "undisturbed"), weights(task, "run"))
+    assert trained(undisturbed, "undisturbed") == trained(task, "run")
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "restart"])
 def test_by_arrival_nothing_is_too_old_lost_or_doubled(task, in_flight):
+    """And a host that is reconnected, as with `restart`, leaves no thread behind."""
     (task / "reward.py").write_text(SLEEPS)
+    before = set(threading.enumerate())
     rows = run(task, "run", f"{{staleness: 2, order: arrival, in_flight: {in_flight}}}")
     assert max(row["staleness_max"] for row in rows) <= 2
     assert set(trained(task, "run").values()) == {1}
     assert len(trained(task, "run")) == 8 * 4 * 4
+    assert_no_thread_collects(before)
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "restart"])
+def assert_no_thread_collects(before: set[threading.Thread]) -> None:
+    """Raise if a thread that collects, and was not there before, does not end."""
+    left = [thread for thread in threading.enumerate() if thread not in before and thread.name == "collecting"]
+    for thread in left:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in left)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", pytest.param("restart", marks=pytest.mark.long)])
 def test_by_arrival_a_resumed_run_trains_every_sample_once(task, monkeypatch, in_flight):
     overlap = f"{{staleness: 2, order: arrival, in_flight: {in_flight}}}"
     (task / "reward.py").write_text(SLEEPS)
@@ -195,7 +216,7 @@ class Tool(Environment):
 """
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_agent_whose_turn_comes_while_its_engine_is_off_the_device_waits(task, staleness):
     (task / "agent.py").write_text(AGENT)
     overlap = f"{{staleness: {staleness}, order: arrival, in_flight: recompute}}"
@@ -217,15 +238,6 @@ def test_on_shared_devices_a_resumed_run_trains_every_sample_once(task):
     assert set(trained(task, "run").values()) == {1}
 
 
-@pytest.mark.ray
-def test_on_ray_a_rollout_is_carried_over(task):
-    sections = SHARED | {"cluster": "{component_placement: {actor: 0, rollout: '@actor'}}"}
-    rows = run(task, "run", CARRIED, "actor.enable_offload=true", "train.num_episodes=2", **sections)
-    assert [row["staleness_max"] <= 1 for row in rows] == [True] * 4
-    assert len(trained(task, "run")) == 4 * 4 * 4
-    assert set(trained(task, "run").values()) == {1}
-
-
 @pytest.mark.long
 @pytest.mark.ray
 def test_on_ray_a_rollout_is_carried_over_and_resumed(task):
@@ -237,13 +249,12 @@ def test_on_ray_a_rollout_is_carried_over_and_resumed(task):
     assert set(trained(task, "run").values()) == {1}
 
 
-def test_filtered_groups_are_replaced_and_weights_do_not_depend_on_timing(task):
-    run(task, "even", "{staleness: 1}", *FILTERED)
+def test_filtered_groups_are_replaced_and_weights_do_not_depend_on_timing(undisturbed, task):
     (task / "reward.py").write_text(SLEEPS)
     rows = run(task, "uneven", "{staleness: 1}", *FILTERED)
     assert sum(row["groups_dropped"] for row in rows) > 0
     assert all(row["samples"] == 16 for row in rows)
-    assert same(weights(task, "even"), weights(task, "uneven"))
+    assert same(weights(undisturbed, "filtered"), weights(task, "uneven"))
 
 
 def test_a_reward_model_scores_what_was_sampled_ahead(task):
@@ -292,16 +303,15 @@ def test_requests_that_a_restart_drops_fail_no_sample(task, monkeypatch):
     assert sum(row["samples_failed"] for row in rows) == 0
 
 
-def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(task, monkeypatch):
-    run(task, "whole", "{staleness: 1}", *FILTERED)
+def test_a_resumed_run_records_what_was_dropped_before_its_checkpoint(undisturbed, task, monkeypatch):
     run_until_saved(task, "run", "{staleness: 1}", monkeypatch, 3, *FILTERED)
-    run(task, "run", "{staleness: 1}", "checkpoint.every=1", "checkpoint.resume=true", *FILTERED)
-    whole, resumed = (set(read_ledger(task / "runs" / name)) for name in ("whole", "run"))
+    run(task, "run", "{staleness: 1}", "checkpoint.resume=true", *FILTERED)
+    whole, resumed = (set(read_ledger(path)) for path in (undisturbed / "runs" / "filtered", task / "runs" / "run"))
     assert any(entry.state == "dropped" and entry.step == 4 for entry in whole)
     assert resumed == whole
 
 
-@pytest.mark.parametrize("order", ["prompt", "arrival"])
+@pytest.mark.parametrize("order", [pytest.param("prompt", marks=pytest.mark.long), "arrival"])
 def test_groups_that_are_too_old_for_a_lowered_staleness_are_refused(task, monkeypatch, order):
     run_until_saved(task, "run", f"{{staleness: 3, order: {order}}}", monkeypatch, 4)
     lowered = "checkpoint.resume=true", "checkpoint.allow_changes=[overlap.staleness]"
@@ -328,12 +338,3 @@ def test_rewards_that_fail_while_a_push_waits_stop_the_run_and_are_in_the_ledger
     fates = Counter((entry.step, entry.state) for entry in read_ledger(task / "runs" / "run"))
     assert fates[1, "trained"] == 4
     assert fates[3, "failed"] > 0
-
-
-def test_a_host_that_is_reconnected_leaves_no_thread_behind(task):
-    before = set(threading.enumerate())
-    run(task, "run", "{staleness: 2, order: arrival, in_flight: restart}")
-    left = [thread for thread in threading.enumerate() if thread not in before and thread.name == "collecting"]
-    for thread in left:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in left)

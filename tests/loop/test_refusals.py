@@ -60,6 +60,7 @@ def test_what_can_start_is_not_refused(here):
     refuse_at_once(loads((here / "run.yaml").read_text()))
 
 
+@pytest.mark.slow
 def test_trivial_refusals_import_nothing_heavy(here):
     (here / "runs" / "mine" / "model").mkdir(parents=True)  # a run of that name was finished
     (here / "runs" / "mine" / "config.yaml").write_text("")
@@ -92,6 +93,7 @@ def test_trivial_refusals_import_nothing_heavy(here):
         assert words in done.stderr
 
 
+@pytest.mark.slow
 def test_openrlhf_commands_refuse_in_the_words_of_their_flags(here):
     code = "import sys; from hotseat.cli.openrlhf.run import main\n"
     code += "print(main('train_ppo_ray', sys.argv[1:])); print(sorted({'torch', 'ray'} & set(sys.modules)))"

@@ -51,7 +51,7 @@ def batches_of_pacer(path: Path, pace: Pace) -> list[list[tuple[int, int]]]:
     return batches
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+@pytest.mark.parametrize("in_flight", [pytest.param("keep", marks=pytest.mark.long), "recompute"])
 def test_by_arrival_two_replays_equal_the_recording(task, capsys, in_flight):
     """Answers that are open at a push go on with other weights, and groups come in whatever order they like."""
     (task / "reward.py").write_text(SLEEPS)

@@ -160,6 +160,7 @@ def test_the_first_row_stands_in_for_all(here, row, overrides, prompt, label, an
     assert trial_row(config, config.data.path) == TrialRow(prompt, label, answer, "rows.jsonl")
 
 
+@pytest.mark.slow
 def test_a_broken_function_ends_the_command_before_a_heavy_library_is_imported(here):
     (here / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0]\n")
     code = "import sys; from hotseat.cli.main import main; print(main(['run', 'run.yaml']));"

@@ -181,7 +181,7 @@ def run_command(task: Path, name: str, *overrides: str, cluster: str, **changes:
 
 
 # With several optimizer steps and a reference every phase is on the way.
-EVERY_PHASE = ("train.batch_size=8", "algorithm.kl.coef=0.1", "train.num_episodes=2")
+EVERY_PHASE = ("train.batch_size=8", "algorithm.kl.coef=0.1")
 HYBRID = "{actor: 0, reference: '@actor', rollout: 1-2}"
 
 

@@ -254,3 +254,50 @@ def test_others_make_way_for_an_engine_that_starts_anew() -> None:
     with scheduler.lease("sync", "actor"):
         pass
     assert ("onload", ["weights"], (0,)) in groups["actor"].taken()
+
+
+def test_what_simulators_took_is_measured_as_they_leave_and_counted_by_later_plans(tmp_path, monkeypatch) -> None:
+    from hotseat.loop.planning.simulator_memory import keep_gib, kept_gib
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = """
+cluster: {component_placement: {actor: 0-1, env: 0, rollout: 1}}
+env: {path: gym, tasks: [CartPole-v1], enable_offload: true}
+"""
+    used = {0: 9 << 30, 1: 5 << 30}
+    measured = []
+    scheduler, groups = make_scheduler(
+        text,
+        "1x2xA100-80G",
+        measure=lambda device: DeviceMemory(used[device]),
+        when_measured=lambda device, num_bytes: measured.append((device, num_bytes)),
+    )
+
+    def leave(rank, method, *args):
+        if method == "offload":
+            used[0] -= 3 << 30
+        return Moved(0, 0, 1.0)
+
+    groups["env"].answer = leave
+    with scheduler.lease("rollout", "env"):
+        pass
+    with scheduler.lease("update", "actor"):
+        pass
+    assert measured == [(0, 3 << 30)]
+    assert [move.num_bytes for move in scheduler.moves if move.role == "env"] == [3 << 30]
+    assert scheduler.spent()["gib"] == 3.0
+
+    config = loads(text)
+    assert kept_gib(config) is None
+    assert keep_gib(config, 3.0)
+    assert not keep_gib(config, 2.5)  # the largest stays
+    assert kept_gib(loads(text, ["env.num_envs=32"])) is None  # so many take another amount
+    [term] = [
+        term
+        for group in make_plan(config, "1x2xA100-80G").groups
+        for step in group.steps
+        if step.step == "rollout"
+        for term in step.terms
+        if term.role == "env" and term.name == "simulator"
+    ]
+    assert (term.gib, term.formula) == (3.0, "measured by an earlier run")

@@ -69,6 +69,7 @@ def everything() -> list[Plan]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explain", [False, True])
 def test_every_plan_prints_within_the_width_as_plain_text(explain):
     for found in everything():

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent.parent
 PAGE = TESTS.parent / "docs" / "reliability.md"
 
@@ -25,6 +27,7 @@ def existing() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_test_that_is_named_exists():
     tests = existing()
     for row in rows():

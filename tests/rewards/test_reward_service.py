@@ -101,12 +101,16 @@ def test_groups_are_scored_at_the_same_time(server, client):
 
 def test_no_more_requests_are_open_than_allowed(server, client):
     open_now, most = 0, 0
+    as_many_as_allowed = asyncio.Event()
 
     async def slow(message: dict) -> dict:
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
-        await asyncio.sleep(0.01)
+        if open_now == 3:
+            as_many_as_allowed.set()
+        await as_many_as_allowed.wait()
+        await asyncio.sleep(0.01)  # in which one more might come
         open_now -= 1
         return sevens(message)
 

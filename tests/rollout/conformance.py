@@ -337,6 +337,25 @@ def prompts_that_are_too_much_for_one_step_are_answered_like_others(subject: Sub
         assert completion.log_probs == pytest.approx(expected, abs=subject.tolerance)
 
 
+@slowly()
+def tokens_are_reported_while_they_are_sampled(subject: Subject) -> None:
+    with subject.engine(num_slots=2, max_length=600) as engine:
+        futures = engine.submit_many([request("long", max_new_tokens=200), request("other", max_new_tokens=200)])
+        reported: list[int] = []
+        num_reports = 0
+        while not futures[0].done():
+            new = engine.sampled({"long": len(reported), "nobody": 0})
+            assert set(new) <= {"long"}
+            reported += new.get("long", ())
+            num_reports += bool(new)
+            time.sleep(0.001)
+        completion = futures[0].result(PATIENCE_S)
+        assert num_reports > 1
+        assert tuple(reported) == completion.token_ids[: len(reported)]
+        assert engine.sampled({"long": 0}) == {}
+        futures[1].result(PATIENCE_S)
+
+
 # --- abort, pause, close ----------------------------------------------------------------------------------------------
 
 
@@ -697,6 +716,7 @@ CHECKS: list[Callable[[Subject], None]] = [
     neither_company_nor_order_nor_slots_change_a_completion,
     many_callers_share_few_slots,
     prompts_that_are_too_much_for_one_step_are_answered_like_others,
+    tokens_are_reported_while_they_are_sampled,
     abort_gives_what_there_is_and_frees_the_slot,
     an_id_can_be_used_again_at_once,
     scoring_does_not_disturb_what_is_in_flight,

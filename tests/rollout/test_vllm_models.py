@@ -382,6 +382,7 @@ class FakeCore:
     """Two ranks that keep what they are sent."""
 
     is_cpu, vocab_size, tensor_parallel_size = True, 67, 2
+    sees_images, placeholder_ids = False, frozenset[int]()
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

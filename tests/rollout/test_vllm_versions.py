@@ -4,7 +4,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlavaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen3_5TextConfig,
+)
 
 from hotseat.config import loads
 from hotseat.errors import NotBuiltError, UserError
@@ -73,6 +81,20 @@ def test_models_that_it_would_serve_wrongly_or_not_at_all_are_refused_by_their_c
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
     with pytest.raises(NotBuiltError, match="vLLM's Qwen3.5 can see images and needs torchvision .* built for torch"):
         check_config(Qwen3_5TextConfig(), is_cpu=True)
+
+
+def test_models_whose_images_it_has_not_been_tried_with_are_refused_by_their_config(monkeypatch):
+    check_config(Qwen2_5_VLConfig(), True, 1)
+    check_config(LlavaConfig(), True, 1)
+    with pytest.raises(NotBuiltError, match="not been tried with prepared images of Qwen2VL: choose a model .* llava"):
+        check_config(Qwen2VLConfig(), False)
+    with pytest.raises(
+        NotBuiltError, match=r"prepared images of Llava \(pixtral\): choose .* rollout.engine to transformers"
+    ):
+        check_config(LlavaConfig(vision_config={"model_type": "pixtral"}), False)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(NotBuiltError, match="Qwen2_5_VL over 2 ranks needs torchvision.*_parallel_size to 1"):
+        check_config(Qwen2_5_VLConfig(), False, 2)
 
 
 def test_the_error_of_a_failed_vllm_start_is_short(tmp_path):

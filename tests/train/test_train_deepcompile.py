@@ -66,6 +66,7 @@ def test_a_whole_model_is_one_graph_for_all_sizes(layout: LayoutKind, head: Any,
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_sizes_stay_symbols_beside_sharded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.compile.patch_fake_tensor import GuardBuilder, patch_fake_tensor
@@ -125,6 +126,7 @@ def _outputs_and_gradients(model: PreTrainedModel, outputs: dict[str, Tensor]) -
     return {**outputs, **gradients}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_log_probs_in_a_graph_are_those_without(has_bias: bool, with_entropy: bool) -> None:

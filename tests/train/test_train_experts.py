@@ -61,6 +61,7 @@ def plain_aux_loss(model: Any, batch: MicroBatch) -> float:
         return float(model(input_ids=input_ids, attention_mask=mask, output_router_logits=True).aux_loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", MIXTURES)
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_the_balancing_loss_is_that_of_transformers(config: str, layout: Any) -> None:

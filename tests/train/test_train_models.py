@@ -158,6 +158,7 @@ def test_windows_that_attention_is_not_told_of_are_refused_however_long_they_are
     make(transformers.MistralForCausalLM(config), OPTIONS).close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "settings"),
     [

@@ -49,6 +49,7 @@ def test_slices_are_equal_and_hold_every_wanted_token_once(layout, size):
         assert ((part.rows >= 0) & (part.rows < length)).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20), size=st.integers(2, 5), slack=st.integers(0, 20))
 def test_no_rank_gets_more_tokens_than_its_budget(lengths: list[int], size: int, slack: int) -> None:

@@ -4,10 +4,11 @@ name: a game, such as `GuessTheNumber-v0`. Numbers are the seeds of `reset`. arg
 
     num_players   1
     seat          of the policy, 0
-    opponent      `FILE.py:function`, which answers the observations of the other seats
+    opponent      of the other seats: `FILE.py:function`, which answers an observation, or `self`, the policy itself
     system        a text before the game's
 
-The reward is that of the policy's seat. A game that the run's bounds cut short has none: it counts 0.
+The reward is that of the policy's seat, so only its answers are learned from: an opponent `self` samples with the same
+weights, each seat in a conversation of its own. A game that the run's bounds cut short has no reward: it counts 0.
 """
 
 from __future__ import annotations
@@ -31,39 +32,42 @@ class Tasks:
         self._seat = int(arguments.pop("seat", 0))
         self._system = arguments.pop("system", None)
         opponent = arguments.pop("opponent", None)
-        self._opponent = None if opponent is None else _function(opponent)
+        self._opponent = None if opponent in (None, "self") else _function(opponent)
         self._arguments = arguments
-        if self._num_players > 1 and self._opponent is None:
+        if not 0 <= self._seat < self._num_players:
             raise ValueError(
-                f"{name} with {self._num_players} players needs the argument opponent, FILE.py:function, for the other"
-                " seats: the policy has one"
+                f"{name}: seat {self._seat}, but {self._num_players} players have 0 to {self._num_players - 1}"
+            )
+        if self._num_players > 1 and opponent is None:
+            raise ValueError(
+                f"{name} with {self._num_players} players needs the argument opponent for the other seats:"
+                " FILE.py:function, or self"
             )
         textarena.make(name, **arguments)
 
     def prompt(self, number: int) -> str:
+        """Return what the policy reads first, or where that depends on its own moves, what the first player reads."""
         game = self._begin(number)
-        self._wait_for_turn(game)
+        while self._opponent is not None and (seen := game.get_observation())[0] != self._seat:
+            if game.step(str(self._opponent(seen[1])))[0]:
+                break
         return str(game.get_observation()[1]).strip()
 
     def play(self, number: int, policy: Any) -> dict[str, Any]:
         game = self._begin(number)
-        is_over = self._wait_for_turn(game)
-        seen = str(game.get_observation()[1])
-        num_moves = 0
-
-        def act(answer: str) -> str | None:
-            nonlocal is_over, seen, num_moves
-            num_moves += 1
-            is_over = game.step(answer)[0] or self._wait_for_turn(game)
-            if is_over:
-                return None
-            before, seen = seen, str(game.get_observation()[1])
-            # Many games show all that was said so far: the policy has read it.
-            return seen[len(before) :].strip() if seen.startswith(before) else seen.strip()
-
-        messages = [] if self._system is None else [{"role": "system", "content": self._system}]
-        if not is_over:
-            is_over = policy.converse([*messages, {"role": "user", "content": seen.strip()}], act)
+        players: dict[int, _Player] = {}
+        num_moves, is_over = 0, False
+        while not is_over:
+            seat, seen = game.get_observation()
+            if seat == self._seat or self._opponent is None:
+                player = players.setdefault(seat, _Player(policy, self._system, is_learned=seat == self._seat))
+                move = player.move(str(seen))
+                if move is None:
+                    break
+                num_moves += player.is_learned
+            else:
+                move = str(self._opponent(seen))
+            is_over = game.step(move)[0]
         rewards, _ = game.close()
         reward = (rewards or {}).get(self._seat, 0.0) if is_over else 0.0
         return {"reward": float(reward), "extra": {"num_moves": num_moves, "finished": float(is_over)}}
@@ -75,13 +79,25 @@ class Tasks:
             game.reset(num_players=self._num_players, seed=number)
         return game
 
-    def _wait_for_turn(self, game: Any) -> bool:
-        """Let the other seats move until it is the policy's turn; True if the game is over before."""
-        while (seen := game.get_observation())[0] != self._seat:
-            assert self._opponent is not None
-            if game.step(str(self._opponent(seen[1])))[0]:
-                return True
-        return False
+
+class _Player:
+    """A seat that the policy plays, with its conversation."""
+
+    def __init__(self, policy: Any, system: str | None, *, is_learned: bool):
+        self.is_learned = is_learned
+        self._policy = policy
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._seen = ""
+
+    def move(self, seen: str) -> str | None:
+        """Return the answer to an observation; None if the episode may have no more turns or tokens."""
+        before, self._seen = self._seen, seen
+        # Many games show all that was said so far: the policy has read it.
+        new = seen[len(before) :] if seen.startswith(before) else seen
+        self._messages.append({"role": "user", "content": new.strip()})
+        answer = self._policy.ask(self._messages, **({} if self.is_learned else {"learn": False}))
+        self._messages.append({"role": "assistant", "content": answer})
+        return answer
 
 
 def _function(name: str) -> Callable[[str], Any]:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import Asked, BadRequest, ClientAnswer, own_settings
-from hotseat.agents.gateway.reply import Event, Reply, pieces
+from hotseat.agents.gateway.asking import Asked, BadRequest, own_settings
+from hotseat.agents.gateway.growing import GrowingAnswer
+from hotseat.agents.gateway.reply import Begin, Event, Reply, pieces, reply_to
 from hotseat.agents.gateway.session import Session
 
 _KNOWN = (
     "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
-    "tool_choice", "metadata", "service_tier", "thinking",
+    "tool_choice", "metadata", "service_tier", "thinking", "learn",
 )  # fmt: skip
 
 
-async def create(body: Mapping[str, Any], session: Session) -> Reply:
+async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
     """Answer a request for a message."""
     fields.check_known(body, _KNOWN)
     fields.numbers(body, ("temperature", "top_p", "top_k"))
@@ -40,9 +42,9 @@ async def create(body: Mapping[str, Any], session: Session) -> Reply:
         max_tokens=fields.integer(body, "max_tokens"),
         stop=fields.stops(body, "stop_sequences"),
         own=own,
+        is_learned=fields.flag(body, "learn", default=True),
     )
-    [answer] = await session.answer(asked)
-    return _Message(body, answer)
+    return await reply_to(asked, session, partial(_Message, body), begin)
 
 
 def _tools(value: Any) -> Any:
@@ -103,8 +105,9 @@ def _assistant(content: list[Any]) -> dict[str, Any]:
 
 
 class _Message(Reply):
-    def __init__(self, body: Mapping[str, Any], answer: ClientAnswer):
-        self._answer = answer
+    def __init__(self, body: Mapping[str, Any], answers: Sequence[GrowingAnswer]):
+        super().__init__(answers)
+        [self._growing] = answers
         self._frame = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -113,11 +116,12 @@ class _Message(Reply):
         }
 
     def body(self) -> dict[str, Any]:
-        used = {"input_tokens": len(self._answer.context), "output_tokens": len(self._answer.token_ids)}
+        answer = self._growing.answer
+        used = {"input_tokens": len(answer.context), "output_tokens": len(answer.token_ids)}
         return {**self._frame, "content": self._blocks(), **self._end(), "usage": used}
 
     def _end(self) -> dict[str, Any]:
-        answer = self._answer
+        answer = self._growing.answer
         if answer.tool_calls:
             reason = "tool_use"
         elif answer.stop is not None:
@@ -126,32 +130,44 @@ class _Message(Reply):
             reason = "max_tokens" if answer.is_cut else "end_turn"
         return {"stop_reason": reason, "stop_sequence": answer.stop}
 
+    @property
+    def _has_text(self) -> bool:
+        return not self._growing.is_complete or bool(self._growing.answer.text or not self._growing.answer.tool_calls)
+
     def _blocks(self) -> list[dict[str, Any]]:
+        answer = self._growing.answer
         blocks: list[dict[str, Any]] = []
-        if self._answer.text or not self._answer.tool_calls:
-            blocks.append({"type": "text", "text": self._answer.text})
-        for call in self._answer.tool_calls:
+        if self._has_text:
+            blocks.append({"type": "text", "text": answer.text})
+        for call in answer.tool_calls:
             arguments = _object(call["function"]["arguments"])
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
         return blocks
 
-    def events(self) -> Iterator[Event]:
-        for event in self._events():
+    def error(self, message: str) -> Event:
+        return Event({"type": "error", "error": {"type": "api_error", "message": message}}, "error")
+
+    async def events(self) -> AsyncIterator[Event]:
+        async for event in self._events():
             yield Event(event, event["type"])
 
-    def _events(self) -> Iterator[dict[str, Any]]:
+    async def _events(self) -> AsyncIterator[dict[str, Any]]:
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        used = {"input_tokens": len(self._answer.context), "output_tokens": 0}
+        used = {"input_tokens": len(self._growing.context), "output_tokens": 0}
         yield {"type": "message_start", "message": {**self._frame, **begun, "usage": used}}
+        if self._has_text:
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+            async for piece in self._growing.pieces():
+                yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
+            yield {"type": "content_block_stop", "index": 0}
         for index, block in enumerate(self._blocks()):
-            is_text = block["type"] == "text"
-            empty: dict[str, Any] = {"text": ""} if is_text else {"input": {}}
-            yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
-            for piece in pieces(block["text"] if is_text else json.dumps(block["input"])):
-                delta = {"type": "text_delta", "text": piece} if is_text else _json_delta(piece)
-                yield {"type": "content_block_delta", "index": index, "delta": delta}
+            if block["type"] == "text":
+                continue
+            yield {"type": "content_block_start", "index": index, "content_block": {**block, "input": {}}}
+            for piece in pieces(json.dumps(block["input"])):
+                yield {"type": "content_block_delta", "index": index, "delta": _json_delta(piece)}
             yield {"type": "content_block_stop", "index": index}
-        used = {"output_tokens": len(self._answer.token_ids)}
+        used = {"output_tokens": len(self._growing.answer.token_ids)}
         yield {"type": "message_delta", "delta": self._end(), "usage": used}
         yield {"type": "message_stop"}
 

@@ -32,6 +32,7 @@ class Asked:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict)  # settings by which the client would sample differently
+    is_learned: bool = True  # False: the client wants the answer as context only, such as that of an opponent
 
 
 @dataclass(frozen=True)

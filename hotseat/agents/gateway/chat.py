@@ -6,14 +6,16 @@ import asyncio
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from hotseat.agents.gateway import fields
 from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, ClientAnswer, own_settings
-from hotseat.agents.gateway.reply import Event, Reply, pieces
+from hotseat.agents.gateway.growing import GrowingAnswer
+from hotseat.agents.gateway.reply import Begin, Event, Reply, reply_to
 from hotseat.agents.gateway.session import Session
 
 # Understood, without an effect here: who asks, where it is kept, and a seed, since each request has one by its sample.
@@ -21,21 +23,23 @@ _WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "seed",
     "prompt_cache_retention",
 )  # fmt: skip
-_SHARED = (*_WITHOUT_EFFECT, *OWN_SETTINGS, "n", "stop", "stream", "stream_options", "logprobs", "return_token_ids")
+_SHARED = (*_WITHOUT_EFFECT, *OWN_SETTINGS, "n", "stop", "stream", "stream_options", "logprobs", "return_token_ids",
+           "learn")  # fmt: skip
 _CHAT = (*_SHARED, "messages", "max_tokens", "max_completion_tokens", "top_logprobs", "tools", "chat_template_kwargs",
          "modalities")  # fmt: skip
 _TEXT = (*_SHARED, "prompt", "max_tokens", "best_of", "echo", "suffix")
 _NUMBERS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 
 
-async def chat(body: Mapping[str, Any], session: Session) -> Reply:
+async def chat(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
     """Answer a request for a chat completion."""
     _check(body, _CHAT)
     if fields.integer(body, "top_logprobs", least=0):
         raise BadRequest("top_logprobs: the engine reports log-probs of sampled tokens only", "top_logprobs")
     if body.get("modalities") not in (None, ["text"]):
         raise BadRequest("modalities: only text is possible here", "modalities")
-    fields.flag(body, "logprobs")
+    if fields.flag(body, "logprobs"):
+        begin = None  # they are sent with the whole text
     options = body.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise BadRequest("chat_template_kwargs: not an object", "chat_template_kwargs")
@@ -47,11 +51,12 @@ async def chat(body: Mapping[str, Any], session: Session) -> Reply:
         max_tokens=fields.integer(body, "max_completion_tokens") or fields.integer(body, "max_tokens"),
         stop=fields.stops(body),
         own=own_settings(body, session.sampling),
+        is_learned=fields.flag(body, "learn", default=True),
     )
-    return _Chat(body, session, await session.answer(asked))
+    return await reply_to(asked, session, partial(_Chat, body, session), begin)
 
 
-async def completions(body: Mapping[str, Any], session: Session) -> Reply:
+async def completions(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
     """Answer a request to continue one or several texts."""
     _check(body, _TEXT)
     for name in ("echo", "suffix"):
@@ -69,10 +74,13 @@ async def completions(body: Mapping[str, Any], session: Session) -> Reply:
         max_tokens=fields.integer(body, "max_tokens") or 16,  # the protocol's default
         stop=fields.stops(body),
         own=own_settings(body, session.sampling),
+        is_learned=fields.flag(body, "learn", default=True),
     )
     requests = [replace(asked, **prompt) for prompt in _prompts(body.get("prompt"))]
+    if len(requests) == 1 and body.get("logprobs") is None:
+        return await reply_to(requests[0], session, partial(_Text, body, session), begin)
     answers = await asyncio.gather(*(session.answer(request) for request in requests))
-    return _Text(body, session, [answer for several in answers for answer in several])
+    return _Text(body, session, [GrowingAnswer.complete(answer) for several in answers for answer in several])
 
 
 def _check(body: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -107,10 +115,10 @@ class _OpenAI(Reply):
     chunk_name = ""
     prefix = ""
 
-    def __init__(self, body: Mapping[str, Any], session: Session, answers: list[ClientAnswer]):
+    def __init__(self, body: Mapping[str, Any], session: Session, answers: Sequence[GrowingAnswer]):
+        super().__init__(answers)
         options = body.get("stream_options") or {}
         self._session = session
-        self._answers = answers
         self._shows_tokens = bool(body.get("return_token_ids"))
         self._shows_usage = bool(options.get("include_usage"))
         self._frame = {
@@ -120,17 +128,20 @@ class _OpenAI(Reply):
         }
 
     def body(self) -> dict[str, Any]:
-        choices = [self._choice(index, answer) | self._tokens(answer) for index, answer in enumerate(self._answers)]
-        shown = {"prompt_token_ids": list(self._answers[0].context)} if self._shows_tokens else {}
-        return {**self._frame, "object": self.name, "choices": choices, "usage": usage(self._answers), **shown}
+        answers = [growing.answer for growing in self.answers]
+        choices = [self._choice(index, answer) | self._tokens(answer) for index, answer in enumerate(answers)]
+        shown = {"prompt_token_ids": list(answers[0].context)} if self._shows_tokens else {}
+        return {**self._frame, "object": self.name, "choices": choices, "usage": usage(answers), **shown}
 
-    def events(self) -> Iterator[Event]:
+    async def events(self) -> AsyncIterator[Event]:
         frame = {**self._frame, "object": self.chunk_name}
-        for index, answer in enumerate(self._answers):
-            for choice in self._parts(answer):
-                yield Event({**frame, "choices": [{"index": index, "finish_reason": None, **choice}]})
+        shown = {"prompt_token_ids": list(self.answers[0].context)} if self._shows_tokens else {}  # in the first chunk
+        for index, growing in enumerate(self.answers):
+            async for choice in self._parts(growing):
+                yield Event({**frame, "choices": [{"index": index, "finish_reason": None, **choice}], **shown})
+                shown = {}
         if self._shows_usage:
-            yield Event({**frame, "choices": [], "usage": usage(self._answers)})
+            yield Event({**frame, "choices": [], "usage": usage([growing.answer for growing in self.answers])})
         yield Event("[DONE]")
 
     def _tokens(self, answer: ClientAnswer) -> dict[str, Any]:
@@ -141,14 +152,14 @@ class _OpenAI(Reply):
         """Return one answer as an entry of `choices`."""
 
     @abstractmethod
-    def _parts(self, answer: ClientAnswer) -> Iterator[dict[str, Any]]:
+    def _parts(self, growing: GrowingAnswer) -> AsyncIterator[dict[str, Any]]:
         """Yield what differs between the chunks of one answer."""
 
 
 class _Chat(_OpenAI):
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, body: Mapping[str, Any], session: Session, answers: list[ClientAnswer]):
+    def __init__(self, body: Mapping[str, Any], session: Session, answers: Sequence[GrowingAnswer]):
         super().__init__(body, session, answers)
         self._has_log_probs = fields.flag(body, "logprobs")
 
@@ -160,13 +171,16 @@ class _Chat(_OpenAI):
             "finish_reason": _finish(answer),
         }
 
-    def _parts(self, answer: ClientAnswer) -> Iterator[dict[str, Any]]:
+    async def _parts(self, growing: GrowingAnswer) -> AsyncIterator[dict[str, Any]]:
         yield {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        if answer.reasoning:
-            yield {"delta": {"reasoning_content": answer.reasoning}}
-        shown = [answer.text] if self._has_log_probs else pieces(answer.text)
-        for text in shown:
-            yield {"delta": {"content": text}, "logprobs": self._log_probs(answer)}
+        if growing.is_complete and growing.answer.reasoning:
+            yield {"delta": {"reasoning_content": growing.answer.reasoning}}
+        if self._has_log_probs:
+            yield {"delta": {"content": growing.answer.text}, "logprobs": self._log_probs(growing.answer)}
+        else:
+            async for text in growing.pieces():
+                yield {"delta": {"content": text}, "logprobs": None}
+        answer = growing.answer
         for at, call in enumerate(answer.tool_calls):
             yield {"delta": {"tool_calls": [{"index": at, "type": "function", **call}]}}
         yield {"delta": {}, "finish_reason": _finish(answer), **self._tokens(answer)}
@@ -184,7 +198,7 @@ class _Chat(_OpenAI):
 class _Text(_OpenAI):
     name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, body: Mapping[str, Any], session: Session, answers: list[ClientAnswer]):
+    def __init__(self, body: Mapping[str, Any], session: Session, answers: Sequence[GrowingAnswer]):
         super().__init__(body, session, answers)
         self._has_log_probs = body.get("logprobs") is not None
 
@@ -198,10 +212,13 @@ class _Text(_OpenAI):
             **shown,
         }
 
-    def _parts(self, answer: ClientAnswer) -> Iterator[dict[str, Any]]:
-        shown = [answer.text] if self._has_log_probs else pieces(answer.text)
-        for text in shown:
-            yield {"text": text, "logprobs": self._log_probs(answer)}
+    async def _parts(self, growing: GrowingAnswer) -> AsyncIterator[dict[str, Any]]:
+        if self._has_log_probs:
+            yield {"text": growing.answer.text, "logprobs": self._log_probs(growing.answer)}
+        else:
+            async for text in growing.pieces():
+                yield {"text": text, "logprobs": None}
+        answer = growing.answer
         yield {"text": "", "logprobs": None, "finish_reason": _finish(answer), **self._tokens(answer)}
 
     def _log_probs(self, answer: ClientAnswer) -> dict[str, Any] | None:

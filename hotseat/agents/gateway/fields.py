@@ -29,11 +29,11 @@ def integer(body: Mapping[str, Any], name: str, *, least: int = 1, most: int | N
     return value
 
 
-def flag(body: Mapping[str, Any], name: str) -> bool:
+def flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise BadRequest(f"{name}: {value!r:.80} is neither true nor false", name)
-    return bool(value)
+    return default if value is None else value
 
 
 def stops(body: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hotseat.agents.gateway import fields
-from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, ClientAnswer, own_settings
+from hotseat.agents.gateway.asking import OWN_SETTINGS, Asked, BadRequest, own_settings
 from hotseat.agents.gateway.chat import usage
-from hotseat.agents.gateway.reply import Event, Reply, pieces
+from hotseat.agents.gateway.growing import GrowingAnswer
+from hotseat.agents.gateway.reply import Begin, Event, Reply, pieces, reply_to
 from hotseat.agents.gateway.session import Session
 
 _KNOWN = (
     *OWN_SETTINGS, "input", "instructions", "max_output_tokens", "tools", "stream", "model", "user", "metadata",
     "store", "service_tier", "safety_identifier", "prompt_cache_key", "truncation", "include", "text", "reasoning",
-    "background", "max_tool_calls", "stream_options",
+    "background", "max_tool_calls", "stream_options", "learn",
 )  # fmt: skip
 
 
-async def create(body: Mapping[str, Any], session: Session) -> Reply:
+async def create(body: Mapping[str, Any], session: Session, begin: Begin | None = None) -> Reply:
     """Answer a request for a response."""
     fields.check_known(body, _KNOWN)
     fields.numbers(body, ("temperature", "top_p", "top_k"))
@@ -39,9 +41,9 @@ async def create(body: Mapping[str, Any], session: Session) -> Reply:
         tools=fields.tools({**body, "tools": _tools(body.get("tools"))}),
         max_tokens=fields.integer(body, "max_output_tokens"),
         own=own,
+        is_learned=fields.flag(body, "learn", default=True),
     )
-    [answer] = await session.answer(asked)
-    return _Response(body, answer)
+    return await reply_to(asked, session, partial(_Response, body), begin)
 
 
 def _tools(value: Any) -> Any:
@@ -83,10 +85,12 @@ def _messages(value: Any, instructions: Any) -> list[dict[str, Any]]:
 
 
 class _Response(Reply):
-    def __init__(self, body: Mapping[str, Any], answer: ClientAnswer):
-        self._answer = answer
+    def __init__(self, body: Mapping[str, Any], answers: Sequence[GrowingAnswer]):
+        super().__init__(answers)
+        [self._growing] = answers
         self._text_id, self._id = f"msg_{secrets.token_hex(12)}", f"resp_{secrets.token_hex(12)}"
-        self._calls = [(f"fc_{secrets.token_hex(12)}", call) for call in answer.tool_calls]
+        calls = self._growing.answer.tool_calls if self._growing.is_complete else ()
+        self._calls = [(f"fc_{secrets.token_hex(12)}", call) for call in calls]
         self._frame = {
             "id": self._id,
             "object": "response",
@@ -104,13 +108,13 @@ class _Response(Reply):
         }
 
     def body(self) -> dict[str, Any]:
-        counted = usage([self._answer])
-        is_cut = self._answer.is_cut
+        counted = usage([self._growing.answer])
+        is_cut = self._growing.answer.is_cut
         return {
             **self._frame,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [item for item, _ in self._items()],
+            "output": [*([self._text_item()] if self._has_text else []), *self._call_items()],
             "usage": {
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0},
@@ -120,51 +124,64 @@ class _Response(Reply):
             },
         }
 
-    def _items(self) -> list[tuple[dict[str, Any], str]]:
-        """Return the items of the output, each with the text that a stream has it in pieces of."""
-        answer, items = self._answer, []
-        if answer.text or not answer.tool_calls:
-            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
-            status = "incomplete" if answer.is_cut else "completed"
-            items.append(
-                (
-                    {"id": self._text_id, "type": "message", "role": "assistant", "status": status, "content": [part]},
-                    answer.text,
-                )
-            )
-        for name, call in self._calls:
-            function = call["function"]
-            item = {"id": name, "type": "function_call", "call_id": call["id"], "status": "completed", **function}
-            items.append((item, function["arguments"]))
-        return items
+    @property
+    def _has_text(self) -> bool:
+        return not self._calls or bool(self._growing.answer.text)
 
-    def events(self) -> Iterator[Event]:
-        for number, event in enumerate(self._unnumbered()):
+    def _text_item(self) -> dict[str, Any]:
+        answer = self._growing.answer
+        status = "incomplete" if answer.is_cut else "completed"
+        return self._message(status, [_text_part(answer.text)])
+
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._text_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _call_items(self) -> list[dict[str, Any]]:
+        return [
+            {"id": name, "type": "function_call", "call_id": call["id"], "status": "completed", **call["function"]}
+            for name, call in self._calls
+        ]
+
+    def error(self, message: str) -> Event:
+        return Event({"type": "error", "code": "server_error", "message": message, "param": None}, "error")
+
+    async def events(self) -> AsyncIterator[Event]:
+        number = 0
+        async for event in self._unnumbered():
             yield Event({**event, "sequence_number": number}, event["type"])
+            number += 1
 
-    def _unnumbered(self) -> Iterator[dict[str, Any]]:
+    async def _unnumbered(self) -> AsyncIterator[dict[str, Any]]:
         begun = {**self._frame, "status": "in_progress", "output": [], "usage": None}
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
-        for index, (item, text) in enumerate(self._items()):
-            is_text = item["type"] == "message"
+        if self._has_text:
+            async for event in self._text_events():
+                yield event
+        for index, item in enumerate(self._call_items(), int(self._has_text)):
             place = {"item_id": item["id"], "output_index": index}
-            empty: dict[str, Any] = {"content": []} if is_text else {"arguments": ""}
-            yield {"type": "response.output_item.added", "output_index": index,
-                   "item": {**item, **empty, "status": "in_progress"}}  # fmt: skip
-            if is_text:
-                place["content_index"] = 0
-                [part] = item["content"]
-                yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-                for piece in pieces(text):
-                    yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
-                yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
-                yield {"type": "response.content_part.done", **place, "part": part}
-            else:
-                for piece in pieces(text):
-                    yield {"type": "response.function_call_arguments.delta", **place, "delta": piece}
-                yield {"type": "response.function_call_arguments.done", **place, "name": item["name"],
-                       "arguments": text}  # fmt: skip
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+            for piece in pieces(item["arguments"]):
+                yield {"type": "response.function_call_arguments.delta", **place, "delta": piece}
+            yield {"type": "response.function_call_arguments.done", **place, "name": item["name"],
+                   "arguments": item["arguments"]}  # fmt: skip
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         whole = self.body()
         yield {"type": f"response.{whole['status']}", "response": whole}
+
+    async def _text_events(self) -> AsyncIterator[dict[str, Any]]:
+        place = {"item_id": self._text_id, "output_index": 0, "content_index": 0}
+        begun = self._message("in_progress", [])
+        yield {"type": "response.output_item.added", "output_index": 0, "item": begun}
+        yield {"type": "response.content_part.added", **place, "part": _text_part("")}
+        async for piece in self._growing.pieces():
+            yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
+        text = self._growing.answer.text
+        yield {"type": "response.output_text.done", **place, "text": text, "logprobs": []}
+        yield {"type": "response.content_part.done", **place, "part": _text_part(text)}
+        yield {"type": "response.output_item.done", "output_index": 0, "item": self._text_item()}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -27,6 +27,7 @@ class Work:
 
     task: asyncio.Task[Reply]
     digest: bytes  # of path and body
+    begun: asyncio.Future[Reply] | None = None  # of a stream: has the reply as soon as it can be read
     num_waiting: int = 0
     is_delivered: bool = False
 
@@ -62,20 +63,32 @@ class Replies:
         same = self._by_name.get(name)
         return None if same is None else same.of_retry()
 
-    def begin(self, name: str, digest: bytes, work: Coroutine[Any, Any, Reply]) -> Work:
-        begun = Work(asyncio.ensure_future(work), digest)
-        self._by_name.setdefault(name, _Same()).works.append(begun)
+    def begin(
+        self,
+        name: str,
+        digest: bytes,
+        work: Coroutine[Any, Any, Reply],
+        begun: asyncio.Future[Reply] | None = None,
+    ) -> Work:
+        """Start work. begun: in which it puts its reply before that is complete, if it is a stream."""
+        added = Work(asyncio.ensure_future(work), digest, begun)
+        self._by_name.setdefault(name, _Same()).works.append(added)
         self._num_kept += 1
         if self._num_kept > _MAX_KEPT:
             oldest = next(iter(self._by_name))
             self._num_kept -= len(self._by_name.pop(oldest).works)
-        return begun
+        return added
 
     async def wait(self, name: str, work: Work, deliver: Callable[[Reply], Coroutine[Any, Any, Any]]) -> Any:
         """Wait for work, and deliver its reply to one client. What nobody waits for is given up and not remembered."""
         work.num_waiting += 1
         try:
-            result = await deliver(await asyncio.shield(work.task))
+            if work.begun is None:
+                result = await deliver(await asyncio.shield(work.task))
+            else:
+                await asyncio.wait({work.task, work.begun}, return_when=asyncio.FIRST_COMPLETED)
+                result = await deliver(work.begun.result() if work.begun.done() else work.task.result())
+                await asyncio.wait({work.task})  # all of it was read, so it ends now
             work.is_delivered = True
             return result
         finally:

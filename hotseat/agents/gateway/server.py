@@ -16,7 +16,7 @@ from aiohttp import web
 
 from hotseat.agents.gateway import anthropic_messages, chat, responses
 from hotseat.agents.gateway.asking import BadRequest
-from hotseat.agents.gateway.reply import Reply
+from hotseat.agents.gateway.reply import Begin, Reply
 from hotseat.agents.gateway.retries import Replies
 from hotseat.agents.gateway.session import Session
 from hotseat.errors import UserError
@@ -31,7 +31,7 @@ _BACKLOG = 4096  # connections that wait to be accepted; where there is no room,
 _ACCEPTED = 16  # of them at a time: each takes as long as a small request
 _STREAM_BYTES = 1 << 16  # of a stream that are written at a time
 
-Handler = Callable[[Mapping[str, Any], Session], Coroutine[Any, Any, Reply]]
+Handler = Callable[[Mapping[str, Any], Session, Begin | None], Coroutine[Any, Any, Reply]]
 
 _HANDLERS: dict[str, Handler] = {
     "/v1/chat/completions": chat.chat,
@@ -161,7 +161,10 @@ class Gateway:
         if work is not None and work.digest != digest:
             raise BadRequest(f"the Idempotency-Key {idempotency_key!r:.80} was used for another request", status=422)
         if work is None:
-            work = episode.replies.begin(name, digest, _HANDLERS[request.path](body, episode.session))
+            begun = asyncio.get_running_loop().create_future() if body.get("stream") else None
+            begin = None if begun is None else begun.set_result
+            handling = _HANDLERS[request.path](body, episode.session, begin)
+            work = episode.replies.begin(name, digest, handling, begun)
         send = _stream if body.get("stream") else _whole
         return await episode.replies.wait(name, work, lambda reply: send(request, reply))
 
@@ -213,14 +216,21 @@ async def _whole(request: web.Request, reply: Reply) -> web.StreamResponse:
 
 
 async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
+    """Send a reply in pieces: each at once while its answer is sampled; what is complete, in few writes."""
+    await reply.begun()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    events = bytearray()  # the answer is complete, so each write of its own would only take longer
-    for event in reply.events():
-        events += event.encode()
-        if len(events) > _STREAM_BYTES:
-            await response.write(bytes(events))
-            events.clear()
+    events = bytearray()
+    try:
+        async for event in reply.events():
+            events += event.encode()
+            if not reply.is_complete or len(events) > _STREAM_BYTES:
+                await response.write(bytes(events))
+                events.clear()
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # of the engine, which `Session.failure` passes on, or the end of the episode's time
+        events += reply.error(str(error)).encode()
     await response.write(bytes(events))
     await response.write_eof()
     return response

@@ -6,22 +6,24 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from hotseat.agents.agent import AgentError, OutOfTimeError, SampleFunction
 from hotseat.agents.conversation import Context, Conversation, ConversationError
 from hotseat.agents.gateway.asking import CAN_BE_SAMPLED, Asked, BadRequest, ClientAnswer
+from hotseat.agents.gateway.growing import GrowingAnswer, certain
 from hotseat.agents.gateway.parsing import Parser, Sampled, parser_of
 from hotseat.agents.gateway.settings import SessionSettings
 from hotseat.agents.transcript import decode, decode_after
-from hotseat.types import Completion, Sampling
+from hotseat.types import Completion, Sampling, WhenSampled
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Watch = Callable[[Sequence[GrowingAnswer]], object]
 _MAX_TEMPERATURE = 100.0
 
 
@@ -100,10 +102,14 @@ class Session:
         self._num_asked = 0
         self._turns: dict[bytes, set[int]] = {}  # by context: numbers of the requests for it
 
-    async def answer(self, asked: Asked) -> list[ClientAnswer]:
-        """Return the answers to a request, and record them. Raises `BadRequest` for what cannot be answered."""
+    async def answer(self, asked: Asked, watch: Watch | None = None) -> list[ClientAnswer]:
+        """Return the answers to a request, and record them. Raises `BadRequest` for what cannot be answered.
+
+        watch: called with the answers as soon as they are asked for, if somebody reads them while they are sampled.
+        """
         settings = self._policy.settings
         sampling, is_learned = self._sampling(asked.own)
+        is_learned = is_learned and asked.is_learned
         try:
             context = await self._policy.work(self._context, asked)
         except ConversationError as error:
@@ -122,13 +128,32 @@ class Session:
                 code="max_steps",
             )
         limit = min(sampling.max_new_tokens, room, asked.max_tokens or room)
-        self._num_asked += asked.num_answers
+        sampling = replace(sampling, max_new_tokens=limit)
+        if watch is None:
+            completions = await self._complete_counted(context, sampling, asked.num_answers)
+            return await self._policy.work(self._give, context, completions, asked, is_learned)
+        growing = [GrowingAnswer(context.token_ids) for _ in range(asked.num_answers)]
+        watch(growing)
+        views = [_View(self._policy, partial(self._certain, context, asked.stop), each) for each in growing]
         try:
-            completions = await self._complete(context, replace(sampling, max_new_tokens=limit), asked.num_answers)
-        except BaseException:
-            self._num_asked -= asked.num_answers
+            completions = await self._complete_counted(context, sampling, asked.num_answers, views)
+            answers = await self._policy.work(self._give, context, completions, asked, is_learned)
+        except BaseException as error:
+            for each in growing:
+                each.fail(error)
             raise
-        return await self._policy.work(self._give, context, completions, asked, is_learned)
+        finally:
+            for view in views:
+                view.end()
+        for each, answer in zip(growing, answers, strict=True):
+            each.finish(answer)
+        return answers
+
+    def _certain(self, context: Context, stops: tuple[str, ...], token_ids: tuple[int, ...]) -> str:
+        """Return the text that an answer has for clients if it begins with these tokens; empty if that is not known."""
+        if stops and _first_stop(self.conversation.text_of(context, token_ids), stops) is not None:
+            return ""  # the tokens after it will be cut off
+        return certain(self._visible(context, token_ids), stops)
 
     def _give(
         self, context: Context, completions: list[Completion], asked: Asked, is_learned: bool
@@ -199,9 +224,23 @@ class Session:
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
-    async def _complete(self, context: Context, sampling: Sampling, number: int) -> list[Completion]:
-        """Sample answers to a context, all at the same time."""
-        tasks = [asyncio.ensure_future(self._complete_one(context, sampling)) for _ in range(number)]
+    async def _complete_counted(
+        self, context: Context, sampling: Sampling, number: int, views: Sequence[_View] = ()
+    ) -> list[Completion]:
+        """Sample answers, which count for the limit of the episode unless they fail."""
+        self._num_asked += number
+        try:
+            return await self._complete(context, sampling, number, views)
+        except BaseException:
+            self._num_asked -= number
+            raise
+
+    async def _complete(
+        self, context: Context, sampling: Sampling, number: int, views: Sequence[_View]
+    ) -> list[Completion]:
+        """Sample answers to a context, all at the same time. views: of each answer, if somebody reads it meanwhile."""
+        listeners: Sequence[WhenSampled | None] = [view.take for view in views] or [None] * number
+        tasks = [asyncio.ensure_future(self._complete_one(context, sampling, each)) for each in listeners]
         try:
             return list(await asyncio.gather(*tasks))
         except asyncio.CancelledError:
@@ -217,7 +256,7 @@ class Session:
             for task in tasks:
                 task.cancel()
 
-    async def _complete_one(self, context: Context, sampling: Sampling) -> Completion:
+    async def _complete_one(self, context: Context, sampling: Sampling, when_sampled: WhenSampled | None) -> Completion:
         """Sample one answer. Its seed depends on the context, not on what else is asked for at the time.
 
         A request that was given up leaves its number to the next one for the same context, which is often its retry.
@@ -225,9 +264,12 @@ class Session:
         taken = self._turns.setdefault(context.digest, set())
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         taken.add(number)
-        turn = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(context.digest + str(number).encode(), digest_size=8).digest()
+        turn = int.from_bytes(digest, "little") >> 1
         try:
-            return await self._sample(list(context.token_ids), sampling, int.from_bytes(turn, "little") >> 1)
+            if when_sampled is None:
+                return await self._sample(list(context.token_ids), sampling, turn)
+            return await self._sample(list(context.token_ids), sampling, turn, when_sampled=when_sampled)
         except BaseException:
             taken.discard(number)
             raise
@@ -253,7 +295,8 @@ class Session:
             answer = self._with_tool_calls(answer, context, completion, asked)
         message = None if asked.messages is None else answer.message
         self.conversation.record(context, completion, message, is_learned=is_learned)
-        self.is_cut = answer.is_cut
+        if asked.is_learned:
+            self.is_cut = answer.is_cut
         return answer
 
     def _cut(self, context: Context, completion: Completion, stop: str) -> Completion:
@@ -301,9 +344,38 @@ class Session:
             why = (
                 "asked the policy for nothing"
                 if not self.conversation.answers
-                else "sampled only by settings of its own"
+                else "sampled only by settings of its own or with learn: false"
             )
             raise AgentError(f"the program {why}, so there is nothing to learn from")
+
+
+class _View:
+    """What clients see of an answer while it is sampled. Its tokens become text in the thread of all conversations.
+
+    text_of: that thread's function. Tokens that come while it works wait, and the newest are the next.
+    """
+
+    def __init__(self, policy: Policy, text_of: Callable[[tuple[int, ...]], str], growing: GrowingAnswer):
+        self._policy = policy
+        self._text_of = text_of
+        self._growing = growing
+        self._newest: tuple[int, ...] = ()
+        self._working: asyncio.Task[None] | None = None
+
+    def take(self, token_ids: tuple[int, ...]) -> None:
+        self._newest = token_ids
+        if self._working is None or self._working.done():
+            self._working = asyncio.ensure_future(self._show())
+
+    def end(self) -> None:
+        if self._working is not None:
+            self._working.cancel()
+
+    async def _show(self) -> None:
+        shown: tuple[int, ...] = ()
+        while self._newest is not shown:
+            shown = self._newest
+            self._growing.show(await self._policy.work(self._text_of, shown))
 
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> str | None:

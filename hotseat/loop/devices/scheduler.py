@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from hotseat import faults
@@ -56,7 +56,8 @@ class DeviceScheduler:
 
     `groups` holds the running roles; a role that is not in it gets no lease. A process that is gone has left its
     devices: it is not asked to offload or onload anything, and the next call to it raises. offloaded: the parts
-    that are off their devices now, by role; all others are resident.
+    that are off their devices now, by role; all others are resident. when_measured: called with a device, and by how
+    many bytes the memory in use there fell, when simulators have left it: only the device knows how much they took.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class DeviceScheduler:
         measure: Callable[[int], DeviceMemory | None] = lambda device: None,
         timeline: Timeline | None = None,
         offloaded: Mapping[str, Sequence[Part]] | None = None,
+        when_measured: Callable[[int, int], object] = lambda device, num_bytes: None,
     ):
         self._plan = plan
         self._groups = groups
@@ -78,6 +80,7 @@ class DeviceScheduler:
         self._leases = Leases(measure=measure, is_gone=is_gone)
         self._lease: Lease | None = None
         self._timeline = timeline
+        self._when_measured = when_measured
         self._since_s = time.time()  # when the lease was granted
         self._processes = {
             (role.name, process.rank): process for role in plan.roles for process in role.processes if process.devices
@@ -252,6 +255,8 @@ class DeviceScheduler:
         is_leaving = how == "offload"
         if is_leaving:
             self._check_freed(role, rank, names, moved.num_bytes // len(devices), devices, before)
+            if list(parts) == [Part.SIMULATOR]:
+                moved = replace(moved, num_bytes=self._measured_freed(devices, before) or moved.num_bytes)
         facts = {f"{how}_s": time.time() - started_s, "gib": moved.num_bytes / GIB}
         for name, value in (facts | {"gib_copied": moved.num_bytes_copied / GIB}).items():
             self._spent[name] = self._spent.get(name, 0.0) + value
@@ -284,6 +289,17 @@ class DeviceScheduler:
                     f" {num_bytes / GIB:.2f} GiB, but the memory in use there fell by {freed / GIB:.2f} GiB: it still"
                     f" holds the rest ({ALLOWANCE_BYTES / GIB:.2f} GiB are allowed)"
                 )
+
+    def _measured_freed(self, devices: Sequence[int], before: Sequence[DeviceMemory | None]) -> int:
+        """Return by how much the memory in use on devices fell, as far as it can be measured, and report it."""
+        total = 0
+        for device, then in zip(devices, before, strict=True):
+            now = self._measure(device)
+            if then is not None and now is not None:
+                freed = max(0, then.used - now.used)
+                self._when_measured(device, freed)
+                total += freed
+        return total
 
     def _draw_lease(self, lease: Lease) -> None:
         """Draw into the timeline who held each device until now."""

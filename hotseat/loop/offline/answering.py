@@ -31,6 +31,7 @@ from hotseat.loop.workers.engines import make_engine
 from hotseat.loop.workers.facts import EVALUATION, Job
 from hotseat.loop.workers.records import record_of
 from hotseat.loop.workers.rollout_host import make_scorer
+from hotseat.loop.workers.sight import make_sight
 from hotseat.observe import LiveView
 from hotseat.rewards import Score
 from hotseat.rollout.engine import Engine
@@ -104,6 +105,9 @@ class Answerer:
             max_length=self._host.max_length,
             max_steps=self._host.max_turns,
             programs=self._host.programs,
+            sight=None
+            if self._host.images is None
+            else make_sight(self._host.images, self._host.tokenizer, prepared.tokenizer),
         )
         self._reward = make_scorer(self._host)
         try:

@@ -1,4 +1,7 @@
-"""Enumerates placements of an RL run: which devices train, which sample, with how many engines and how stale."""
+"""Enumerates placements of an RL run: which devices train, which sample, with how many engines and how stale.
+
+With simulators: which devices have them, how many each process of the role env has, and in how many stages.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ from typing import Any
 
 from hotseat.config import Config, loads, roles_of, to_yaml
 from hotseat.config.batches import batch_algebra
+from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.planning.advice import Settings, as_overrides, as_yaml
 from hotseat.loop.planning.plan import make_plan, num_data_parallel
 from hotseat.placement import Inventory, Plan
+from hotseat.words import quantity
 
 __all__ = ["Candidate", "Refused", "candidates"]
 
 _ELSEWHERE = ("none",)
+STAGES = (1, 2, 4)  # of simulators
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class Candidate:
     def __str__(self) -> str:
         placement = self.settings["cluster.component_placement"]
         shape = f"actor {placement['actor']}, rollout {placement['rollout']}"
+        if has_simulator(self.config):
+            shape += f", env {placement['env']} with {quantity(self.config.rollout.pipeline_stage_num, 'stage')}"
         if self.config.rollout.tensor_parallel_size > 1:
             shape += f" with tensor parallel size {self.config.rollout.tensor_parallel_size}"
         return f"{shape}, staleness {self.config.overlap.staleness}"
@@ -56,12 +64,11 @@ class Refused:
 
 def refuse_fixed_roles(config: Config) -> None:
     """Raise for a config whose placement has roles that are neither measured nor moved."""
-    for role in ("env", "inference"):
-        if role in roles_of(config):
-            raise UserError(
-                f"this config has the role {role}: `hotseat profile` does not measure it, and `hotseat plan --auto`"
-                " does not place it; compare placements by `hotseat plan`"
-            )
+    if "inference" in roles_of(config):
+        raise UserError(
+            "this config has the role inference: `hotseat profile` does not measure it, and `hotseat plan --auto`"
+            " does not place it; compare placements by `hotseat plan`"
+        )
 
 
 def candidates(
@@ -75,10 +82,13 @@ def candidates(
     """
     num_devices = _num_devices(config, inventory)
     refuse_fixed_roles(config)
-    others = [role for role in roles_of(config) if role not in ("actor", "rollout")]
+    others = [role for role in roles_of(config) if role not in ("actor", "rollout", "env")]
     placed_elsewhere = {
         role: selection for role, selection in config.cluster.component_placement.items() if selection in _ELSEWHERE
     }
+    if has_simulator(config):
+        yield from _with_simulators(config, inventory, num_devices, sizes, {**placed_elsewhere}, others)
+        return
     for size in sizes:
         for actor, rollout, is_shared in _splits(num_devices):
             if len(rollout) % size:
@@ -95,6 +105,52 @@ def candidates(
                     settings |= _without_overlap(config)
                 placed = {"cluster.component_placement": {**placement, **placed_elsewhere}}
                 yield _tried(config, inventory, {**placed, **_changed(config, settings)})
+
+
+def _with_simulators(
+    config: Config,
+    inventory: str | Inventory | None,
+    num_devices: int,
+    sizes: Sequence[int],
+    placed_elsewhere: Settings,
+    others: Sequence[str],
+) -> Iterator[Candidate | Refused]:
+    """Yield placements with as many simulators as the config has, in any number of env processes and stages."""
+    num_envs = config.env.num_envs * len(make_plan(config, inventory).role("env").processes)
+    same = dict.fromkeys((role for role in others if role not in placed_elsewhere), "@actor")
+    for size in sizes:
+        for actor, env, rollout in _splits_in_three(num_devices):
+            if len(rollout) % size or num_envs % len(env):
+                continue
+            per_process = num_envs // len(env)
+            for stages in STAGES:
+                if per_process % stages:
+                    continue
+                placement = {"actor": _ranks(actor), "env": _ranks(env), "rollout": _ranks(rollout)}
+                settings = {
+                    "rollout.tensor_parallel_size": size,
+                    "rollout.num_engines": None,
+                    "rollout.pipeline_stage_num": stages,
+                    "env.num_envs": per_process,
+                }
+                placed = {"cluster.component_placement": {**placement, **same, **placed_elsewhere}}
+                num_engines = len(rollout) // size
+                if len(env) % num_engines and num_engines % len(env):
+                    because = "neither the number of env processes nor that of engines divides the other"
+                    yield Refused(placed | settings, because)
+                    continue
+                yield _tried(config, inventory, {**placed, **_changed(config, settings)})
+
+
+def _splits_in_three(num_devices: int) -> Iterator[tuple[range, range, range]]:
+    """Yield devices of actor, env and rollout: the same for all; the actor has all; no device is shared."""
+    everything = range(num_devices)
+    yield everything, everything, everything
+    for at in range(1, num_devices):
+        yield everything, range(at), range(at, num_devices)
+    for trained in range(1, num_devices - 1):
+        for at in range(trained + 1, num_devices):
+            yield range(trained), range(trained, at), range(at, num_devices)
 
 
 def _changed(config: Config, settings: Settings) -> Settings:

@@ -18,6 +18,7 @@ from hotseat.config.schema import JudgeEngineConfig, NodePoolConfig, RolloutConf
 from hotseat.errors import PlacementError, TooFewDevicesError
 from hotseat.loop.devices.memory import has_gpu
 from hotseat.loop.planning.budgets import ChosenBudgets, choose, choose_on_cpu, is_chosen
+from hotseat.loop.planning.simulator_memory import kept_gib
 from hotseat.placement import (
     GIB,
     UNKNOWN_KIND,
@@ -328,6 +329,24 @@ def engine_slots(config: Config, role: str = "rollout") -> int:
     return section.num_slots if engine_kind(config, role) == "transformers" else VLLM_SLOTS
 
 
+def _simulator_memory(config: Config) -> SimulatorMemory | None:
+    given, measured = config.env.memory_gib, kept_gib(config)
+    if given is not None:
+        return SimulatorMemory(given)
+    return None if measured is None else SimulatorMemory(measured, source="measured by an earlier run")
+
+
+def stage_slots(config: Config, plan: Plan) -> int:
+    """Return how many sequences one engine decodes at a time for simulators: its part of one stage of all env ranks.
+
+    With room for more, it would begin a stage beside the one that it samples for; both would come back together, and
+    step without a third to be sampled for meanwhile.
+    """
+    num_envs = config.env.num_envs * len(plan.role("env").processes)
+    num_engines = len(plan.role("rollout").processes)
+    return min(engine_slots(config), -(-num_envs // (config.rollout.pipeline_stage_num * num_engines)))
+
+
 def episodes_per_engine(config: Config) -> int:
     """Return how many episodes are open for each engine.
 
@@ -422,9 +441,7 @@ def _spec(config: Config, role: str, on: Any) -> RoleSpec:
             ),
         )
     if role == "env":
-        gib = config.env.memory_gib
-        memory = None if gib is None else SimulatorMemory(gib)
-        return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=memory)
+        return replace(spec, can_offload=frozenset({Part.SIMULATOR}), memory=_simulator_memory(config))
     if role in ("actor", "critic"):
         return replace(
             spec,

@@ -46,7 +46,13 @@ class Arrivals:
         numbers = {"num_generated": batch.num_generated, "num_failed": batch.num_failed}
         all_facts = (*batch.groups, *(facts for facts, _ in batch.dropped))
         seconds = [[round(s, 4) for s in (*facts.episode_s, facts.scoring_s)] for facts in all_facts]
+        turns = {
+            "num_turns": sum(facts.num_turns for facts in all_facts),
+            "policy_s": round(sum(facts.policy_s for facts in all_facts), 4),
+        }
         line = {"event": "taken", "step": step, "groups": groups, "dropped": dropped, **numbers, "seconds": seconds}
+        if turns["num_turns"]:
+            line |= turns
         self._write(line)
 
     def trained(self, version: int) -> None:

@@ -14,6 +14,7 @@ from hotseat.config.roles import ESTIMATORS_WITH_GROUP, has_accuracy, has_simula
 from hotseat.loop.devices.memory import DeviceWatch
 from hotseat.loop.devices.scheduler import DeviceScheduler
 from hotseat.loop.opening import OnCluster
+from hotseat.loop.planning.simulator_memory import keep_gib
 from hotseat.loop.preflight import RlInputs
 from hotseat.loop.rl.alarms import Alarms
 from hotseat.loop.rl.arrivals import Arrivals
@@ -43,7 +44,7 @@ from hotseat.loop.state.run_dir import ROLLOUTS, SPOOL
 from hotseat.loop.workers.models import EngineWorker
 from hotseat.loop.workers.spool import KEPT_BYTES_PER_TOKEN, Spool
 from hotseat.observe import Journal, Timeline
-from hotseat.placement import Plan, shares_devices
+from hotseat.placement import GIB, Plan, shares_devices
 
 
 def columns(config: Config) -> dict[str, str]:
@@ -86,6 +87,7 @@ def assemble(
             measure=cluster.device_memory,
             timeline=journal.timeline,
             offloaded=groups.offloaded,
+            when_measured=partial(_keep_simulator_memory, config, journal),
         )
         stack.callback(scheduler.close)
         devices = sorted({d for role in plan.roles for process in role.processes for d in process.devices})
@@ -93,6 +95,15 @@ def assemble(
         stack.callback(watch.close)
         meter = PhaseMeter(scheduler, groups.by_role, plan, watch)
         yield _connect(place, inputs, groups, run_dir, journal, scheduler, meter, recording)
+
+
+def _keep_simulator_memory(config: Config, journal: Journal, device: int, num_bytes: int) -> None:
+    """Keep what simulators took on a device for later plans, and say so, unless the config says how much it is."""
+    gib, given = num_bytes / GIB, config.env.memory_gib
+    if given is None and keep_gib(config, gib):
+        journal.say(f"simulators took {gib:.2f} GiB of device {device}; plans of this config count it from now on")
+    elif given is not None and gib > given:
+        journal.say(f"simulators took {gib:.2f} GiB of device {device}, and env.memory_gib is {given:g}: set it higher")
 
 
 def _connect(

@@ -3,8 +3,9 @@
 The seconds of a rollout are read at the samples per engine, those of prepare and update at the samples per
 data-parallel rank, and the rest of a step is as long as it was. Where actor and rollout share devices, offload and
 onload are added. With staleness, the real pacer is driven with recorded groups, whose episodes take longer or shorter
-by the factor between the rollouts (`pace_simulator.py`). Not modelled: that more ranks exchange gradients longer, and
-that a push to other devices takes another time.
+by the factor between the rollouts (`pace_simulator.py`). Rollouts in simulators are predicted from their turns
+(`simulator_pace.py`). Not modelled: that more ranks exchange gradients longer, and that a push to other devices takes
+another time.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from typing import Any
 
 from hotseat.config import Config
 from hotseat.config.maths import overlap_queue
+from hotseat.config.roles import has_simulator
 from hotseat.errors import UserError
 from hotseat.loop.planning.candidates import Candidate
 from hotseat.loop.planning.plan import engine_slots, num_data_parallel
 from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
+from hotseat.loop.rl.simulator_pace import TurnCosts, predicted_rollout, shape_of, turn_costs
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION, read_lines
 from hotseat.placement import Plan, shares_devices
@@ -53,6 +56,7 @@ class Measurement:
     num_steps: int
     is_shared: bool
     groups: tuple[GroupCost, ...] = field(repr=False)
+    turns: TurnCosts | None = None  # in simulators
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,15 @@ class Profile:
             )
         return Curve.through(points)
 
+    def turns(self) -> list[TurnCosts]:
+        """Return what turns in simulators took. Raises if none was measured."""
+        found = [each.turns for each in self.measurements if each.turns is not None]
+        if not found:
+            raise UserError(
+                "the profile was measured without simulators: measure this config by `hotseat profile CONFIG`"
+            )
+        return found
+
     def training(self, phase: str) -> Curve:
         """Return the seconds of a training phase by samples per data-parallel rank."""
         return Curve.through((each.samples_per_rank, each.phases[phase]) for each in self.measurements)
@@ -119,7 +132,8 @@ class Profile:
         rows = []
         for each in self.measurements:
             groups = [[*cost.episode_s, cost.scoring_s] for cost in each.groups[:_MAX_GROUPS]]
-            rows.append({**vars(each), "phases": dict(each.phases), "groups": groups})
+            turns = None if each.turns is None else vars(each.turns)
+            rows.append({**vars(each), "phases": dict(each.phases), "groups": groups, "turns": turns})
         return json.dumps({"version": _VERSION, "about": dict(self.about), "measurements": rows}, indent=1) + "\n"
 
     @classmethod
@@ -140,7 +154,8 @@ class Profile:
 
 def _measurement(row: Mapping[str, Any]) -> Measurement:
     groups = tuple(GroupCost(tuple(each[:-1]), each[-1]) for each in row["groups"])
-    return Measurement(**{**row, "groups": groups})
+    turns = None if row.get("turns") is None else TurnCosts(**row["turns"])
+    return Measurement(**{**row, "groups": groups, "turns": turns})
 
 
 def measurement_of(config: Config, plan: Plan, run_dir: Path) -> Measurement:
@@ -167,6 +182,9 @@ def measurement_of(config: Config, plan: Plan, run_dir: Path) -> Measurement:
         len(steps),
         shares_devices(plan),
         tuple(cost for cost in groups if cost.episode_s),
+        turn_costs(shape_of(config, plan), [batches[step] for step in steps], phases["rollout"])
+        if has_simulator(config)
+        else None,
     )
 
 
@@ -186,7 +204,11 @@ def predict(config: Config, plan: Plan, profile: Profile) -> Prediction:
     """Predict a step of a config under its plan."""
     size = config.rollout.tensor_parallel_size
     readings = {
-        "rollout": profile.rollout(size).at(_per_engine(config, plan)),
+        "rollout": (
+            predicted_rollout(profile.turns(), shape_of(config, plan))
+            if has_simulator(config)
+            else profile.rollout(size).at(_per_engine(config, plan))
+        ),
         "prepare": profile.training("prepare").at(_per_rank(config, plan)),
         "update": profile.training("update").at(_per_rank(config, plan)),
         "sync": Reading(profile.sync_s, False),

@@ -39,8 +39,12 @@ class RolloutHosts:
         for rank in chosen:
             self._num_connections += 1
             self._clients[rank] = f"host-{rank}-{self._num_connections}"
-        names = [self._clients[rank] for rank in sorted(chosen)]
-        self.workers.on(*chosen).scatter(RolloutHost.connect, names, engines, self.workers.size)
+        connecting = [
+            self.workers.on(rank).start(RolloutHost.connect, self._clients[rank], engines, self.workers.size, rank)
+            for rank in chosen
+        ]
+        for each in connecting:
+            each.result()
         return list(self._clients.values())
 
     def connect_judge(self, engines: WorkerGroup[TakesRequests], ranks: Sequence[int] | None = None) -> list[str]:

@@ -26,7 +26,13 @@ from hotseat.config.roles import (
 from hotseat.errors import RunError
 from hotseat.loop.devices.scheduler import Movable
 from hotseat.loop.opening import OnCluster
-from hotseat.loop.planning.plan import are_devices_logical, cache_limit, is_anything_offloaded, offloaded_parts
+from hotseat.loop.planning.plan import (
+    are_devices_logical,
+    cache_limit,
+    is_anything_offloaded,
+    offloaded_parts,
+    stage_slots,
+)
 from hotseat.loop.rl.hosts import RolloutHosts
 from hotseat.loop.rl.recovery import start_up
 from hotseat.loop.rl.replay import NoWorkers, Recording
@@ -94,7 +100,12 @@ def launch_groups(
     adapters_alone = settings.are_adapters_alone(config, on_gpu=not are_devices_logical(place.cluster))
     limit = cache_limit(config, place.plan) if config.rollout.engine == "vllm" else None
     engine: EngineSettings | None = settings.engine_settings(
-        config, eos_token_ids, run_dir / LOGS, limit=limit, adapters_alone=adapters_alone
+        config,
+        eos_token_ids,
+        run_dir / LOGS,
+        limit=limit,
+        adapters_alone=adapters_alone,
+        num_slots=stage_slots(config, place.plan) if has_simulator(config) else None,
     )
     judge: EngineSettings | None = None
     if has_judge_engine(config) and recording is None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
-from hotseat.config.images import filler_image, has_images, image_folder
+from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
     has_critic,
@@ -22,10 +22,10 @@ from hotseat.config.roles import (
 )
 from hotseat.config.schema import DataConfig
 from hotseat.data import PairReport, Row, check_lost, load_rows, make_examples, make_pairs, make_prompts
-from hotseat.data.images import ImageLimits, ImageStore, load_processor, prepare_rows, processor_template
+from hotseat.data.images import ImageStore, load_processor, prepare_rows, processor_template
 from hotseat.errors import UserError
 from hotseat.loop.setup.refusals import judge_length_problem, length_problem
-from hotseat.loop.setup.settings import environment_settings
+from hotseat.loop.setup.settings import environment_settings, image_limits
 from hotseat.loop.setup.value_models import critic_model, tokenizer_of
 from hotseat.loop.workers.objectives import Objective, RewardModelObjective, SftObjective
 from hotseat.loop.workers.preferences import PreferenceObjective, PreferenceSettings
@@ -116,7 +116,8 @@ def _check_model(
         if (problem := length_problem(config, key, model, model_config.to_dict())) is not None:
             raise UserError(f"data.max_length: {problem}")
         if key == "actor.model" and config.task == "rl":
-            _check_engine(config.rollout.engine, config.data.max_length, model_config)
+            rollout = config.rollout
+            _check_engine(rollout.engine, config.data.max_length, model_config, rollout.tensor_parallel_size)
         if config.train.liger_kernel:
             check_liger(model_config)
         if is_value:
@@ -143,7 +144,7 @@ def _check_sight(config: Config, model_config: Any) -> None:
         raise UserError(f"{name} sees images, and the run has none: set {key}, or choose a model of text alone")
 
 
-def _check_engine(kind: str, max_length: int, model_config: Any) -> None:
+def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:
     """Raise if an engine of this kind cannot run a model of this config."""
     if kind == "transformers":
         from hotseat.rollout.transformers_engine import check_config
@@ -154,7 +155,7 @@ def _check_engine(kind: str, max_length: int, model_config: Any) -> None:
 
         from hotseat.rollout import vllm_versions
 
-        vllm_versions.check_config(model_config, is_cpu=not torch.cuda.is_available())
+        vllm_versions.check_config(model_config, not torch.cuda.is_available(), tensor_parallel_size)
 
 
 def eos_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
@@ -413,15 +414,15 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
     prepared = prepare_rows(rows, store, data.image_key, *input_keys, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
+    # What an environment shows later may be larger than all images of the data, as long as a context has room for it.
+    store.write_largest(largest_image(config), None if config.agent.path is None else data.max_length)
     return prepared
 
 
 def _image_store(config: Config, tokenizer: Any) -> ImageStore:
     assert config.actor.model is not None
-    data = config.data
     processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
-    limits = ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
-    return ImageStore(image_folder(config), processor, limits)
+    return ImageStore(image_folder(config), processor, image_limits(config))
 
 
 def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:

@@ -9,7 +9,7 @@ from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.images import filler_image, has_images
+from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import (
     aggregation,
     correction_kind,
@@ -29,6 +29,7 @@ from hotseat.config.roles import (
 )
 from hotseat.config.schema import OptimizerConfig, RolloutConfig, TrainConfig
 from hotseat.config.urls import as_list
+from hotseat.data.images import ImageLimits
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.errors import UserError
 from hotseat.loop.planning.plan import CacheLimit, engine_slots, episodes_per_engine
@@ -44,11 +45,12 @@ from hotseat.loop.workers.models import PolicySettings
 from hotseat.loop.workers.own_functions import absolute
 from hotseat.loop.workers.reference import ReferenceSettings
 from hotseat.loop.workers.rollout_host import HostSettings
+from hotseat.loop.workers.sight import HostImages
 from hotseat.loop.workers.simulation import SimulationSettings
 from hotseat.loop.workers.value_models import CriticSettings, RewardSettings
 from hotseat.placement import Plan
 from hotseat.rewards.addresses import bearer_token
-from hotseat.rollout import vllm_versions
+from hotseat.rollout import vllm_engine, vllm_versions
 from hotseat.train.backend import AdamW, LoraOptions, Muon, Precision, TrainOptions, ZeroOptions
 from hotseat.train.schedule import Schedule
 from hotseat.types import Sampling
@@ -219,8 +221,12 @@ def engine_settings(
     *,
     limit: CacheLimit | None = None,
     adapters_alone: bool = False,
+    num_slots: int | None = None,
 ) -> EngineSettings:
-    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches."""
+    """Return the settings of the rollout engines. `logs`: the folder for their logs. `limit`: of their caches.
+
+    num_slots: sequences that one engine decodes at a time; None: what the config says.
+    """
     assert config.actor.model is not None
     rollout = config.rollout
     vllm = VllmSettings(
@@ -232,11 +238,12 @@ def engine_settings(
         logs=str(logs),
         engine_args=rollout.engine_args,
         lora=lora_options(config) if adapters_alone else None,
+        images=_image_options(config),
     )
     return EngineSettings(
         model=config.actor.model,
         max_length=config.data.max_length,
-        num_slots=engine_slots(config),
+        num_slots=num_slots or engine_slots(config),
         eos_token_ids=eos_token_ids,
         dtype=engine_dtype(config),
         num_threads=config.cluster.threads_per_process,
@@ -246,6 +253,14 @@ def engine_settings(
         is_deterministic=config.train.full_determinism,
         vllm=vllm if rollout.engine == "vllm" else None,
     )
+
+
+def _image_options(config: Config) -> vllm_engine.ImageOptions | None:
+    """Return bounds on the images of requests; None if no images were prepared for this config."""
+    largest = largest_image(config)
+    if config.data.image_key is None or not largest.exists():
+        return None
+    return vllm_engine.ImageOptions(config.data.max_images_per_prompt, str(largest))
 
 
 def judge_engine_settings(
@@ -313,7 +328,21 @@ def host_settings(config: Config, run_dir: Path | None) -> HostSettings:
         simulation=simulation_settings(config) if has_simulator(config) else None,
         spool=str(folder / SPOOL) if is_spooled else None,
         kept_rollouts=str(folder / ROLLOUTS) if is_kept else None,
+        images=_host_images(config),
     )
+
+
+def image_limits(config: Config) -> ImageLimits:
+    """Return the bounds on images."""
+    data = config.data
+    return ImageLimits(data.max_images_per_prompt, data.max_image_bytes, data.max_image_pixels)
+
+
+def _host_images(config: Config) -> HostImages | None:
+    """Return the settings of images that environments show; None if none can."""
+    if config.data.image_key is None or config.agent.path is None:
+        return None
+    return HostImages(str(image_folder(config)), image_limits(config), config.trust_remote_code)
 
 
 def simulation_settings(config: Config) -> SimulationSettings:

@@ -1,21 +1,21 @@
 """Client of a rollout host for the engines: many concurrent requests, few calls.
 
 Requests made in the same iteration of the event loop are submitted together. One fetch per engine waits for the next
-completions. A request goes to the engine with the fewest requests in flight.
+completions. A request goes to the engine with the fewest requests in flight, of those that this host prefers if any.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hotseat.cluster import Calling, WorkerGroup, reports_death
 from hotseat.errors import DeadlineError, RunError
-from hotseat.types import Completion, Request
+from hotseat.types import Completion, Request, WhenSampled
 
 FETCH_WAIT_S = 5.0  # a fetch without completions returns after this: every wait is bounded
 
@@ -28,14 +28,26 @@ class FailedRequest:
     error: Exception
 
 
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens of a request that streams, before it is complete. start: how many were sampled before them."""
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+
+
 class TakesRequests(Protocol):
     """Calls that a client makes to an engine's process."""
 
     def submit(self, client: str, requests: Sequence[Request]) -> None:
         """Take requests of a client."""
 
-    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest]:
-        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first."""
+    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest | SampledTokens]:
+        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first.
+
+        Of requests that stream, tokens are returned as they are sampled.
+        """
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more."""
@@ -47,6 +59,8 @@ class _Open:
 
     request: Request
     future: asyncio.Future[Completion]
+    when_sampled: WhenSampled | None = None
+    token_ids: tuple[int, ...] = ()  # of a request that streams, so far
     since_s: float = 0.0
     among: dict[str, _Open] = field(default_factory=dict)
 
@@ -57,7 +71,8 @@ class EngineClient:
     When an engine dies, its requests alone are sent again, to the other engines; without any they wait. `rejoin` brings
     its replacement in. Every other error fails the requests that it concerns, and no others.
 
-    name: distinguishes this client from others of the same engines.
+    name: distinguishes this client from others of the same engines. preferred: ranks of the engines that get requests
+    as long as one of them is alive; none: all.
     when_lost: called in the event loop with the death of an engine, and whether any is left.
     """
 
@@ -68,16 +83,19 @@ class EngineClient:
         *,
         timeout_s: float,
         when_lost: Callable[[Exception, bool], object] = lambda error, is_any_left: None,
+        preferred: Collection[int] = (),
     ):
         self._engines = engines
         self._timeout_s = timeout_s
         self._when_lost = when_lost
+        self._preferred = frozenset(preferred)
         self._fetch_wait_s = min(FETCH_WAIT_S, timeout_s / 4)
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None  # that of the first request
         # By request id, oldest first. A rank that is not here is dead.
         self._in_flight: dict[int, dict[str, _Open]] = {rank: {} for rank in engines.ranks}
         self._without_engine: dict[str, _Open] = {}
+        self._listening: dict[str, WhenSampled] = {}
         self._outbox: dict[int, list[_Open]] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
         self._submitting: set[asyncio.Task[None]] = set()
@@ -92,7 +110,7 @@ class EngineClient:
     async def generate(self, request: Request) -> Completion:
         """Return the completion of one request. If the caller is cancelled, the request is aborted."""
         self._loop = asyncio.get_running_loop()
-        opened = _Open(request, self._loop.create_future())
+        opened = _Open(request, self._loop.create_future(), self._listening.pop(request.id, None))
         self._send([opened])
         try:
             return await opened.future
@@ -101,6 +119,14 @@ class EngineClient:
             raise
         finally:
             opened.among.pop(request.id, None)
+
+    def listen(self, request_id: str, when_sampled: WhenSampled) -> None:
+        """Call a function with all tokens of the next request of this id that streams, whenever there are more of them.
+
+        Called in the event loop, as the function is. After the death of an engine the tokens begin anew: they are the
+        same, as far as the other engine gives the same tokens for the same seed.
+        """
+        self._listening[request_id] = when_sampled
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: their completions have what was sampled so far. Called in the event loop."""
@@ -140,7 +166,8 @@ class EngineClient:
         """Put requests into the outboxes of the engines with the fewest requests in flight."""
         now = time.monotonic()
         for opened in requests:
-            rank = min(self._in_flight, key=lambda rank: len(self._in_flight[rank]), default=None)
+            ranks = [rank for rank in self._in_flight if rank in self._preferred] or self._in_flight
+            rank = min(ranks, key=lambda rank: len(self._in_flight[rank]), default=None)
             opened.since_s = now
             opened.among = self._without_engine if rank is None else self._in_flight[rank]
             opened.among[opened.request.id] = opened
@@ -175,6 +202,9 @@ class EngineClient:
             while waiting and self._in_flight.get(rank) is waiting:
                 [outcomes] = await self._engine(rank).acall(TakesRequests.fetch, self._name, self._fetch_wait_s)
                 for outcome in outcomes:
+                    if isinstance(outcome, SampledTokens):
+                        _show(waiting.get(outcome.request_id), outcome)
+                        continue
                     opened = waiting.pop(outcome.request_id, None)
                     if opened is None or opened.future.done():
                         continue
@@ -221,6 +251,26 @@ class EngineClient:
         for rank, names in to_abort.items():
             with suppress(RunError):  # an engine that is gone has nothing to abort
                 self._engine(rank).start(TakesRequests.abort, list(names))
+
+
+def _show(opened: _Open | None, sampled: SampledTokens) -> None:
+    if opened is not None and opened.when_sampled is not None and not opened.future.done():
+        opened.token_ids = opened.token_ids[: sampled.start] + sampled.token_ids
+        opened.when_sampled(opened.token_ids)
+
+
+def engines_of_host(host: int, num_hosts: int, num_engines: int) -> Sequence[int]:
+    """Return the engines that a host with simulators prefers, so that its stages are answered by few of them, at once.
+
+    Without it every engine would get a few requests of each stage of each host, and answer them one after another. It
+    takes hosts and engines of which one number divides the other; none: all engines.
+    """
+    if num_hosts % num_engines == 0:
+        return (host % num_engines,)
+    if num_engines % num_hosts == 0:
+        each = num_engines // num_hosts
+        return range(host * each, (host + 1) * each)
+    return ()
 
 
 def _fail(requests: Iterable[_Open], error: Exception) -> None:

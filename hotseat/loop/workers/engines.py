@@ -56,6 +56,7 @@ class VllmSettings:
     cache_gib: float | None = None  # None: as much as the memory share has room for
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # further ones, by vLLM's names
     lora: LoraOptions | None = None  # adapters that it gets apart from weights; None: merged into them, if any
+    images: vllm_engine.ImageOptions | None = None  # None: requests have none
     role: str = "rollout"  # names its log
 
 
@@ -114,6 +115,7 @@ def _vllm_engine(settings: EngineSettings, vllm: VllmSettings, rank: int) -> Eng
         fp32_head=settings.fp32_head,
         engine_args=vllm.engine_args,
         adapters=adapters,
+        images=vllm.images,
     )
     names = vllm_engine.weight_names(settings.model, settings.trust_remote_code, adapters)
     try:

@@ -49,6 +49,8 @@ class GroupFacts:
     extra: tuple[dict[str, float], ...] = ()
     versions: tuple[tuple[int, int], ...] = ()  # oldest and newest of the weights that sampled each
     episode_s: tuple[float, ...] = field(default=(), compare=False)  # seconds of each episode, also of failed ones
+    num_turns: int = field(default=0, compare=False)  # of all samples, as far as their seconds are known
+    policy_s: float = field(default=0.0, compare=False)  # seconds for which these turns waited for the policy
     scoring_s: float = field(default=0.0, compare=False)  # seconds from the last answer to the rewards
 
     @property

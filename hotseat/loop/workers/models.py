@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from hotseat.errors import DeviceMemoryError, HotseatError, RunError
 from hotseat.loop.devices.memory import Held
 from hotseat.loop.planning.budgets import Use
 from hotseat.loop.workers.cutting import BatchSettings, Cutter, too_large
-from hotseat.loop.workers.engine_client import FailedRequest
+from hotseat.loop.workers.engine_client import FailedRequest, SampledTokens
 from hotseat.loop.workers.engines import EngineSettings, device_of_process, make_engine
 from hotseat.loop.workers.experience import (
     AdvantageSettings,
@@ -59,6 +60,7 @@ from hotseat.train.packing import split_by_tokens, take
 from hotseat.types import Completion, MicroBatch, Moved, Request
 from hotseat.weights import BUCKET_BYTES, BroadcastGroup, Bucket, Receiver, Sender, Transport
 
+_STREAM_S = 0.02  # between two looks at the tokens of requests that stream
 _CANARY_TOKENS = 4096  # in one forward, unless a single sequence is longer
 
 
@@ -495,6 +497,9 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._finished: dict[str, list[Completion | FailedRequest]] = {}
         self._open: dict[str, set[str]] = {}  # ids of requests, by client
+        self._streams: dict[
+            str, dict[str, int]
+        ] = {}  # by client: requests that stream, and how much of each was fetched
         self._is_paused = False
         self._held: list[tuple[str, Sequence[Request]]] = []  # came while paused, by client
 
@@ -515,14 +520,43 @@ class EngineWorker:
             return
         with self._changed:
             self._open.setdefault(client, set()).update(request.id for request in requests)
+            streams = {request.id: 0 for request in requests if request.streams}
+            if streams:
+                self._streams.setdefault(client, {}).update(streams)
+                self._changed.notify_all()
         for request, future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._finish_done, client, request.id))
 
-    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest]:
-        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first."""
+    def fetch(self, client: str, wait_s: float) -> list[Completion | FailedRequest | SampledTokens]:
+        """Return the outcomes of a client's requests, waiting at most `wait_s` for the first.
+
+        Of requests that stream, tokens are returned as they are sampled, at most every `_STREAM_S`.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._finished.get(client) or self._streams.get(client),
+                    timeout=max(0.0, deadline - time.monotonic()),
+                )
+                if self._streams.get(client):
+                    self._changed.wait_for(lambda: self._finished.get(client), timeout=min(wait_s, _STREAM_S))
+                finished, starts = self._finished.pop(client, []), dict(self._streams.get(client, {}))
+            if finished or not starts:
+                return [*finished]
+            sampled = self._take_sampled(client, starts)
+            if sampled or time.monotonic() > deadline:
+                return [*sampled]
+
+    def _take_sampled(self, client: str, starts: Mapping[str, int]) -> list[SampledTokens]:
+        """Return the tokens that were sampled since the last fetch for requests that stream."""
+        new = [SampledTokens(name, starts[name], tokens) for name, tokens in self._engine.sampled(starts).items()]
         with self._changed:
-            self._changed.wait_for(lambda: self._finished.get(client), timeout=wait_s)
-            return self._finished.pop(client, [])
+            streams = self._streams.get(client, {})
+            streams.update(
+                {each.request_id: each.start + len(each.token_ids) for each in new if each.request_id in streams}
+            )
+        return new
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more."""
@@ -541,6 +575,7 @@ class EngineWorker:
         with self._changed:
             for client in gone | (self._finished.keys() - set(connected)):
                 self._open.pop(client, None)
+                self._streams.pop(client, None)
                 self._finished.pop(client, None)
 
     def pause(self) -> None:
@@ -563,6 +598,8 @@ class EngineWorker:
     def _finish(self, client: str, outcome: Completion | FailedRequest) -> None:
         with self._changed:
             self._open.get(client, set()).discard(outcome.request_id)
+            if client in self._streams:
+                self._streams[client].pop(outcome.request_id, None)
             self._finished.setdefault(client, []).append(outcome)
             self._changed.notify_all()
 

@@ -25,11 +25,12 @@ from hotseat.cluster import WorkerGroup
 from hotseat.errors import RunError
 from hotseat.loop.devices.memory import Held
 from hotseat.loop.workers.collecting import Collecting, OpenGroup, Scoring, submit_group
-from hotseat.loop.workers.engine_client import EngineClient, TakesRequests
+from hotseat.loop.workers.engine_client import EngineClient, TakesRequests, engines_of_host
 from hotseat.loop.workers.experience import Share
 from hotseat.loop.workers.facts import EVALUATION, Fetched, GroupFacts, GroupKey, Job
 from hotseat.loop.workers.judge_engines import JudgeEngines
 from hotseat.loop.workers.records import SampleRecord, record_of
+from hotseat.loop.workers.sight import HostImages, make_sight
 from hotseat.loop.workers.simulation import Player, SimulationSettings
 from hotseat.loop.workers.spool import Finished, Spool
 from hotseat.rewards import Grader, Graders, RewardFunction, SandboxSettings, Score, Scorer
@@ -72,6 +73,7 @@ class HostSettings:
     simulation: SimulationSettings | None = None  # episodes are played in simulators
     spool: str | None = None  # folder for finished groups; None: they stay in memory
     kept_rollouts: str | None = None  # folder for groups of the spool that were trained or dropped; None: they go
+    images: HostImages | None = None  # for environments that show some; None: the run has none, or no environment
 
 
 class RolloutHost:
@@ -92,6 +94,7 @@ class RolloutHost:
             max_length=settings.max_length,
             max_steps=settings.max_turns,
             programs=settings.programs,
+            sight=None if settings.images is None else make_sight(settings.images, settings.tokenizer, tokenizer),
         )
         self._settings = settings
         self._agents: AgentHost | None = None
@@ -124,11 +127,11 @@ class RolloutHost:
         """Tell whether a file is there on this node."""
         return Path(path).is_file()
 
-    def connect(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1) -> None:
+    def connect(self, client: str, engines: WorkerGroup[TakesRequests], num_hosts: int = 1, rank: int = 0) -> None:
         """Connect to the engines, at the start of a run. Called again, everything in progress ends.
 
         client: the name under which requests are sent, another one for every connection. num_hosts: those that share
-        the places for episodes.
+        the places for episodes. rank: of this one.
         """
         settings = self._settings
         with self._changed:
@@ -140,7 +143,13 @@ class RolloutHost:
             self._agents.close()
         if self._player is not None:
             self._player.begin_anew()
-        self._client = EngineClient(engines, client, timeout_s=settings.episode_timeout_s, when_lost=self._lose)
+        self._client = EngineClient(
+            engines,
+            client,
+            timeout_s=settings.episode_timeout_s,
+            when_lost=self._lose,
+            preferred=() if settings.simulation is None else engines_of_host(rank, num_hosts, engines.size),
+        )
         self._agents = AgentHost(
             self._agent,
             self._client.generate,
@@ -152,6 +161,7 @@ class RolloutHost:
             ),
             timeout_s=settings.episode_timeout_s,
             abort=self._client.abort,
+            listen=self._client.listen,
             deadlines=settings.deadlines,
         )
 
@@ -555,6 +565,7 @@ class _Collection:
 def facts_of(finished: Finished) -> GroupFacts:
     """Return what the driver is told of a group."""
     samples = finished.group.samples
+    turns = [turn for sample in samples if (facts := sample.episode.facts) is not None for turn in facts.turns]
     return GroupFacts(
         epoch=finished.epoch,
         prompt=finished.group.prompt.index,
@@ -569,6 +580,8 @@ def facts_of(finished: Finished) -> GroupFacts:
         extra=tuple(dict(sample.extra) for sample in samples),
         versions=tuple(_versions(sample.episode) for sample in samples),
         episode_s=finished.episode_s,
+        num_turns=len(turns),
+        policy_s=sum(turn.answered_s - turn.asked_s for turn in turns),
         scoring_s=finished.scoring_s,
     )
 

@@ -1,8 +1,10 @@
 """Plays episodes in simulators: the agent of a rollout host whose role is env.
 
 A host's simulators are divided into stages. The simulators of a stage step together, once each of them has its actions;
-while the policy samples for one stage, the others step. Which stage plays an episode, and what is beside it, changes
-nothing in it: its simulator depends on task, seed and actions alone, and every request has a seed of its own.
+while the policy samples for one stage, another steps. Stages step one after another, as they are served by the policy:
+side by side both would end later, then reach the policy together, be answered together, and never overlap again. Which
+stage plays an episode, and what is beside it, changes nothing in it: its simulator depends on task, seed and actions
+alone, and every request has a seed of its own.
 
 Each chunk of actions is a segment: the observation as tokens, with its image if the policy sees, then the sampled
 tokens of the actions.
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotseat import faults
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
 from hotseat.data.frames import FramePreparer
 from hotseat.data.images import load_processor
@@ -30,7 +33,18 @@ from hotseat.envs.processes import ProcessEnv
 from hotseat.envs.simulator import ActionSpec, Seen
 from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
-from hotseat.types import Completion, Episode, Moved, Prompt, SampleKey, Sampling, ScoredEpisode, Segment
+from hotseat.types import (
+    Completion,
+    Episode,
+    EpisodeFacts,
+    Moved,
+    Prompt,
+    SampleKey,
+    Sampling,
+    ScoredEpisode,
+    Segment,
+    TurnFacts,
+)
 
 EVAL_SEED = 1_000_000  # the first of the held-out seeds; those to learn from begin at 0
 SUCCESS = "success"
@@ -192,12 +206,13 @@ class Reader:
 class Stage:
     """Simulators that step together, called from one event loop.
 
-    A call waits until every episode of the stage waits for its simulator; then all of them are carried out in a thread.
+    A call waits until every episode of the stage waits for its simulator; then all of them are carried out in a thread,
+    which the stages of a host share.
     """
 
-    def __init__(self, env: Env):
+    def __init__(self, env: Env, thread: ThreadPoolExecutor):
         self.env = env
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
+        self._thread = thread
         self._playing: set[int] = set()  # slots with an episode
         self._left: set[int] = set()  # slots whose episode has ended and is not forgotten yet
         self._resets: dict[int, tuple[int, int, asyncio.Future[Any]]] = {}
@@ -243,7 +258,7 @@ class Stage:
         self._is_busy = False
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End the simulators, once the thread has."""
         self.env.close()
 
     def offload(self) -> Moved:
@@ -266,6 +281,7 @@ class Stage:
         called.add_done_callback(lambda done: self._answer(done, resets, steps))
 
     def _call(self, ended: set[int], resets: dict[int, Any], steps: dict[int, Any]) -> tuple[list[Any], Outcome | None]:
+        faults.reach("simulators.during")
         self.env.forget(ended)  # or they would be played again whenever their process is replaced
         begun: list[Any] = []
         if resets:
@@ -310,6 +326,7 @@ class Player(Agent):
         self.name = settings.simulator.path
         self._settings = settings
         size = settings.num_envs // settings.num_stages
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="simulators")
         self._stages = [
             Stage(
                 ProcessEnv(
@@ -318,7 +335,8 @@ class Player(Agent):
                     num_processes=settings.num_processes,
                     timeout_s=settings.timeout_s,
                     say=lambda text: print(text, file=sys.stderr, flush=True),
-                )
+                ),
+                self._thread,
             )
             for _ in range(settings.num_stages)
         ]
@@ -363,6 +381,7 @@ class Player(Agent):
         segments: list[Segment] = []
         lengths: list[int] = []
         rewards: list[float] = []
+        turns: list[TurnFacts] = []
         num_steps = num_outside = 0
         while True:
             context = reader.read(seen)
@@ -370,6 +389,8 @@ class Player(Agent):
             token_ids = completion.token_ids
             if len(token_ids) != reader.num_sampled:
                 raise AgentError(f"the engine sampled {len(token_ids)} tokens for {settings.chunk} actions of {dim}")
+            if completion.span_s is not None:
+                turns.append(TurnFacts(*completion.span_s))
             num_outside += sum(not reader.actions.is_bin(token) for token in token_ids)
             outcome, row = await stage.step(slot, reader.actions.decode(token_ids))
             taken = int(outcome.num_taken[row])
@@ -399,6 +420,7 @@ class Player(Agent):
             turn_lengths=tuple(lengths),
             action_length=dim,
             has_bootstrap=settings.bootstraps and is_truncated,
+            facts=EpisodeFacts(tuple(turns)),
         )
         extra = {"actions": float(num_steps), "tokens_outside": float(num_outside)}
         if is_known:
@@ -415,6 +437,7 @@ class Player(Agent):
 
     def end(self) -> None:
         """End all simulators."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
         for stage in self._stages:
             stage.close()
 
@@ -429,20 +452,17 @@ def _total(moves: Iterable[Moved]) -> Moved:
 def _segment(context: Context, completion: Completion, num_learned: int) -> Segment:
     """Return an observation and its actions. Tokens of actions after the end of the episode are not learned."""
     start = len(context.token_ids)
-    length = start + len(completion.token_ids)
-    mask = torch.zeros(length, dtype=torch.bool)
-    mask[start : start + num_learned] = True
-    log_probs = torch.zeros(length)
-    log_probs[start:] = torch.tensor(completion.log_probs)
-    versions = torch.full((length,), -1, dtype=torch.int32)
-    versions[start:] = torch.tensor(completion.versions, dtype=torch.int32)
-    return Segment(
-        token_ids=torch.tensor([*context.token_ids, *completion.token_ids]),
-        mask=mask,
-        log_probs=torch.where(mask, log_probs, 0.0),
-        versions=torch.where(mask, versions, -1),
-        images=context.images,
-    )
+    length, end = start + len(completion.token_ids), start + num_learned
+    mask = np.zeros(length, dtype=bool)
+    mask[start:end] = True
+    log_probs = np.zeros(length, dtype=np.float32)
+    log_probs[start:end] = completion.log_probs[:num_learned]
+    versions = np.full(length, -1, dtype=np.int32)
+    versions[start:end] = completion.versions[:num_learned]
+    token_ids = np.array([*context.token_ids, *completion.token_ids], dtype=np.int64)
+    # By numpy, because torch takes longer to make tensors this small than a simulator to step.
+    tensors = [torch.from_numpy(array) for array in (token_ids, mask, log_probs, versions)]
+    return Segment(tensors[0], tensors[1], tensors[2], tensors[3], context.images)
 
 
 def _value_segment(context: Context) -> Segment:

@@ -1,0 +1,96 @@
+"""Answers while they are sampled, and what a client may see of them already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from hotseat.agents.gateway.asking import ClientAnswer
+
+PIECE = 64  # characters
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer shows a character of which it has some bytes only
+
+
+class GrowingAnswer:
+    """An answer of which any number of clients read the text as it grows. All methods are called in one event loop."""
+
+    def __init__(self, context: tuple[int, ...]):
+        self.context = context
+        self._text = ""
+        self._answer: ClientAnswer | None = None
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    @classmethod
+    def complete(cls, answer: ClientAnswer) -> GrowingAnswer:
+        made = cls(answer.context)
+        made.finish(answer)
+        return made
+
+    @property
+    def is_complete(self) -> bool:
+        return self._answer is not None
+
+    @property
+    def answer(self) -> ClientAnswer:
+        """Return the answer, which is complete."""
+        assert self._answer is not None, "an answer that is not complete"
+        return self._answer
+
+    def show(self, text: str) -> None:
+        """Let clients read a text with which the answer begins, if that is more than before."""
+        if self._answer is None and self._error is None and len(text) > len(self._text) and text.startswith(self._text):
+            self._text = text
+            self._wake()
+
+    def finish(self, answer: ClientAnswer) -> None:
+        """End the answer, which fails if it does not begin with what clients have read."""
+        if not answer.text.startswith(self._text):
+            self.fail(RuntimeError("the answer has become another one than that of which a part was streamed"))
+            return
+        self._answer = answer
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        if self._answer is None and self._error is None:
+            self._error = error
+            self._wake()
+
+    async def begun(self) -> None:
+        """Wait until there is something to read, or raise why there will not be."""
+        while not self._text and self._answer is None:
+            await self._more()
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the text as it grows, in pieces."""
+        at = 0
+        while True:
+            text = self._text if self._answer is None else self._answer.text
+            for start in range(at, len(text), PIECE):
+                yield text[start : start + PIECE]
+            at = len(text)
+            if self._answer is not None and at == len(self._answer.text):
+                return
+            if len(self._text) <= at and self._answer is None:
+                await self._more()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _more(self) -> None:
+        if self._error is not None:
+            raise self._error
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def certain(text: str, stops: Sequence[str]) -> str:
+    """Return how much of the text of an answer's first tokens stays, whatever follows.
+
+    Not its end, if that may be part of a character, or of a stop string, which is cut off.
+    """
+    text = text.rstrip(_UNFINISHED)
+    held = max((len(stop) for stop in stops), default=1) - 1
+    return text[: max(0, len(text) - held)]

@@ -1,0 +1,79 @@
+"""Images that an environment shows in the middle of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotseat.agents.agent import AgentError
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A prepared image, and the tokens that stand for it."""
+
+    path: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Prepares images of environments for the model of the run, and puts them into texts.
+
+    prepare: prepares one image; raises `AgentError` with what is wrong with it. image_token_id: stands where an image
+    goes. placeholder_ids: tokens that no text may have elsewhere. max_images: of a context.
+    """
+
+    prepare: Callable[[Any], Shown]
+    image_token_id: int
+    placeholder_ids: frozenset[int]
+    max_images: int
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    async def look(self, images: Sequence[Any], num_before: int) -> list[Shown]:
+        """Prepare images, in a thread. num_before: how many the context has already."""
+        if num_before + len(images) > self.max_images:
+            raise AgentError(
+                f"an environment showed {len(images)} more images after {num_before}, and data.max_images_per_prompt"
+                f" allows {self.max_images} in all"
+            )
+        return await asyncio.to_thread(self._prepare, images) if images else []
+
+    def _prepare(self, images: Sequence[Any]) -> list[Shown]:
+        with self._lock:  # equal images of several episodes are written once
+            return [self.prepare(image) for image in images]
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[Shown]) -> tuple[list[int], list[int]]:
+        """Replace the token of each image by those that stand for it; return the tokens, and where each image begins.
+
+        A text that has another number of places, or a placeholder of videos, is an error of the environment.
+        """
+        num_places = sum(token_id == self.image_token_id for token_id in token_ids)
+        strangers = self.placeholder_ids - {self.image_token_id}
+        if num_places != len(images) or strangers & set(token_ids):
+            raise AgentError(
+                f"an environment's text has {num_places} places for images, and it showed {len(images)}: write the"
+                " model's image token where each one goes, and nowhere else"
+            )
+        expanded: list[int] = []
+        begins: list[int] = []
+        left = iter(images)
+        for token_id in token_ids:
+            if token_id == self.image_token_id:
+                begins.append(len(expanded))
+                expanded += next(left).token_ids
+            else:
+                expanded.append(token_id)
+        return expanded, begins
+
+
+def listed(images: Any) -> tuple[Any, ...]:
+    """Return the images that a user's environment gave, one or several of them."""
+    if images is None:
+        return ()
+    if isinstance(images, str | bytes | bytearray) or not isinstance(images, Sequence):
+        return (images,)
+    return tuple(images)

@@ -1,0 +1,40 @@
+"""Prepares the images that environments show, in the process that plays the episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotseat.agents.agent import AgentError
+from hotseat.agents.sight import Shown, Sight
+from hotseat.data._problems import BadValue
+from hotseat.data.images import ImageLimits, ImageStore, load_processor
+from hotseat.vision import placeholder_ids
+
+
+@dataclass(frozen=True)
+class HostImages:
+    """Settings of images that environments show."""
+
+    folder: str  # of prepared images
+    limits: ImageLimits
+    trust_remote_code: bool = False
+
+
+def make_sight(settings: HostImages, model: str, tokenizer: Any) -> Sight:
+    """Make what prepares images as those of the data were prepared."""
+    from transformers import AutoConfig
+
+    processor = load_processor(model, tokenizer, settings.trust_remote_code)
+    store = ImageStore(Path(settings.folder), processor, settings.limits)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=settings.trust_remote_code)
+
+    def prepare(image: Any) -> Shown:
+        try:
+            prepared = store.prepare(image, "an image that an environment showed", Path())
+        except BadValue as error:
+            raise AgentError(str(error)) from None
+        return Shown(prepared.path, prepared.token_ids)
+
+    return Sight(prepare, store.image_token_id, frozenset(placeholder_ids(config)), settings.limits.max_images)
