@@ -6,6 +6,9 @@ known by the path of that file: prompts, requests, segments and micro-batches ho
 model maps the file. In the token ids an image is a run of placeholders, which the model's forward replaces by what its
 visual encoder makes of the pixels; log-probs, caches and packing treat them as other tokens.
 
+Frames of simulators are made during the run. They are prepared in memory (`hotseat.data.frames`), and instead of a path
+they are known by a string that contains the pixels (`pack_pixels`).
+
 A policy may sample a placeholder. It then ends the answer (`placeholder_ids`): as the last token of a segment it is
 never an input, so no forward looks for its pixels.
 
@@ -24,15 +27,18 @@ What is in transformers 5.17 and 5.19, found out with tiny random models on a CP
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import shutil
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load, save
 from torch import Tensor
 
 from hotseat.errors import NotBuiltError, RunError
@@ -41,6 +47,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 _TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")  # tokenizers read and write the second one, too
 TOKENS = "token_ids"  # in the metadata of a prepared image
 _CACHED = 256  # images whose pixels a process keeps mapped
+_PACKED = "pixels:"
 _ENCODERS = ("visual", "vision_tower", "vision_model")  # what families call the visual encoder
 _LANGUAGE = ("language_model", "text_model")
 
@@ -127,9 +134,22 @@ def _part(model: Any, names: Sequence[str]) -> Any:
     )
 
 
+def pack_pixels(pixels: Mapping[str, Tensor]) -> str:
+    """Return prepared pixels as a string that stands for the image wherever the path of a file would."""
+    stored = save({name: tensor.contiguous() for name, tensor in pixels.items()})
+    return _PACKED + base64.b64encode(zlib.compress(stored, 1)).decode("ascii")
+
+
+def is_packed(image: str) -> bool:
+    """Tell whether an image is its pixels, not the path of a file."""
+    return image.startswith(_PACKED)
+
+
 @functools.lru_cache(maxsize=_CACHED)
 def pixels_of(image: str) -> dict[str, Tensor]:
-    """Map the prepared pixels of an image, by the names of the forward's arguments."""
+    """Return the prepared pixels of an image, by the names of the forward's arguments: unpacked, or mapped."""
+    if is_packed(image):
+        return dict(load(zlib.decompress(base64.b64decode(image[len(_PACKED) :]))))
     try:
         with safe_open(image, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -181,6 +201,14 @@ class Vision:
         # Images in tiles are [1, num_tiles, channels, height, width]; the model drops the first dimension.
         dim = 1 if each[0]["pixel_values"].ndim == 5 else 0
         return {name: torch.cat([pixels[name] for pixels in each], dim=dim).to(device) for name in each[0]}
+
+    def common_shape(self, images: Sequence[str]) -> tuple[int, ...] | None:
+        """Return the shape of images that several sequences of one forward may have; None: they are prepared otherwise.
+
+        Such images have no positions of their own, and no tiles.
+        """
+        shapes = {tuple(pixels_of(image)["pixel_values"].shape) for image in images}
+        return None if self.has_axes or len(shapes) != 1 or len(next(iter(shapes))) != 4 else next(iter(shapes))
 
     def positions(self, token_ids: Tensor, images: Sequence[str]) -> Tensor:
         """Compute positions in three dimensions: [num_tokens] int64 -> [3, num_tokens], both on the CPU."""

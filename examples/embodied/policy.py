@@ -1,21 +1,26 @@
-"""Write what the example starts from: a tiny Llama that reads BabyAI's views, and what BabyAI's bot did.
+"""Write what the example starts from: a tiny model that sees BabyAI's views, and what BabyAI's bot did.
 
-    python examples/embodied/policy.py FOLDER --tasks BabyAI-GoToRedBallGrey-v0 --episodes 200
+    python examples/embodied/policy.py FOLDER --task BabyAI-GoToRedBallGrey-v0 --episodes 190
 
-`FOLDER/model` has random weights and a tokenizer with a token per word, whose last tokens are the actions.
-`FOLDER/expert.jsonl` has a row per action of the bot: the view, and the action as its token.
+`FOLDER/model` is a LLaVA with random weights, in which each of the 7 x 7 cells of a view is a patch; its tokenizer has
+a token per word of the missions, and the last tokens are the actions. `FOLDER/expert.jsonl` has a row per decision of
+the bot: the view, the mission, and the actions as tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from hotseat.envs.families import babyai
 
@@ -24,67 +29,119 @@ MISSION = (
     " on your left right in front of behind"
 )
 ACTIONS = [f"<{name}>" for name in babyai.ACTIONS]
+IMAGE = "<image>"
+INIT = 0.1  # transformers' 0.02 is for wide models: 64 wide ones that begin with it learn several times more slowly
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<end>", "<unknown>", *dict.fromkeys([*MISSION.split(), *babyai.WORDS])]
+    words = ["<pad>", "<end>", "<unknown>", IMAGE, *dict.fromkeys(MISSION.split())]
     words += reversed(ACTIONS)  # action 0 is the last token
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        unk_token="<unknown>",
+        additional_special_tokens=[IMAGE],
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, width: int, seed: int) -> LlamaForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, width: int, seed: int) -> LlavaForConditionalGeneration:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=128,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config={
+                "model_type": "siglip_vision_model",
+                "hidden_size": width,
+                "intermediate_size": 2 * width,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "image_size": babyai.REACH * babyai.TILE,
+                "patch_size": babyai.TILE,
+                "vision_use_head": False,
+                "initializer_range": INIT,
+            },
+            text_config={
+                "model_type": "llama",
+                "vocab_size": len(tokenizer),
+                "hidden_size": width,
+                "intermediate_size": 2 * width,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "initializer_range": INIT,
+                "max_position_embeddings": 128,
+                "bos_token_id": None,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
+            },
+            image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
+            image_seq_length=babyai.REACH**2,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+            initializer_range=INIT,
         )
     )
 
 
-def expert_rows(tasks: list[str], num_episodes: int, first_seed: int) -> list[dict[str, str]]:
-    """Return a row for each action of the bot, in episodes of seeds that no run learns from."""
-    simulator = babyai.make(tasks)
-    rows = []
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    """Return a processor that takes views as they are: a token for each cell."""
+    images = SiglipImageProcessorPil(
+        do_resize=False, size={"height": babyai.REACH * babyai.TILE, "width": babyai.REACH * babyai.TILE}
+    )
+    return LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=babyai.TILE,
+        vision_feature_select_strategy="full",
+        image_token=IMAGE,
+    )
+
+
+def expert_rows(task: str, num_episodes: int, first_seed: int, chunk: int) -> list[dict[str, object]]:
+    """Return a row for each decision of the bot, in episodes of seeds that no run learns from."""
+    simulator = babyai.make([task], view="pixels")
+    rows: list[dict[str, object]] = []
     for episode in range(num_episodes):
-        seen = simulator.reset(episode % len(tasks), first_seed + episode)
+        seen = simulator.reset(0, first_seed + episode)
         bot, action = simulator.expert(), None
-        while True:
-            action = bot.replan(action)
-            rows.append({"input": f"{seen.instruction} {seen.text}", "output": f" {ACTIONS[action]}"})
-            step = simulator.step(np.array([float(action)]))
-            seen = step.seen
-            if step.terminated or step.truncated:
-                break
+        is_over = False
+        while not is_over:
+            view, taken = seen, []
+            while len(taken) < chunk and not is_over:
+                action = bot.replan(action)
+                taken.append(int(action))
+                step = simulator.step(np.array([float(action)]))
+                seen, is_over = step.seen, step.terminated or step.truncated
+            taken += [taken[-1]] * (chunk - len(taken))  # what would follow the end is never carried out
+            assert view.image is not None
+            words = " ".join(ACTIONS[each] for each in taken)
+            rows.append({"input": f"{IMAGE} {view.instruction}", "images": [_png(view.image)], "output": f" {words}"})
     return rows
+
+
+def _png(image: np.ndarray) -> str:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tasks", nargs="+", default=["BabyAI-GoToRedBallGrey-v0"])
-    parser.add_argument("--episodes", type=int, default=260)
+    parser.add_argument("--task", default="BabyAI-GoToRedBallGrey-v0")
+    parser.add_argument("--episodes", type=int, default=190)
+    parser.add_argument("--chunk", type=int, default=1, help="actions of a decision")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(arguments.folder / "model")
     make_model(tokenizer, arguments.width, arguments.seed).save_pretrained(arguments.folder / "model")
-    rows = expert_rows(arguments.tasks, arguments.episodes, 2_000_000 + 10_000 * arguments.seed)
+    make_processor(tokenizer).save_pretrained(arguments.folder / "model")
+    rows = expert_rows(arguments.task, arguments.episodes, 2_000_000 + 10_000 * arguments.seed, arguments.chunk)
     (arguments.folder / "expert.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{arguments.folder}: a model, and {len(rows)} actions in {arguments.episodes} episodes")
+    print(f"{arguments.folder}: a model, and {len(rows)} decisions in {arguments.episodes} episodes")
 
 
 if __name__ == "__main__":

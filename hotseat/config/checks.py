@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from hotseat.config.images import image_conflicts
+from hotseat.config.images import has_images, image_conflicts
 from hotseat.config.maths import correction_kind, max_sampled_tokens, overlap_queue, shortest_kl_horizon, uses_k1_loss
 from hotseat.config.roles import (
     ESTIMATORS_WITH_GROUP,
@@ -424,11 +424,11 @@ RULES: tuple[Rule, ...] = (
             "data.max_images_per_prompt",
             "data.max_image_pixels",
             "data.max_image_bytes",
-            "train.freeze_visual_encoder",
         ),
         lambda c: c.data.image_key is not None,
         _says("data.image_key is not set"),
     ),
+    Rule(("train.freeze_visual_encoder",), has_images, _says("data.image_key is not set, and neither is env.images")),
     Rule(
         (
             "eval.split",
@@ -490,7 +490,7 @@ RULES: tuple[Rule, ...] = (
         _says("with env.path, each process of the role env is a rollout host"),
     ),
     Rule(
-        ("data.path", "data.label_key", "eval.path"),
+        ("data.path", "data.label_key", "data.image_key", "eval.path"),
         _rl_but(lambda c: not has_simulator(c)),
         _says("env.path is set, and the simulator's tasks and seeds are the prompts"),
     ),

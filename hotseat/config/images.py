@@ -5,23 +5,30 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hotseat.config.roles import has_reward_model
+from hotseat.config.roles import has_reward_model, has_simulator
 from hotseat.config.schema import Config
 
 _OPEN = "not built for images yet"
 
 
+def has_images(config: Config) -> bool:
+    """Tell whether the policy sees images: those of the data, or those of a simulator."""
+    return config.data.image_key is not None or (has_simulator(config) and config.env.images)
+
+
 def image_conflicts(config: Config) -> list[tuple[str, str]]:
     """Return (key, message) of what cannot be had with images, or not without them."""
     data, train = config.data, config.train
-    if data.image_key is None:
+    if not has_images(config):
         return []
     problems: list[tuple[str, str]] = []
-    if data.max_images_per_prompt == 0:
+    if data.image_key is not None and data.max_images_per_prompt == 0:
         problems.append(
             ("data.max_images_per_prompt", "0, and data.image_key names a column of images: set it to 1 or more")
         )
     if config.task == "rl":
+        if config.rollout.engine == "vllm" and data.image_key is None:
+            problems.append(("rollout.engine", f"vllm is {_OPEN} of simulators: set it to transformers"))
         if config.rollout.engine == "vllm" and config.rollout.lora_sync == "adapter":
             problems.append(("rollout.lora_sync", f"adapter is {_OPEN}: set it to merged"))
         if has_reward_model(config) and config.reward.retokenize:
@@ -30,9 +37,8 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         for key, value, what in (
             ("agent.command", config.agent.command, "agents that are programs are"),
             ("agent.environment.family", config.agent.environment.family, "environments of libraries are"),
-            ("env.path", config.env.path, "simulators are"),
         ):
-            if value is not None:
+            if value is not None and data.image_key is not None:
                 problems.append((key, f"{what} {_OPEN}: answers have one turn with data.image_key"))
     for key, is_set in (
         ("train.sequence_parallel_size", train.sequence_parallel_size > 1),

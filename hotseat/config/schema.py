@@ -201,6 +201,8 @@ class EnvConfig(Section):
     """Simulators of each process of the role env."""
     num_processes: Positive = 1
     """Child processes of each stage, among which its simulators are divided."""
+    images: bool = False
+    """The policy sees the simulator's images, in front of the words; `actor.model` must be one that sees."""
     chunk: Positive = 1
     """Actions that the policy samples at once."""
     bins: Annotated[int, Field(ge=2)] = 256

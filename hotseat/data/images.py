@@ -37,7 +37,7 @@ _THUMBNAIL = 112  # pixels of the longer edge
 # What a processor says about text, and about the class that it is part of.
 _OF_TEXT = ("chat_template", "processor_class")
 # What processors return about tokens; all else belongs to the pixels.
-_OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class ImageStore:
         except (ValueError, ZeroDivisionError) as error:
             raise BadValue(f"{key}: the model's processor does not take it: {error}") from None
         token_ids = made["input_ids"][0].tolist()
-        pixels = {name: tensor.contiguous() for name, tensor in made.items() if name not in _OF_TOKENS}
+        pixels = {name: tensor.contiguous() for name, tensor in made.items() if name not in OF_TOKENS}
         whole, thumbnail = path.with_suffix(f".{os.getpid()}"), path.with_suffix(f".{os.getpid()}.png")
         try:
             whole.write_bytes(save(pixels, {TOKENS: json.dumps(token_ids)}))

@@ -12,7 +12,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from hotseat.algorithms.head import HALVES, project
 from hotseat.errors import NotBuiltError
-from hotseat.rollout._slot_cache import ROWS, Prefix, SlotCache, causal_bias, cut_prefixes, padded
+from hotseat.rollout._slot_cache import (
+    ROWS,
+    ImageBatch,
+    Prefix,
+    RowsOfImages,
+    SlotCache,
+    causal_bias,
+    cut_prefixes,
+    padded,
+)
 from hotseat.vision import Vision, set_attention
 
 
@@ -175,19 +184,29 @@ class AnySlots:
         logits: Tensor = output.logits[:, -1]
         return logits.float()
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str] = ()) -> list[Prefix]:
+    def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
+        """Small contexts whose images have one shape go together, by `ROWS`; all others are alone."""
+        assert self._vision is not None, "images for a model that sees none"
+        shape = self._vision.common_shape(images)
+        if shape is None or length * ROWS > self.max_forward_tokens:
+            return 1, (index,)
+        return ROWS, (len(images), *shape)
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
         cache: Any = DynamicCache()
-        arguments = self._seen(tokens, lengths, images)
+        tokens, arguments = self._seen(tokens, lengths, images)
         self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **arguments)
         return cut_prefixes([layer.keys for layer in cache.layers], [layer.values for layer in cache.layers], lengths)
 
-    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: Sequence[str] = ()) -> Tensor:
+    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: RowsOfImages = ()) -> Tensor:
         # Logits already: what stands between the last layer and them differs from model to model.
-        if images:  # the last token predicts nothing, and may be a placeholder that was sampled
-            tokens = tokens.index_fill(1, torch.tensor([lengths[0] - 1], device=tokens.device), 0)
-        arguments = self._seen(tokens, lengths, images)
+        num_rows = len(tokens)
+        if any(images):  # the last token predicts nothing, and may be a placeholder that was sampled
+            last = torch.tensor(lengths, device=tokens.device)[:, None] - 1
+            tokens = tokens.scatter(1, last, 0)
+        tokens, arguments = self._seen(tokens, lengths, images)
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, **arguments).logits
-        return logits
+        return logits[:num_rows]
 
     def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
         """Return how far the positions of tokens after these are from their number: an image's may be fewer."""
@@ -195,18 +214,25 @@ class AnySlots:
             return 0
         return int(self._vision.positions(torch.tensor(token_ids), images).max()) + 1 - len(token_ids)
 
-    def _seen(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str]) -> dict[str, Tensor]:
-        """Return arguments for the images of one row of tokens: [1, padded length]."""
-        if not images:
-            return {}
+    def _seen(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return rows of tokens, and arguments for their images.
+
+        Rows that may have company are filled up to `ROWS` by copies of the first: the visual encoder's matrix products
+        must have as many rows whichever contexts come together.
+        """
+        if not any(images):
+            return tokens, {}
         assert self._vision is not None, "images for a model that sees none"
-        [length] = lengths
-        arguments = self._vision.arguments(images, tokens.device)
+        if self.image_batch(tokens.shape[1], images[0], 0)[0] == ROWS:
+            images = [*images, *[images[0]] * (ROWS - len(images))]
+            tokens = torch.cat([tokens, tokens[:1].expand(ROWS - len(tokens), -1)])
+        arguments = self._vision.arguments([image for row in images for image in row], tokens.device)
         if self._vision.has_axes:
-            positions = self._vision.positions(tokens[0, :length].cpu(), images)
+            [length] = lengths
+            positions = self._vision.positions(tokens[0, :length].cpu(), images[0])
             padding = (0, tokens.shape[1] - length)
             arguments["position_ids"] = functional.pad(positions, padding)[:, None].to(tokens.device)
-        return arguments
+        return tokens, arguments
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float()

@@ -18,7 +18,16 @@ from transformers import (
 )
 
 from hotseat.algorithms.head import HALVES, project
-from hotseat.rollout._slot_cache import ROWS, Prefix, SlotCache, causal_bias, cut_prefixes, padded
+from hotseat.rollout._slot_cache import (
+    ROWS,
+    ImageBatch,
+    Prefix,
+    RowsOfImages,
+    SlotCache,
+    causal_bias,
+    cut_prefixes,
+    padded,
+)
 
 _LLAMA_LIKE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # The angles of these depend on the position alone, not on the length of the sequence.
@@ -265,13 +274,16 @@ class LlamaSlots:
     def shift(self, token_ids: Sequence[int], images: Sequence[str]) -> int:
         return 0
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str] = ()) -> list[Prefix]:
-        assert not images, "images for a model that sees none"
+    def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
+        raise AssertionError("images for a model that sees none")
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
+        assert not any(images), "images for a model that sees none"
         _, keys, values = self._forward(tokens, with_prefix=True)
         return cut_prefixes(keys, values, lengths)
 
-    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: Sequence[str] = ()) -> Tensor:
-        assert not images, "images for a model that sees none"
+    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: RowsOfImages = ()) -> Tensor:
+        assert not any(images), "images for a model that sees none"
         return self._forward(tokens, with_prefix=False)[0].view(*tokens.shape, -1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -112,6 +112,12 @@ class SlotCache:
         self.values[:, : values.shape[1], :, : values.shape[3]] = values.to(self._device)
 
 
+RowsOfImages = Sequence[Sequence[str]]  # of each row; empty: no row has any
+# A kind of batch of contexts: most rows, and what else must be equal.
+ImageBatch = tuple[int, tuple[int, ...]]
+NO_IMAGES: ImageBatch = (0, ())
+
+
 class SlotModel(Protocol):
     """The interface of a model over slots. Tokens and positions are int64 on the model's device."""
 
@@ -123,10 +129,16 @@ class SlotModel(Protocol):
     def step_shape(self, num_rows: int, num_keys: int) -> tuple[int, int]:
         """Return the numbers of rows and keys to call `decode` with, at least these."""
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: Sequence[str] = ()) -> list[Prefix]:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], images: RowsOfImages = ()) -> list[Prefix]:
         """Compute the prefix of each row of [batch, padded length] tokens, cut to its length.
 
-        images: those of the only row.
+        images: those of each row, as `image_batch` allows them together.
+        """
+
+    def image_batch(self, length: int, images: Sequence[str], index: int) -> ImageBatch:
+        """Return the kind of batch for a context with images: those of one kind and length may share a forward.
+
+        index: of the context, which is part of the kind where it has a forward of its own.
         """
 
     def decode(self, tokens: Tensor, positions: Tensor, num_keys: int, shifts: Tensor | None = None) -> Tensor:
@@ -142,10 +154,10 @@ class SlotModel(Protocol):
     def release(self) -> None:
         """Forget what refers to the memory of weights and cache: it is about to move."""
 
-    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: Sequence[str] = ()) -> Tensor:
+    def hidden(self, tokens: Tensor, lengths: Sequence[int] = (), images: RowsOfImages = ()) -> Tensor:
         """Compute what `logits` takes, for scoring: [batch, padded length] -> [batch, padded length, ...].
 
-        images: those of the only row, whose length is given.
+        images: those of each row, whose lengths are given then.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

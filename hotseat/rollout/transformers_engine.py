@@ -23,6 +23,7 @@ from hotseat.placement.roles import Part
 from hotseat.rollout._live_weights import LiveWeights
 from hotseat.rollout._requests import EngineSequence
 from hotseat.rollout._sampling import filtered, sample, uniforms
+from hotseat.rollout._slot_cache import NO_IMAGES, ImageBatch
 from hotseat.rollout._slots import Prefix, check_config, padded, slot_model
 from hotseat.rollout._threaded import ThreadedEngine
 from hotseat.rollout.engine import PARTS
@@ -272,7 +273,7 @@ class TransformersEngine(ThreadedEngine):
         if new:
             new += self._upcoming(new)
         for batch, tokens in self._batches(new):
-            prefixes = self._slots.prefill(tokens, [len(new[i][0]) for i in batch], new[batch[0]][1])
+            prefixes = self._slots.prefill(tokens, [len(new[i][0]) for i in batch], [new[i][1] for i in batch])
             for i, prefix in zip(batch, prefixes, strict=True):
                 prefixes_of[new[i]] = prefix
                 self._prefixes.put(new[i], prefix)
@@ -281,7 +282,7 @@ class TransformersEngine(ThreadedEngine):
     def _upcoming(self, new: list[Context]) -> list[Context]:
         """List contexts of waiting requests that fit into forwards that `new` needs anyway, and into half the cache.
 
-        A context with images has a forward of its own.
+        Those with images are left out.
         """
         lengths = Counter(padded(len(token_ids)) for token_ids, images in new if not images)
         rows_left = {length: -count % self._batch_size(length) for length, count in lengths.items()}
@@ -304,14 +305,15 @@ class TransformersEngine(ThreadedEngine):
     def _batches(self, contexts: Sequence[tuple[Sequence[int], Sequence[str]]]) -> Iterable[tuple[list[int], Tensor]]:
         """Batch contexts that are equally long once padded: yield their indices and tokens [batch, padded length].
 
-        Padding to the length of others would change the attention kernel's blocks, and with them last bits. One with
-        images is a batch by itself.
+        Padding to the length of others would change the attention kernel's blocks, and with them last bits.
         """
-        by_length: dict[tuple[int, int], list[int]] = {}
+        by_length: dict[tuple[int, ImageBatch], list[int]] = {}
         for index, (token_ids, images) in enumerate(contexts):
-            by_length.setdefault((padded(len(token_ids)), index if images else -1), []).append(index)
-        for (length, _), indices in sorted(by_length.items()):
-            size = self._batch_size(length)
+            length = padded(len(token_ids))
+            kind = self._slots.image_batch(length, images, index) if images else NO_IMAGES
+            by_length.setdefault((length, kind), []).append(index)
+        for (length, kind), indices in sorted(by_length.items()):
+            size = self._batch_size(length) if kind is NO_IMAGES else kind[0]
             for start in range(0, len(indices), size):
                 batch = indices[start : start + size]
                 rows = [[*contexts[i][0], *[0] * (length - len(contexts[i][0]))] for i in batch]
@@ -347,7 +349,7 @@ class TransformersEngine(ThreadedEngine):
         scores: list[list[float]] = [[] for _ in sequences]
         for batch, tokens in self._batches(list(zip(sequences, images, strict=True))):
             lengths = [len(sequences[i]) for i in batch]
-            hidden = self._slots.hidden(tokens, lengths, images[batch[0]]).flatten(0, 1)
+            hidden = self._slots.hidden(tokens, lengths, [images[i] for i in batch]).flatten(0, 1)
             targets = tokens.roll(-1, 1).flatten()
             chunk = padded(self._slots.max_forward_tokens // 8)
             parts = []

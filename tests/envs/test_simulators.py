@@ -430,17 +430,17 @@ def test_observations_that_a_policy_cannot_read_are_refused():
     reader = Reader(settings, Words(), 8, Space())
     # Two numbers of four bins between 0 and 1, after the words: bins 0 and 3 are tokens 299 and 296.
     seen = Seen(instruction="go on", text="red", state=np.array([0.1, 0.9], dtype=np.float32))
-    assert reader.encode(seen) == [2, 2, 3, 299, 296]
+    assert reader.read(seen).token_ids == [2, 2, 3, 299, 296]
     with pytest.raises(UserError, match="its observations are pictures alone"):
-        reader.encode(Seen(image=np.zeros((2, 2, 3), dtype=np.uint8)))
+        reader.read(Seen(image=np.zeros((2, 2, 3), dtype=np.uint8)))
     with pytest.raises(UserError, match="has 7 tokens, and its actions 2: set it to 9 or more"):
-        reader.encode(Seen(text="a b c d e f g"))
+        reader.read(Seen(text="a b c d e f g"))
     Space.num_state_values = 5
     with pytest.raises(UserError, match="env.bins 4: a number in the observations of gym has 5 values"):
         Reader(settings, Words(), 8, Space())
     Space.num_state_values, Space.state_bounds = None, None
     with pytest.raises(UserError, match="its observations have numbers, and its state_bounds are None"):
-        Reader(settings, Words(), 8, Space()).encode(seen)
+        Reader(settings, Words(), 8, Space()).read(seen)
 
 
 def test_actions_are_the_last_tokens_of_the_vocabulary():

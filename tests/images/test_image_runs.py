@@ -178,7 +178,7 @@ REFUSED = {
     "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
     "agent: {command: [x]}": "agent.command: agents that are programs are not built for images yet",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
-    "env: {path: x.py}": "env.path: simulators are not built for images yet: answers have one turn",
+    "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",
     "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",
     "train: {liger_kernel: true}": "train.liger_kernel: not built for images yet",
 }

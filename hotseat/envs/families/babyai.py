@@ -1,7 +1,8 @@
-"""BabyAI and MiniGrid (package `minigrid`): the view of the agent in words.
+"""BabyAI and MiniGrid (package `minigrid`): the view of the agent in words or in pixels.
 
 Either the objects in view are listed with their places (`view: objects`), or every cell is named, row by row
-(`view: cells`). The words are those of `WORDS`, so a tokenizer made of them has one token for each.
+(`view: cells`), or the view is an image (`view: pixels`), in which a cell has `TILE` by `TILE` pixels. The words are
+those of `WORDS`, so a tokenizer made of them has one token for each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ STATES = ("open", "closed", "locked")
 _COLOURED = ("floor", "door", "key", "ball", "box", "goal")
 ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")
 
+TILE = 8  # pixels of a cell, in both directions
 REACH = 7  # cells of a view, to the front and from side to side
 PLACES = (
     "middle",
@@ -42,7 +45,7 @@ WORDS = (
 def make(tasks: Sequence[str], max_steps: int | None = None, **kwargs: Any) -> GymSimulator:
     """Make a simulator of environments such as BabyAI-GoToRedBallGrey-v0.
 
-    kwargs: `view`, objects (unless set) or cells; the others are of `gymnasium.make`.
+    kwargs: `view`, objects (unless set), cells or pixels; the others are of `gymnasium.make`.
     """
     return BabyAi(tasks, max_steps, kwargs)
 
@@ -54,7 +57,7 @@ class BabyAi(GymSimulator):
         limit = {} if max_steps is None else {"max_steps": max_steps}
         view = kwargs.get("view", "objects")
         if view not in VIEWS:
-            raise UserError(f"env.kwargs.view is {view!r}: set it to {' or '.join(VIEWS)}")
+            raise UserError(f"env.kwargs.view is {view!r}: set it to {', '.join(VIEWS)}")
         kwargs = {name: value for name, value in kwargs.items() if name != "view"}
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(tasks, None, {"imports": ["minigrid"], **limit, **kwargs}, VIEWS[view])
@@ -96,6 +99,32 @@ def objects(environment: Any, observation: Any) -> Seen:
     return _seen(environment, observation, words)
 
 
+def pixels(environment: Any, observation: Any) -> Seen:
+    """Return the mission and the view as MiniGrid draws it, with the agent below the middle: [7 TILE, 7 TILE, 3]."""
+    view = np.asarray(observation["image"]).astype(np.int64)
+    rows = [
+        np.concatenate([_tile(*view[x, y], _is_agent(view, x, y)) for x in range(view.shape[0])], axis=1)
+        for y in range(view.shape[1])
+    ]
+    return Seen(instruction=str(observation["mission"]), image=np.concatenate(rows))
+
+
+def _is_agent(view: np.ndarray, x: int, y: int) -> bool:
+    return (x, y) == (view.shape[0] // 2, view.shape[1] - 1)
+
+
+@lru_cache(maxsize=4096)
+def _tile(kind: int, colour: int, state: int, has_agent: bool) -> np.ndarray:
+    """Draw a cell, as MiniGrid does: [TILE, TILE, 3]. Drawing whole views takes ten times as long."""
+    from minigrid.core.grid import Grid
+    from minigrid.core.world_object import WorldObj
+
+    is_visible = KINDS[kind] != "unseen"
+    thing = WorldObj.decode(kind, colour, state) if KINDS[kind] not in ("unseen", "empty", "agent") else None
+    drawn: np.ndarray = Grid.render_tile(thing, 3 if has_agent else None, is_visible, TILE)
+    return drawn.astype(np.uint8)
+
+
 def _seen(environment: Any, observation: Any, words: list[str]) -> Seen:
     carried = environment.unwrapped.carrying
     if carried is not None:
@@ -103,7 +132,7 @@ def _seen(environment: Any, observation: Any, words: list[str]) -> Seen:
     return Seen(instruction=str(observation["mission"]), text=" ".join(words))
 
 
-VIEWS = {"objects": objects, "cells": cells}
+VIEWS = {"objects": objects, "cells": cells, "pixels": pixels}
 
 
 def _word(kind: int, colour: int, state: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hotseat.config import Config, roles_of
 from hotseat.config.batches import token_budget, tokens_per_micro_batch
+from hotseat.config.images import has_images
 from hotseat.config.maths import judge_length, overlap_queue, prompt_max_length
 from hotseat.config.precision import dtype_of, with_dtype
 from hotseat.config.roles import has_judge_engine
@@ -509,14 +510,16 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
 def _image_share(config: Config) -> float:
     """Return the largest share of a sequence's tokens that may stand for images; only prompts have some."""
     data = config.data
-    if data.image_key is None:
+    if not has_images(config):
         return 0.0
-    tokens = min(prompt_max_length(config), data.max_length) if config.task == "rl" else data.max_length
+    num_images = 1 if data.image_key is None else data.max_images_per_prompt  # a simulator shows one at a time
+    has_prompts = config.task == "rl" and data.image_key is not None
+    tokens = min(prompt_max_length(config), data.max_length) if has_prompts else data.max_length
     shape, _ = _shape(config, "actor")
     if shape is not None and shape.vision is not None:
         per_image = shape.vision.tokens_per_image or _tokens_per_image(config, shape.vision)
         if per_image is not None:
-            tokens = min(tokens, data.max_images_per_prompt * per_image)
+            tokens = min(tokens, num_images * per_image)
     return tokens / data.max_length
 
 

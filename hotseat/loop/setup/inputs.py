@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hotseat.agents.environments.agent import check_environment, environment_rows
 from hotseat.config import Config
-from hotseat.config.images import filler_image, image_folder, largest_image
+from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import judge_length, prompt_limit, prompt_max_length
 from hotseat.config.roles import (
     has_critic,
@@ -136,12 +136,12 @@ def _check_model(
 def _check_sight(config: Config, model_config: Any) -> None:
     """Raise if a run has images and a model sees none, or the other way round."""
     name, has_sight = type(model_config).__name__.removesuffix("Config"), sees_images(model_config)
-    if config.data.image_key is not None and not has_sight:
-        raise UserError(f"{name} sees no images here, and data.image_key is set: choose a model that does, or unset it")
-    if config.data.image_key is None and has_sight:
-        raise UserError(
-            f"{name} sees images, and the run has none: set data.image_key, or choose a model of text alone"
-        )
+    key = "data.image_key" if config.data.image_key is not None else "env.images"
+    if has_images(config) and not has_sight:
+        raise UserError(f"{name} sees no images here, and {key} is set: choose a model that does, or unset it")
+    if not has_images(config) and has_sight:
+        key = "env.images" if has_simulator(config) else "data.image_key"
+        raise UserError(f"{name} sees images, and the run has none: set {key}, or choose a model of text alone")
 
 
 def _check_engine(kind: str, max_length: int, model_config: Any, tensor_parallel_size: int = 1) -> None:
@@ -204,6 +204,8 @@ def _simulated(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Promp
     from hotseat.loop.setup.settings import simulation_settings
 
     env, settings = config.env, simulation_settings(config)
+    if env.images:
+        _image_store(config, tokenizer).write_filler(filler_image(config))
     ends = range(env.num_seeds), range(EVAL_SEED, EVAL_SEED + env.eval_seeds)
     prompts, evaluation = simulation_prompts(settings, tokenizer, config.data.max_length, ends)
     tasks = len({prompt.source for prompt in prompts})
@@ -407,9 +409,7 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
     data = config.data
     if data.image_key is None:
         return rows
-    assert config.actor.model is not None
-    processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
-    store = ImageStore(image_folder(config), processor, image_limits(config))
+    store = _image_store(config, tokenizer)
     store.write_filler(filler_image(config))
     prepared = prepare_rows(rows, store, data.image_key, *input_keys, is_chat=data.apply_chat_template)
     if not store.num_images:
@@ -417,6 +417,12 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
     # What an environment shows later may be larger than all images of the data, as long as a context has room for it.
     store.write_largest(largest_image(config), None if config.agent.path is None else data.max_length)
     return prepared
+
+
+def _image_store(config: Config, tokenizer: Any) -> ImageStore:
+    assert config.actor.model is not None
+    processor = load_processor(config.actor.model, tokenizer, config.trust_remote_code)
+    return ImageStore(image_folder(config), processor, image_limits(config))
 
 
 def _examples(config: Config, tokenizer: Any, rows: list[Row]) -> Any:

@@ -9,7 +9,7 @@ from hotseat.agents import Deadlines, ProgramSettings
 from hotseat.agents.environments.families import EnvironmentSettings, settings_of
 from hotseat.config import Config
 from hotseat.config.batches import is_auto, token_budget, tokens_per_micro_batch, warmup_steps
-from hotseat.config.images import filler_image, image_folder, largest_image
+from hotseat.config.images import filler_image, has_images, image_folder, largest_image
 from hotseat.config.maths import (
     aggregation,
     correction_kind,
@@ -92,7 +92,7 @@ def train_options(config: Config, schedule_length: int, *, is_trained: bool = Tr
         compile=train.compile,
         liger_kernel=train.liger_kernel,
         freeze_visual_encoder=train.freeze_visual_encoder and is_trained,
-        filler_image=None if config.data.image_key is None else str(filler_image(config)),
+        filler_image=str(filler_image(config)) if has_images(config) else None,
         layout="auto" if train.packing else "padded",
         attention=train.attention,
         is_deterministic=train.full_determinism,
@@ -361,6 +361,8 @@ def simulation_settings(config: Config) -> SimulationSettings:
         # Groups compare whole episodes: their turns, which are of different worlds, have nothing in common.
         has_turn_rewards=config.algorithm.estimator in ("gae", "reinforce"),
         bootstraps=has_critic(config),
+        images_for=config.actor.model if env.images else None,
+        trust_remote_code=config.trust_remote_code,
     )
 
 

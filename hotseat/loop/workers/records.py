@@ -16,6 +16,7 @@ from torch import Tensor
 from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch, Prompt, SampleKey, ScoredEpisode
+from hotseat.vision import is_packed
 
 NO_GRADIENT, SKIPPED = "no gradient", "skipped"
 
@@ -89,7 +90,7 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
             for segment in sample.episode.played_segments
         ),
         turns=_turns_of(sample),
-        images=prompt.images,
+        images=tuple(image for image in prompt.images if not is_packed(image)),
         waited_s=None if sample.episode.facts is None else sample.episode.facts.waited_s,
         took_s=None if sample.episode.facts is None else sample.episode.facts.took_s,
     )

@@ -6,14 +6,15 @@ side by side both would end later, then reach the policy together, be answered t
 stage plays an episode, and what is beside it, changes nothing in it: its simulator depends on task, seed and actions
 alone, and every request has a seed of its own.
 
-Each chunk of actions is a segment: the observation as tokens, then the sampled tokens of the actions.
+Each chunk of actions is a segment: the observation as tokens, with its image if the policy sees, then the sampled
+tokens of the actions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,8 @@ import torch
 
 from hotseat import faults
 from hotseat.agents.agent import Agent, AgentError, SampleFunction
+from hotseat.data.frames import FramePreparer
+from hotseat.data.images import load_processor
 from hotseat.envs.env import Env, Outcome
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.envs.processes import ProcessEnv
@@ -62,6 +65,8 @@ class SimulationSettings:
     is_success_rewarded: bool  # instead of the simulator's rewards
     has_turn_rewards: bool  # rewards count where they came, not at the end of the episode
     bootstraps: bool  # a critic values the last observation of an episode that ran out of time
+    images_for: str | None = None  # model whose processor prepares the simulator's images; None: the policy sees none
+    trust_remote_code: bool = False  # of that processor
 
 
 def simulation_prompts(
@@ -69,8 +74,8 @@ def simulation_prompts(
 ) -> list[list[Prompt]]:
     """Return prompts for each set of seeds: one for each task and seed, which its label names. Its source is the task.
 
-    Its tokens are the first observation of the task under seed 0. Raises for a simulator that cannot be started, or
-    whose observations the policy cannot read.
+    Its tokens and images are the first observation of the task under seed 0. Raises for a simulator that cannot be
+    started, or whose observations the policy cannot read.
     """
     env = ProcessEnv(settings.simulator, 1, timeout_s=settings.timeout_s)
     try:
@@ -80,7 +85,7 @@ def simulation_prompts(
             [seen] = env.reset([0], [task.index], [0])
             if isinstance(seen, Exception):
                 raise UserError(f"env.path: {seen}")
-            first.append(tuple(reader.encode(seen)))
+            first.append(reader.read(seen))
             if settings.is_success_rewarded:
                 _refuse_unknown_success(settings, env)
     finally:
@@ -88,7 +93,14 @@ def simulation_prompts(
     pairs = ([(task, seed) for seed in each for task in env.tasks] for each in seeds)
     return [
         [
-            Prompt(at, f"{task.name} {seed}", first[task.index], f"{task.index}/{seed}", task.name)
+            Prompt(
+                at,
+                f"{task.name} {seed}",
+                tuple(first[task.index].token_ids),
+                f"{task.index}/{seed}",
+                task.name,
+                first[task.index].images,
+            )
             for at, (task, seed) in enumerate(each)
         ]
         for each in pairs
@@ -116,8 +128,16 @@ def _unknown_success(settings: SimulationSettings) -> UserError:
     )
 
 
+@dataclass(frozen=True)
+class Context:
+    """What the policy reads of an observation."""
+
+    token_ids: list[int]
+    images: tuple[str, ...] = ()  # of the placeholders among the tokens
+
+
 class Reader:
-    """Turns observations into tokens, and tokens into actions."""
+    """Turns observations into what the policy reads, and tokens into actions."""
 
     def __init__(self, settings: SimulationSettings, tokenizer: Any, max_length: int, env: Env):
         self._name = settings.simulator.path
@@ -136,13 +156,41 @@ class Reader:
                 f" values, and some would look alike: set it to {env.num_state_values} or more"
             )
 
+        self._frames = None
+        if settings.images_for is not None:
+            processor = load_processor(settings.images_for, tokenizer, settings.trust_remote_code)
+            self._frames = FramePreparer(processor)
         self._tokens_of = lru_cache(maxsize=65536)(self._tokenize)  # worlds look alike again and again
 
     def _tokenize(self, words: str) -> tuple[int, ...]:
         return tuple(self._tokenizer(words, add_special_tokens=False)["input_ids"])
 
-    def encode(self, seen: Seen) -> list[int]:
-        """Return the tokens of an observation: instruction and words, then the state in bins."""
+    def read(self, seen: Seen) -> Context:
+        """Return the tokens of an observation: its image, instruction and words, then the state in bins."""
+        token_ids = self._encode(seen)
+        images: tuple[str, ...] = ()
+        if self._frames is not None:
+            if seen.image is None:
+                raise UserError(
+                    f"env.images: the observations of {self._name} have no images: unset it, or ask the simulator for"
+                    " them by env.kwargs"
+                )
+            frame = self._frames.prepare(seen.image)
+            token_ids, images = [*frame.token_ids, *token_ids], (frame.image,)
+        elif not token_ids or (seen.image is not None and seen.state is None and not seen.text):
+            raise UserError(
+                f"env.path {self._name}: its observations are pictures alone: set env.images, and choose a policy that"
+                " sees, or use a simulator with words or numbers"
+            )
+        room = self._max_length - self.num_sampled
+        if len(token_ids) > room:
+            raise UserError(
+                f"data.max_length {self._max_length}: an observation of {self._name} has {len(token_ids)} tokens, and"
+                f" its actions {self.num_sampled}: set it to {len(token_ids) + self.num_sampled} or more"
+            )
+        return Context(token_ids, images)
+
+    def _encode(self, seen: Seen) -> list[int]:
         words = " ".join(part for part in (seen.instruction, seen.text) if part)
         token_ids = list(self._tokens_of(words)) if words else []
         if seen.state is not None:
@@ -152,17 +200,6 @@ class Reader:
                     " the lowest and the highest value of each number"
                 )
             token_ids += self._states.encode(seen.state)
-        if not token_ids or (seen.image is not None and seen.state is None and not seen.text):
-            raise UserError(
-                f"env.path {self._name}: its observations are pictures alone, and policies that see are not part of"
-                " this version; use a simulator with words or numbers"
-            )
-        room = self._max_length - self.num_sampled
-        if len(token_ids) > room:
-            raise UserError(
-                f"data.max_length {self._max_length}: an observation of {self._name} has {len(token_ids)} tokens, and"
-                f" its actions {self.num_sampled}: set it to {len(token_ids) + self.num_sampled} or more"
-            )
         return token_ids
 
 
@@ -347,8 +384,8 @@ class Player(Agent):
         turns: list[TurnFacts] = []
         num_steps = num_outside = 0
         while True:
-            context = reader.encode(seen)
-            completion = await sample(context, sampling, len(segments))
+            context = reader.read(seen)
+            completion = await sample(context.token_ids, sampling, len(segments), context.images)
             token_ids = completion.token_ids
             if len(token_ids) != reader.num_sampled:
                 raise AgentError(f"the engine sampled {len(token_ids)} tokens for {settings.chunk} actions of {dim}")
@@ -373,7 +410,7 @@ class Player(Agent):
                 raise _unknown_success(settings)
             rewards = [0.0] * (len(rewards) - 1) + [float(is_success)]
         if settings.bootstraps and is_truncated:
-            segments.append(_value_segment(reader.encode(seen)))
+            segments.append(_value_segment(reader.read(seen)))
         verdict = (", success" if is_success else ", no success") if is_known else ""
         episode = Episode(
             key,
@@ -412,9 +449,9 @@ def _total(moves: Iterable[Moved]) -> Moved:
     return total
 
 
-def _segment(context: Sequence[int], completion: Completion, num_learned: int) -> Segment:
+def _segment(context: Context, completion: Completion, num_learned: int) -> Segment:
     """Return an observation and its actions. Tokens of actions after the end of the episode are not learned."""
-    start = len(context)
+    start = len(context.token_ids)
     length, end = start + len(completion.token_ids), start + num_learned
     mask = np.zeros(length, dtype=bool)
     mask[start:end] = True
@@ -422,14 +459,15 @@ def _segment(context: Sequence[int], completion: Completion, num_learned: int) -
     log_probs[start:end] = completion.log_probs[:num_learned]
     versions = np.full(length, -1, dtype=np.int32)
     versions[start:end] = completion.versions[:num_learned]
-    token_ids = np.array([*context, *completion.token_ids], dtype=np.int64)
+    token_ids = np.array([*context.token_ids, *completion.token_ids], dtype=np.int64)
     # By numpy, because torch takes longer to make tensors this small than a simulator to step.
-    return Segment(*map(torch.from_numpy, (token_ids, mask, log_probs, versions)))
+    tensors = [torch.from_numpy(array) for array in (token_ids, mask, log_probs, versions)]
+    return Segment(tensors[0], tensors[1], tensors[2], tensors[3], context.images)
 
 
-def _value_segment(context: Sequence[int]) -> Segment:
+def _value_segment(context: Context) -> Segment:
     """Return an observation whose value is that of its last token: a value is given what precedes its token."""
-    token_ids = torch.tensor([*context, context[-1]])
+    token_ids = torch.tensor([*context.token_ids, context.token_ids[-1]])
     nothing = torch.zeros(len(token_ids), dtype=torch.bool)
     versions = torch.full((len(token_ids),), -1, dtype=torch.int32)
-    return Segment(token_ids, nothing, torch.zeros(len(token_ids)), versions)
+    return Segment(token_ids, nothing, torch.zeros(len(token_ids)), versions, context.images)

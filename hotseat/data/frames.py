@@ -1,0 +1,70 @@
+"""Frames of simulators: prepared for the policy while it acts, and kept in memory.
+
+Unlike the images of rows, frames are many, small, and not known before the run. A prepared frame is a string with its
+pixels (`hotseat.vision.pack_pixels`), which takes the place of a file's path in requests, segments and micro-batches.
+It disappears with the last of them: no folder has to be shared between machines, and none has to be emptied.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hotseat.data.images import OF_TOKENS
+from hotseat.errors import UserError
+from hotseat.vision import pack_pixels
+
+_KEPT = 8192  # prepared frames: worlds look alike again and again
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A prepared frame."""
+
+    image: str
+    token_ids: tuple[int, ...]  # that stand for it in a context
+
+
+class FramePreparer:
+    """Prepares frames with the processor of a model."""
+
+    def __init__(self, processor: Any):
+        self._processor = processor
+        self._kept: OrderedDict[tuple[tuple[int, ...], bytes], Frame] = OrderedDict()
+        self._layouts: dict[tuple[int, ...], tuple[tuple[int, ...], frozenset[str]]] = {}  # by shape of a frame
+
+    def prepare(self, frame: np.ndarray) -> Frame:
+        """Return a frame of [H, W, 3] uint8, prepared."""
+        key = (frame.shape, frame.tobytes())
+        prepared = self._kept.pop(key, None)
+        if prepared is None:
+            token_ids, names = self._layouts.get(frame.shape) or self._layout(frame)
+            made = self._processor.image_processor(images=[_image(frame)], return_tensors="pt")
+            prepared = Frame(pack_pixels({name: made[name] for name in names}), token_ids)
+        self._kept[key] = prepared
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return prepared
+
+    def _layout(self, frame: np.ndarray) -> tuple[tuple[int, ...], frozenset[str]]:
+        """Return the tokens of frames of this shape, and the names of the tensors that the model takes of them."""
+        if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
+            raise UserError(f"an image of a simulator is {frame.dtype} {frame.shape}: it must be uint8 [H, W, 3]")
+        text = self._processor.image_token
+        try:
+            made = self._processor(text=[text], images=[_image(frame)], return_tensors="pt", add_special_tokens=False)
+        except (ValueError, ZeroDivisionError) as error:
+            raise UserError(f"an image of {frame.shape}: the model's processor does not take it: {error}") from None
+        names = frozenset(name for name, value in made.items() if name not in OF_TOKENS and isinstance(value, Tensor))
+        self._layouts[frame.shape] = tuple(made["input_ids"][0].tolist()), names
+        return self._layouts[frame.shape]
+
+
+def _image(frame: np.ndarray) -> Any:
+    import PIL.Image
+
+    return PIL.Image.fromarray(np.ascontiguousarray(frame))

@@ -1,0 +1,60 @@
+"""What a policy sees of a simulator: frames as MiniGrid draws them, packed and unpacked."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotseat.envs.families import babyai
+from hotseat.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "embodied"))
+
+
+def test_views_in_pixels_are_those_that_minigrid_draws():
+    pytest.importorskip("minigrid")
+    random = np.random.default_rng(0)
+    for task in ("BabyAI-GoToRedBallGrey-v0", "BabyAI-PickupLoc-v0"):
+        simulator = babyai.make([task], max_steps=12, view="pixels")
+        for seed in range(3):
+            seen, is_over = simulator.reset(0, seed), False
+            while not is_over:
+                drawn = simulator.environments[0].unwrapped.get_pov_render(babyai.TILE)
+                assert seen.image is not None
+                assert seen.image.dtype == np.uint8
+                assert np.array_equal(seen.image, drawn)
+                step = simulator.step(np.array([float(random.integers(0, 7))]))
+                seen, is_over = step.seen, step.terminated or step.truncated
+
+
+@pytest.fixture(scope="module")
+def preparer():
+    pytest.importorskip("minigrid")
+    import policy
+
+    from hotseat.data.frames import FramePreparer
+
+    return FramePreparer(policy.make_processor(policy.make_tokenizer()))
+
+
+@pytest.mark.slow
+def test_a_packed_frame_has_the_pixels_of_the_processor(preparer):
+    from hotseat.vision import is_packed, pixels_of
+
+    frame = np.random.default_rng(1).integers(0, 256, (56, 56, 3)).astype(np.uint8)
+    prepared = preparer.prepare(frame)
+    assert is_packed(prepared.image)
+    [(name, pixels)] = pixels_of(prepared.image).items()
+    assert name == "pixel_values"
+    expected = (frame.astype(np.float64) / 255 - 0.5) / 0.5  # the processor's mean and deviation
+    assert np.allclose(pixels[0].permute(1, 2, 0).numpy(), expected, atol=1e-6)
+    assert len(prepared.token_ids) == 49  # a cell of 8 by 8 pixels is a patch
+    assert preparer.prepare(frame.copy()) is prepared
+    assert preparer.prepare(255 - frame).image != prepared.image
+
+
+@pytest.mark.slow
+def test_a_frame_that_no_policy_takes_is_refused(preparer):
+    with pytest.raises(UserError, match="it must be uint8"):
+        preparer.prepare(np.zeros((56, 56), dtype=np.uint8))
