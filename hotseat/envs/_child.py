@@ -1,7 +1,9 @@
 """The program of a child process: simulators, which the parent resets and steps over a pipe.
 
-Started as `python -m hotseat.envs._child FD`. It answers each item of a command by itself, in order, so that the parent
-sees which simulator takes too long. When the pipe ends, it closes its simulators and ends.
+Started as `python -m hotseat.envs._child FD`. It imports the family, and makes simulators once the parent says so:
+until then it takes no memory of a device. It answers each item of a command by itself, in order, so that the parent
+sees which simulator takes too long; batches of worlds answer together. When the pipe ends, it closes its simulators and
+ends.
 """
 
 from __future__ import annotations
@@ -11,51 +13,119 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from hotseat.envs.loading import SimulatorSettings, make_simulator
-from hotseat.envs.simulator import Seen, Simulator
+from hotseat.envs.loading import SimulatorSettings, has_worlds, load_family, make_one, make_worlds
+from hotseat.envs.simulator import Seen, Simulator, Worlds, WorldStep
 from hotseat.errors import UserError
 
 
 def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     connection = Connection(descriptor)
-    settings: SimulatorSettings = connection.recv()
-    simulators: dict[int, Simulator] = {}
+    settings, num_worlds = connection.recv()
     with contextlib.ExitStack() as made, contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-
-        def make() -> Simulator:
-            simulator = make_simulator(settings)
-            made.callback(simulator.close)
-            return simulator
-
         try:
-            first = make()
+            module = load_family(settings)
+            connection.recv()  # the parent lets it take memory of its device
+            worlds = _make(module, settings, num_worlds)
         except UserError as error:
             connection.send(("refused", str(error)))
+            return
+        except EOFError:
             return
         except Exception as error:
             connection.send(("refused", f"env.path {settings.path}: {_describe(error)}"))
             return
-        num_values = getattr(first, "num_state_values", None)
-        facts = (list(first.tasks), first.action, first.state_bounds, first.is_on_device, num_values)
-        connection.send(("made", facts))
-        spare: list[Simulator] = [first]
+        made.callback(worlds.close)
+        connection.send(("made", worlds.facts))
         while True:
             name, items = connection.recv()
-            for slot, *args in items:
-                try:
-                    if slot not in simulators:
-                        simulators[slot] = spare.pop() if spare else make()
-                    answer: Any = _answer(simulators[slot], name, args)
-                except Exception as error:
-                    connection.send(("failed", _describe(error)))
-                else:
-                    connection.send(("done", answer))
+            for answer in worlds.answers(name, items):
+                connection.send(answer)
+
+
+def _make(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> _Separate | _Batch:
+    if has_worlds(module):
+        return _Batch(make_worlds(module, settings, num_worlds))
+    return _Separate(lambda: make_one(module, settings))
+
+
+def _facts(of: Simulator | Worlds) -> tuple[Any, ...]:
+    return list(of.tasks), of.action, of.state_bounds, of.is_on_device, getattr(of, "num_state_values", None)
+
+
+class _Separate:
+    """Simulators of one world each, made when their slot is first used."""
+
+    def __init__(self, make: Callable[[], Simulator]):
+        self._make = make
+        self._simulators: dict[int, Simulator] = {}
+        self._all = [make()]
+        self._spare = list(self._all)
+        self.facts = _facts(self._all[0])
+
+    def answers(self, name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
+        """Answer each item of a command by itself, in order."""
+        for slot, *args in items:
+            try:
+                answer: Any = _answer(self._of(slot), name, args)
+            except Exception as error:
+                yield "failed", _describe(error)
+            else:
+                yield "done", answer
+
+    def _of(self, slot: int) -> Simulator:
+        if slot not in self._simulators:
+            if not self._spare:
+                self._spare.append(self._make())
+                self._all.append(self._spare[0])
+            self._simulators[slot] = self._spare.pop()
+        return self._simulators[slot]
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as closing:
+            for simulator in self._all:
+                closing.callback(simulator.close)
+
+
+class _Batch:
+    """A batch of worlds, which slots get as they are first used. One call carries out all items of a command."""
+
+    def __init__(self, worlds: Worlds):
+        self._worlds = worlds
+        self._world_of: dict[int, int] = {}  # by slot
+        self.facts = _facts(worlds)
+
+    def answers(self, name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
+        where = [self._world_of.setdefault(slot, len(self._world_of)) for slot, *_ in items]
+        try:
+            results = self._call(name, where, [args for _, *args in items])
+        except Exception as error:
+            results = [error] * len(items)
+        for result in results:
+            if isinstance(result, Exception):
+                yield "failed", _describe(result)
+            elif isinstance(result, WorldStep):
+                is_late = result.truncated and not result.terminated
+                yield "done", (result.seen, result.rewards, result.terminated, is_late, result.success)
+            else:
+                yield "done", result
+
+    def _call(self, name: str, where: list[int], args: list[Any]) -> Sequence[Any]:
+        if name == "reset":
+            return self._worlds.reset(where, [task for task, _ in args], [seed for _, seed in args])
+        if name == "render":
+            return self._worlds.render(where)
+        return self._worlds.step(where, np.stack([actions for (actions,) in args]))
+
+    def close(self) -> None:
+        self._worlds.close()
 
 
 def _answer(simulator: Simulator, name: str, args: list[Any]) -> Any:
@@ -78,7 +148,10 @@ def _step(simulator: Simulator, actions: np.ndarray) -> tuple[Seen, list[float],
 
 
 def _describe(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:  # returned, not raised
+        return f"{type(error).__name__}: {error}"
+    frame = frames[-1]
     return f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
 
 

@@ -16,11 +16,16 @@ from hotseat.envs import families
 from hotseat.errors import UserError
 
 if TYPE_CHECKING:  # numpy is heavy, and refusals are not
-    from hotseat.envs.simulator import Simulator
+    from hotseat.envs.simulator import Simulator, Worlds
 
 _MODULE = "hotseat_env"
-_PACKAGES = {"babyai": ("gymnasium", "minigrid"), "gym": ("gymnasium",)}
-EXAMPLES = {"babyai": "BabyAI-GoToRedBallGrey-v0", "gym": "CartPole-v1"}  # of tasks
+_PACKAGES = {
+    "babyai": ("gymnasium", "minigrid"),
+    "gym": ("gymnasium",),
+    "mujoco_warp": ("mujoco", "mujoco_warp", "warp"),
+}
+_EXTRAS = {"mujoco_warp": "warp"}  # of pyproject.toml; others are in `sim`
+EXAMPLES = {"babyai": "BabyAI-GoToRedBallGrey-v0", "gym": "CartPole-v1", "mujoco_warp": "push-red"}  # of tasks
 
 
 @dataclass(frozen=True)
@@ -48,15 +53,37 @@ def path_problem(path: str) -> str | None:
 
 
 def make_simulator(settings: SimulatorSettings) -> Simulator:
-    """Make a simulator. Raises for what is wrong with the settings."""
+    """Make a simulator of a family that makes them one by one. Raises for what is wrong with the settings."""
+    return make_one(load_family(settings), settings)
+
+
+def load_family(settings: SimulatorSettings) -> ModuleType:
+    """Import the file of a family. Raises for what is wrong with it."""
     problem = path_problem(settings.path)
     if problem is not None:
         raise UserError(f"env.path: {problem}")
     module = _load(Path(settings.path).expanduser().absolute()) if settings.path.endswith(".py") else _own(settings)
-    make = getattr(module, "make", None)
-    if not callable(make):
-        raise UserError(f"env.path: {settings.path} has no function make(tasks, max_steps, **kwargs)")
-    return make(list(settings.tasks), settings.max_steps, **settings.kwargs)
+    if not has_worlds(module) and not callable(getattr(module, "make", None)):
+        raise UserError(
+            f"env.path: {settings.path} has no function make(tasks, max_steps, **kwargs), and none for batches,"
+            " make_worlds(tasks, max_steps, num_worlds, **kwargs)"
+        )
+    return module
+
+
+def has_worlds(module: ModuleType) -> bool:
+    """Tell whether a family makes batches of worlds."""
+    return callable(getattr(module, "make_worlds", None))
+
+
+def make_one(module: ModuleType, settings: SimulatorSettings) -> Simulator:
+    """Make a simulator of one world."""
+    return module.make(list(settings.tasks), settings.max_steps, **settings.kwargs)
+
+
+def make_worlds(module: ModuleType, settings: SimulatorSettings, num_worlds: int) -> Worlds:
+    """Make a batch of worlds."""
+    return module.make_worlds(list(settings.tasks), settings.max_steps, num_worlds, **settings.kwargs)
 
 
 def _own(settings: SimulatorSettings) -> ModuleType:
@@ -64,8 +91,12 @@ def _own(settings: SimulatorSettings) -> ModuleType:
         return importlib.import_module(f"{families.__name__}.{settings.path}")
     except ImportError as error:
         raise UserError(
-            f"env.path {settings.path}: {error}; `pip install 'hotseat[sim]'` installs its package"
+            f"env.path {settings.path}: {error}; `pip install 'hotseat[{_extra(settings.path)}]'` installs its package"
         ) from None
+
+
+def _extra(family: str) -> str:
+    return _EXTRAS.get(family, "sim")
 
 
 def _load(file: Path) -> ModuleType:
@@ -87,5 +118,5 @@ def import_problem(path: str) -> str | None:
     """Return which package a family lacks; None if it lacks none, or is the user's file."""
     absent = [name for name in _PACKAGES.get(path, ()) if importlib.util.find_spec(name) is None]
     if absent:
-        return f"{path} needs the package {' and '.join(absent)}: pip install 'hotseat[sim]'"
+        return f"{path} needs the package {' and '.join(absent)}: pip install 'hotseat[{_extra(path)}]'"
     return None

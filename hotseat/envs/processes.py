@@ -50,8 +50,8 @@ class _Episode:
 class ProcessEnv(Env):
     """Simulators of one family in `num_processes` children, slot by slot in turn.
 
-    timeout_s: of each reset and each chunk of actions. start_timeout_s: until a new process answers. say: called with
-    a sentence about every process that is replaced.
+    timeout_s: of each reset and each chunk of actions. start_timeout_s: until a new process answers, which may have to
+    compile its simulators. say: called with a sentence about every process that is replaced.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ProcessEnv(Env):
         *,
         num_processes: int = 1,
         timeout_s: float = 60.0,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = 600.0,
         say: Callable[[str], object] = lambda text: None,
     ):
         self.num_envs = num_envs
@@ -72,7 +72,10 @@ class ProcessEnv(Env):
         self._say = say
         self._episodes: dict[int, _Episode] = {}
         self._is_offloaded = False
-        self._children: list[_Child | None] = [self._spawn() for _ in range(min(num_processes, num_envs))]
+        self._standby: list[_Child] = []  # processes that will replace those that were offloaded
+        num_processes = min(num_processes, num_envs)
+        self._num_worlds = -(-num_envs // num_processes)  # of each process at most
+        self._children: list[_Child | None] = [self._spawn() for _ in range(num_processes)]
         try:
             for child in self._children:
                 assert child is not None
@@ -132,18 +135,25 @@ class ProcessEnv(Env):
         return [answers[slot] for slot in where]
 
     def offload(self) -> Moved:
-        """End the processes of simulators that hold memory of a device; others have nothing there."""
+        """End the processes of simulators that hold memory of a device; others have nothing there.
+
+        New processes import the family meanwhile, and take no memory of the device before `onload`.
+        """
         started_s = time.monotonic()
-        if self._is_on_device:
+        if self._is_on_device and not self._is_offloaded:
             self._is_offloaded = True
             self.close()
             self._children = [None] * len(self._children)
+            self._standby = [_Child(self._settings, self._num_worlds) for _ in self._children]
         return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
 
     def onload(self) -> Moved:
         started_s = time.monotonic()
         if self._is_offloaded:
-            self._children = [self._spawn() for _ in self._children]
+            self._children, self._standby = [*self._standby], []
+            for child in self._children:
+                assert child is not None
+                child.begin()
             for index in range(len(self._children)):
                 self._replay(index, self._mine(index, self._episodes))
             self._is_offloaded = False
@@ -160,7 +170,8 @@ class ProcessEnv(Env):
 
     def close(self) -> None:
         """Have all simulators close, at the same time; end what takes too long, and the processes they started."""
-        children = [child for child in self._children if child is not None]
+        children = [child for child in (*self._children, *self._standby) if child is not None]
+        self._standby = []
         for child in children:
             child.hang_up()
         for child in children:
@@ -169,7 +180,9 @@ class ProcessEnv(Env):
     # --- children -----------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> _Child:
-        return _Child(self._settings)
+        child = _Child(self._settings, self._num_worlds)
+        child.begin()
+        return child
 
     def _meet(self, child: _Child) -> None:
         """Wait until a new child has made its first simulator."""
@@ -278,29 +291,41 @@ class ProcessEnv(Env):
         child = self._children[index]
         assert child is not None
         self._meet(child)
-        for slot in slots:
-            episode = self._episodes[slot]
-            calls: list[tuple[str, tuple[Any, ...]]] = [("reset", (episode.task, episode.seed))]
-            calls += [("step", (chunk,)) for chunk in episode.actions]
-            if slot in unfinished:
-                calls.pop()
-            for at, (name, args) in enumerate(calls):
-                try:
-                    child.send(name, [(slot, *args)])
-                    kind, answer = child.receive(self._timeout_s)
-                except (EOFError, OSError, TimeoutError):
-                    raise SimulatorError(f"{self._name(slot, 'step')}: it died or hung while it was replayed") from None
-                if kind == "failed" or _digest(answer) != episode.digests[at]:
-                    raise RunError(
-                        f"{self._name(slot, 'step')}: played again from its seed and actions, it gave another result at"
-                        f" call {at}: the simulator depends on more than task, seed and actions"
-                    )
+        calls = {slot: _calls(self._episodes[slot]) for slot in slots}
+        for slot in unfinished & calls.keys():
+            calls[slot].pop()
+        for at in range(max(map(len, calls.values()), default=0)):
+            now = {slot: calls[slot][at] for slot in slots if at < len(calls[slot])}
+            # A batch carries out chunks of one length at a time.
+            for shape in dict.fromkeys(np.shape(args[-1]) for _, args in now.values()):
+                items = {slot: args for slot, (_, args) in now.items() if np.shape(args[-1]) == shape}
+                self._play_again(child, "step" if at else "reset", items, at)
+
+    def _play_again(self, child: _Child, name: str, items: dict[int, tuple[Any, ...]], at: int) -> None:
+        """Repeat one call of each of these slots, whose answers must be those that were given before."""
+        with contextlib.suppress(OSError):  # `receive` reports a process that died
+            child.send(name, [(slot, *args) for slot, args in items.items()])
+        for slot in items:
+            try:
+                kind, answer = child.receive(self._timeout_s)
+            except (EOFError, OSError, TimeoutError):
+                raise SimulatorError(f"{self._name(slot, 'step')}: it died or hung while it was replayed") from None
+            if kind == "failed" or _digest(answer) != self._episodes[slot].digests[at]:
+                raise RunError(
+                    f"{self._name(slot, 'step')}: played again from its seed and actions, it gave another result at"
+                    f" call {at}: the simulator depends on more than task, seed and actions"
+                )
+
+
+def _calls(episode: _Episode) -> list[tuple[str, tuple[Any, ...]]]:
+    """List the calls of an episode."""
+    return [("reset", (episode.task, episode.seed)), *(("step", (chunk,)) for chunk in episode.actions)]
 
 
 class _Child:
-    """One process and the pipe to it."""
+    """One process and the pipe to it. It imports the family, and makes its simulators after `begin`."""
 
-    def __init__(self, settings: SimulatorSettings):
+    def __init__(self, settings: SimulatorSettings, num_worlds: int = 1):
         ours, theirs = socket.socketpair()
         with theirs:
             # A group of its own: whoever interrupts the run does not interrupt a simulator in the middle of a step.
@@ -316,7 +341,12 @@ class _Child:
         self._connection = Connection(os.dup(ours.fileno()))
         self.is_met = False
         with contextlib.suppress(OSError):  # `receive` reports a process that died at once
-            self._connection.send(settings)
+            self._connection.send((settings, num_worlds))
+
+    def begin(self) -> None:
+        """Have the process make its simulators."""
+        with contextlib.suppress(OSError):  # `receive` reports a process that died
+            self._connection.send("begin")
 
     def send(self, name: str, items: list[Any]) -> None:
         self._connection.send((name, items))

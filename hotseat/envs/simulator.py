@@ -1,4 +1,7 @@
-"""What a family of simulators implements: one file with a class of this form, and a function `make` that returns it.
+"""What a family of simulators implements: one file with a class of this form, and a function that returns it.
+
+`make(tasks, max_steps, **kwargs)` returns a `Simulator`, one world; `make_worlds(tasks, max_steps, num_worlds,
+**kwargs)` returns `Worlds`, a batch that one call steps. Importing the file takes no memory of a device.
 
 Simulators run in child processes, so neither this module nor a family imports torch.
 """
@@ -11,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["ActionSpec", "Seen", "Simulator", "Step", "Task"]
+__all__ = ["ActionSpec", "Seen", "Simulator", "Step", "Task", "WorldStep", "Worlds"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,42 @@ class Simulator(Protocol):
 
     def render(self) -> np.ndarray:
         """Return a picture for people: [H, W, 3] uint8."""
+
+    def close(self) -> None:
+        """Release resources."""
+
+
+@dataclass(frozen=True)
+class WorldStep:
+    """Result of a chunk of actions in one world of a batch. rewards: of the actions that were carried out."""
+
+    seen: Seen
+    rewards: list[float]
+    terminated: bool = False
+    truncated: bool = False
+    success: bool | None = False
+
+
+class Worlds(Protocol):
+    """A batch of simulated worlds that step together, each of which is as a `Simulator` is.
+
+    Nothing in a world depends on the others, or on how many there are. An entry of a result may be an exception: that
+    world failed, and the others did not.
+    """
+
+    tasks: Sequence[Task]
+    action: ActionSpec
+    state_bounds: tuple[np.ndarray, np.ndarray] | None
+    is_on_device: bool
+
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> Sequence[Seen | Exception]:
+        """Begin episodes in these worlds."""
+
+    def step(self, where: Sequence[int], actions: np.ndarray) -> Sequence[WorldStep | Exception]:
+        """Carry out a chunk in these worlds, each up to the end of its episode: [n, K, D] float64."""
+
+    def render(self, where: Sequence[int]) -> Sequence[np.ndarray]:
+        """Return pictures for people: [H, W, 3] uint8 each."""
 
     def close(self) -> None:
         """Release resources."""
