@@ -977,7 +977,7 @@ def missing(config: Config) -> list[tuple[str, str]]:
         problems.append(("actor.model", "not set: give a checkpoint directory or a hub name"))
     if config.task == "rl" and _is_placed(config, "env") and not has_simulator(config):
         problems.append(
-            ("env.path", "not set, but env is placed: name a simulator, babyai, gym or a Python file with `make`")
+            ("env.path", "not set, but env is placed: name a simulator, babyai, gym, mujoco_warp or a Python file")
         )
     if config.data.path is None and not has_simulator(config):
         problems.append(("data.path", "not set: give a file, a saved data set or a hub name"))

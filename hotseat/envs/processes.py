@@ -144,7 +144,7 @@ class ProcessEnv(Env):
             self._is_offloaded = True
             self.close()
             self._children = [None] * len(self._children)
-            self._standby = [_Child(self._settings, self._num_worlds) for _ in self._children]
+            self._standby = [_Child(self._settings, self._num_worlds, is_standby=True) for _ in self._children]
         return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
 
     def onload(self) -> Moved:
@@ -180,9 +180,7 @@ class ProcessEnv(Env):
     # --- children -----------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> _Child:
-        child = _Child(self._settings, self._num_worlds)
-        child.begin()
-        return child
+        return _Child(self._settings, self._num_worlds)
 
     def _meet(self, child: _Child) -> None:
         """Wait until a new child has made its first simulator."""
@@ -323,9 +321,9 @@ def _calls(episode: _Episode) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 class _Child:
-    """One process and the pipe to it. It imports the family, and makes its simulators after `begin`."""
+    """One process and the pipe to it. is_standby: it imports the family, and makes its simulators after `begin`."""
 
-    def __init__(self, settings: SimulatorSettings, num_worlds: int = 1):
+    def __init__(self, settings: SimulatorSettings, num_worlds: int = 1, *, is_standby: bool = False):
         ours, theirs = socket.socketpair()
         with theirs:
             # A group of its own: whoever interrupts the run does not interrupt a simulator in the middle of a step.
@@ -342,6 +340,8 @@ class _Child:
         self.is_met = False
         with contextlib.suppress(OSError):  # `receive` reports a process that died at once
             self._connection.send((settings, num_worlds))
+        if not is_standby:
+            self.begin()
 
     def begin(self) -> None:
         """Have the process make its simulators."""

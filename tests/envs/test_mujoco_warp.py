@@ -21,7 +21,9 @@ TASKS = ("reach-red", "push-blue")
 
 
 def settings(max_steps: int | None = 8, **kwargs) -> SimulatorSettings:
-    return SimulatorSettings("mujoco_warp", TASKS, max_steps, {"device": "cpu", "observe": "both", "pixels": 32, **kwargs})
+    return SimulatorSettings(
+        "mujoco_warp", TASKS, max_steps, {"device": "cpu", "observe": "both", "pixels": 32, **kwargs}
+    )
 
 
 def test_the_family_conforms():

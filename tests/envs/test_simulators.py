@@ -384,7 +384,7 @@ def test_engines_have_room_for_one_stage():
 def test_wrong_settings_are_refused(tmp_path):
     assert "gym" in family_names()
     assert path_problem("gym") is None
-    assert "no simulator 'gim': name one of babyai, gym, or a file" in path_problem("gim")
+    assert "no simulator 'gim': name one of babyai, gym, mujoco_warp, or a file" in path_problem("gim")
     assert path_problem("none.py") == "there is no file none.py"
     empty = tmp_path / "empty.py"
     empty.write_text("")
@@ -406,6 +406,7 @@ def test_simulators_that_cannot_start_are_named_before_a_model_loads(monkeypatch
     assert "no simulator 'gim'" in messages("env: {path: gim}")["env.path"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     wanted = "gym needs the package gymnasium: pip install 'hotseat[sim]'"
+    assert messages("env: {path: mujoco_warp, tasks: [push-red]}")["env.path"].endswith("pip install 'hotseat[warp]'")
     assert messages("env: {path: gym, tasks: [CartPole-v1]}")["env.path"] == wanted
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert "name some, such as CartPole-v1" in messages("env: {path: gym}")["env.tasks"]

@@ -1,3 +1,3 @@
-"""Families of simulators, one file each. Each has a function `make(tasks, max_steps, **kwargs)`; see `gym`."""
+"""Families of simulators, one file each. Each has a function `make` or `make_worlds`; see `gym`, `mujoco_warp`."""
 
-__all__ = ["babyai", "gym"]
+__all__ = ["babyai", "gym", "mujoco_warp"]

@@ -5,8 +5,9 @@ the finger touches a puck, and succeed if it is the right one; `push-red` and `p
 the disc. Where things lie comes from the seed. Actions are the finger's velocity.
 
 Everything is on the device: physics, rewards, ends of episodes, and pictures of a camera above the table, which MuJoCo
-Warp ray-traces (no OpenGL). One call carries out a chunk of actions in all worlds; on CUDA it is one graph. Worlds that
-do not act are held. A world's results do not depend on the others.
+Warp ray-traces (no OpenGL). One call carries out a chunk of actions in all worlds: a graph of Warp, of CUDA or of its
+own for CPUs, so that Python launches nothing. Worlds that do not act are held. A world's results do not depend on the
+others.
 
 Warp compiles its kernels once, in a minute or more, and keeps them in the user's cache directory (WARP_CACHE_PATH).
 """
@@ -89,12 +90,13 @@ def make_worlds(
     observe: str = "state",
     pixels: int = 64,
     device: str | None = None,
+    deterministic: bool = True,
 ) -> Tabletop:
     """Make a batch of worlds.
 
     observe: `state` (places of the finger, the pucks and the disc), `image` (the camera's picture, and no state), or
     both. pixels: edge of the picture. device: of Warp, such as cpu or cuda:0; None takes the first CUDA device if there
-    is one.
+    is one. deterministic: equal bits in every run on a CUDA device too, which costs some speed.
     """
     unknown = [task for task in tasks if task not in INSTRUCTIONS]
     if not tasks or unknown:
@@ -104,7 +106,7 @@ def make_worlds(
         raise UserError(f"env.kwargs.observe is {observe!r}: set it to {', '.join(OBSERVATIONS)}")
     if pixels < 8:
         raise UserError(f"env.kwargs.pixels is {pixels}: set it to 8 or more")
-    return Tabletop(tasks, max_steps or MAX_STEPS, num_worlds, observe, pixels, device)
+    return Tabletop(tasks, max_steps or MAX_STEPS, num_worlds, observe, pixels, device, deterministic)
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------
@@ -256,7 +258,14 @@ class Tabletop(Worlds):
     num_state_values = None
 
     def __init__(
-        self, tasks: Sequence[str], max_steps: int, num_worlds: int, observe: str, pixels: int, device: str | None
+        self,
+        tasks: Sequence[str],
+        max_steps: int,
+        num_worlds: int,
+        observe: str,
+        pixels: int,
+        device: str | None,
+        deterministic: bool,
     ):
         wp.config.quiet = True
         wp.init()
@@ -275,7 +284,8 @@ class Tabletop(Worlds):
         with wp.ScopedDevice(self._device):
             self._host_model = mujoco.MjModel.from_xml_string(SCENE)
             self._model = mjw.put_model(self._host_model)
-            self._model.opt.deterministic = int(mjw.DeterminismType.ALL) if self.is_on_device else 0
+            if deterministic and self.is_on_device:  # on a CPU worlds are stepped one after another
+                self._model.opt.deterministic = int(mjw.DeterminismType.ALL)
             self._model.opt.warn_overflow = 0  # what could overflow has room for the most that can be
             # At most 3 pairs touch at 2 points each, and 4 joints have limits.
             self._data = mjw.make_data(self._host_model, nworld=num_worlds, nconmax=6, njmax=12)
@@ -348,9 +358,6 @@ class Tabletop(Worlds):
                 self._buffers[length] = wp.zeros((*shape, 2), dtype=wp.float32), wp.zeros(shape, dtype=wp.float32)
             self._buffers[length][0].assign(np.ascontiguousarray(actions, dtype=np.float32))
             self._end.assign(end)
-            if not self.is_on_device:
-                self._act(length)
-                return
             if length not in self._graphs:
                 self._warm_up(length, end)
                 with wp.ScopedCapture() as capture:
