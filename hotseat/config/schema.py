@@ -192,7 +192,7 @@ class InferenceConfig(Section):
 
 class EnvConfig(Section):
     path: str | None = None
-    """Simulator that the policy acts in: `babyai`, `gym`, `mujoco_warp`, or a Python file; its episodes are the data."""
+    """Simulator that the policy acts in: `babyai`, `gym`, `mujoco_warp`, or a Python file; its episodes are data."""
     tasks: list[str] = []
     """Tasks by name, such as `BabyAI-GoToRedBallGrey-v0`; unset leaves them to the simulator."""
     kwargs: dict[str, Any] = {}

@@ -379,7 +379,7 @@ def test_a_simulator_takes_the_place_of_data_and_rewards():
     [(key, message), *_] = missing(loads(base + "cluster: {component_placement: {env: 0}}"))
     assert (key, message) == (
         "env.path",
-        "not set, but env is placed: name a simulator, babyai, gym or a Python file with `make`",
+        "not set, but env is placed: name a simulator, babyai, gym, mujoco_warp or a Python file",
     )
 
 

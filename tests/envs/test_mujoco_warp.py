@@ -82,6 +82,20 @@ def test_a_world_that_diverges_is_named_and_begins_again(worlds):
     assert np.isfinite(worlds.step([0], np.ones((1, 2, 2)))[0].seen.state).all()
 
 
+def test_progress_is_rewarded_by_the_metre():
+    from hotseat.envs.families import mujoco_warp
+
+    worlds = mujoco_warp.make_worlds(("push-red",), None, 1, progress=2.0, device="cpu")
+
+    def left(seen) -> float:
+        finger, red, _, disc = seen.state.astype(np.float64).reshape(4, 2)
+        return float(np.linalg.norm(finger - red) + np.linalg.norm(red - disc))
+
+    [before] = worlds.reset([0], [0], [4])
+    [step] = worlds.step([0], np.concatenate([worlds.expert([0])[:, None]] * 3, axis=1))
+    assert sum(step.rewards) == pytest.approx(2.0 * (left(before) - left(step.seen)), abs=1e-5)
+
+
 def test_the_camera_sees_the_puck_where_it_is(worlds):
     """Red pixels have their middle at the red puck, by the camera's angle and height."""
     [seen] = worlds.reset([0], [0], [9])

@@ -90,13 +90,15 @@ def make_worlds(
     observe: str = "state",
     pixels: int = 64,
     device: str | None = None,
+    progress: float = 0.0,
     deterministic: bool = True,
 ) -> Tabletop:
     """Make a batch of worlds.
 
     observe: `state` (places of the finger, the pucks and the disc), `image` (the camera's picture, and no state), or
     both. pixels: edge of the picture. device: of Warp, such as cpu or cuda:0; None takes the first CUDA device if there
-    is one. deterministic: equal bits in every run on a CUDA device too, which costs some speed.
+    is one. progress: reward of each metre of way to the task's end, besides 1 for success. deterministic: equal bits in
+    every run on a CUDA device too, which costs some speed.
     """
     unknown = [task for task in tasks if task not in INSTRUCTIONS]
     if not tasks or unknown:
@@ -106,22 +108,42 @@ def make_worlds(
         raise UserError(f"env.kwargs.observe is {observe!r}: set it to {', '.join(OBSERVATIONS)}")
     if pixels < 8:
         raise UserError(f"env.kwargs.pixels is {pixels}: set it to 8 or more")
-    return Tabletop(tasks, max_steps or MAX_STEPS, num_worlds, observe, pixels, device, deterministic)
+    return Tabletop(tasks, max_steps or MAX_STEPS, num_worlds, observe, pixels, device, progress, deterministic)
 
 
 # --- on the device ----------------------------------------------------------------------------------------------------
+
+
+@wp.func
+def _distance(qpos: wp.array2d[wp.float32], world: int, one: int, x: float, y: float) -> float:
+    across = qpos[world, one] - x
+    along = qpos[world, one + 1] - y
+    return wp.sqrt(across * across + along * along)
+
+
+@wp.func
+def _way_left(task: wp.array2d[wp.int32], qpos: wp.array2d[wp.float32], disc: wp.array2d[wp.vec3], world: int) -> float:
+    """Return how far the finger is from its puck, and, if it is to be pushed, the puck from the disc."""
+    puck = 2 + 2 * task[world, 1]
+    left = _distance(qpos, world, puck, qpos[world, 0], qpos[world, 1])
+    if task[world, 0] == 1:
+        place = disc[world, 0]
+        left += _distance(qpos, world, puck, place[0], place[1])
+    return left
 
 
 @wp.kernel
 def _place(
     is_new: wp.array[wp.int32],
     places: wp.array2d[wp.float32],  # finger, red, blue, disc
+    task: wp.array2d[wp.int32],  # whether to push, and which puck
     held: wp.array3d[wp.float32],  # positions, velocities, warm start of the solver
     qpos: wp.array2d[wp.float32],
     qvel: wp.array2d[wp.float32],
     warm: wp.array2d[wp.float32],
     disc: wp.array2d[wp.vec3],
     num_steps: wp.array[wp.int32],
+    left: wp.array[wp.float32],
 ) -> None:
     world = wp.tid()
     if is_new[world] == 0:
@@ -135,6 +157,7 @@ def _place(
         held[world, 2, at] = 0.0
     disc[world, 0] = wp.vec3(places[world, 6], places[world, 7], 0.001)
     num_steps[world] = 0
+    left[world] = _way_left(task, qpos, disc, world)
 
 
 @wp.kernel
@@ -175,23 +198,18 @@ def _hold(
         warm[world, at] = held[world, 2, at]
 
 
-@wp.func
-def _distance(qpos: wp.array2d[wp.float32], world: int, one: int, x: float, y: float) -> float:
-    across = qpos[world, one] - x
-    along = qpos[world, one + 1] - y
-    return wp.sqrt(across * across + along * along)
-
-
 @wp.kernel
 def _judge(
     at: int,
     near: float,
     on_disc: float,
     max_steps: int,
-    task: wp.array2d[wp.int32],  # whether to push, and which puck
+    progress: float,
+    task: wp.array2d[wp.int32],
     qpos: wp.array2d[wp.float32],
     disc: wp.array2d[wp.vec3],
     num_steps: wp.array[wp.int32],
+    left: wp.array[wp.float32],
     num_taken: wp.array[wp.int32],
     rewards: wp.array2d[wp.float32],
     end: wp.array[wp.int32],
@@ -215,8 +233,11 @@ def _judge(
         end[world] = 1
     elif _distance(qpos, world, other, qpos[world, 0], qpos[world, 1]) < near:
         end[world] = 2
+    now = _way_left(task, qpos, disc, world)
+    rewards[world, at] = progress * (left[world] - now)
+    left[world] = now
     if end[world] == 1:
-        rewards[world, at] = 1.0
+        rewards[world, at] += 1.0
     if end[world] == 0 and num_steps[world] >= max_steps:
         end[world] = 3
 
@@ -265,6 +286,7 @@ class Tabletop(Worlds):
         observe: str,
         pixels: int,
         device: str | None,
+        progress: float,
         deterministic: bool,
     ):
         wp.config.quiet = True
@@ -275,7 +297,7 @@ class Tabletop(Worlds):
         self.state_bounds = None
         if observe != "image":
             self.state_bounds = (np.full(8, -0.3, dtype=np.float32), np.full(8, 0.3, dtype=np.float32))
-        self.num_worlds, self._max_steps = num_worlds, max_steps
+        self.num_worlds, self._max_steps, self._progress = num_worlds, max_steps, progress
         self._sees, self._feels = observe != "state", observe != "image"
         self._kinds = np.array([(name.startswith("push"), PUCKS.index(name.split("-")[1])) for name in tasks])
         self._playing = np.zeros(num_worlds, dtype=np.int64)  # task of each world
@@ -293,6 +315,7 @@ class Tabletop(Worlds):
             self._held = wp.zeros((num_worlds, 3, 6), dtype=wp.float32)
             self._task = wp.zeros((num_worlds, 2), dtype=wp.int32)
             self._num_steps = wp.zeros(num_worlds, dtype=wp.int32)
+            self._left = wp.zeros(num_worlds, dtype=wp.float32)  # way to the task's end, in metres
             self._num_taken = wp.zeros(num_worlds, dtype=wp.int32)
             self._end = wp.zeros(num_worlds, dtype=wp.int32)
             self._buffers: dict[int, tuple[Any, Any]] = {}  # actions and rewards, by the number of actions of a chunk
@@ -320,8 +343,8 @@ class Tabletop(Worlds):
             wp.launch(
                 _place,
                 dim=self.num_worlds,
-                inputs=[wp.array(is_new), wp.array(places), self._held],
-                outputs=[data.qpos, data.qvel, data.qacc_warmstart, data.mocap_pos, self._num_steps],
+                inputs=[wp.array(is_new), wp.array(places), self._task, self._held],
+                outputs=[data.qpos, data.qvel, data.qacc_warmstart, data.mocap_pos, self._num_steps, self._left],
             )
             self._look()
         return self._seen(where)
@@ -399,8 +422,8 @@ class Tabletop(Worlds):
             wp.launch(
                 _judge,
                 dim=self.num_worlds,
-                inputs=[at, NEAR, ON_DISC, self._max_steps, self._task, data.qpos, data.mocap_pos],
-                outputs=[self._num_steps, self._num_taken, rewards, self._end],
+                inputs=[at, NEAR, ON_DISC, self._max_steps, self._progress, self._task, data.qpos, data.mocap_pos],
+                outputs=[self._num_steps, self._left, self._num_taken, rewards, self._end],
             )
         self._look()
 
