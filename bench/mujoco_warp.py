@@ -1,0 +1,408 @@
+"""MuJoCo Warp's table-top: speed, offloading, taking turns, and learning to reach and push from pixels.
+
+    python bench/mujoco_warp.py                                   # a CUDA device: all parts
+    python bench/mujoco_warp.py --parts speed offload --limit-s 300
+    python bench/mujoco_warp.py --tiny                            # anywhere, in minutes: that it works
+
+Parts: `speed`, world-steps and frames in a second, and whether bits repeat; `offload`, memory that it frees and seconds
+until the simulator steps again; `turns`, seconds of a step with simulators and engine that take turns with the actor or
+stay, in 1 and 2 stages; `learn`, success on held-out seeds over time: a few episodes of the script are imitated, then
+GRPO. No part begins after `--limit-s`; learning ends there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.lib.tabletop import write_policy, write_script_rows
+from hotseat.envs.loading import SimulatorSettings
+from hotseat.envs.processes import ProcessEnv
+
+PARTS = ("speed", "offload", "turns", "learn")
+NUM_SUBSTEPS = 3  # steps of physics of an action
+STARTED_S = time.monotonic()
+
+
+def elapsed_s() -> float:
+    return time.monotonic() - STARTED_S
+
+
+def say(*columns: object) -> None:
+    print(*columns, flush=True)
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def speed(arguments: argparse.Namespace) -> None:
+    import warp as wp
+
+    from hotseat.envs.families.mujoco_warp import make_worlds
+
+    sizes = (4, 8) if arguments.tiny else (64, 256, 1024, 4096)
+    say(f"{'worlds':>7} {'bits repeat':>12} {'actions/s':>12} {'world-steps/s':>14} {'frames/s':>12}   first call s")
+    for num_worlds in sizes:
+        for deterministic in (True, False):
+            began_s = time.perf_counter()
+            made = {
+                observe: make_worlds(["push-red"], 10**6, num_worlds, observe, deterministic=deterministic)
+                for observe in ("state", "image")
+            }
+            first_s = time.perf_counter() - began_s
+            seconds = {}
+            for observe, worlds in made.items():
+                actions = np.random.default_rng(0).uniform(-1, 1, (num_worlds, 4, 2))
+                acting = np.zeros(num_worlds, dtype=np.int32)
+                worlds.reset(list(range(num_worlds)), [0] * num_worlds, list(range(num_worlds)))
+                worlds.step_all(acting, actions)
+                wp.synchronize()
+                rounds, began_s = 0, time.perf_counter()
+                while rounds < 4 or time.perf_counter() - began_s < (1 if arguments.tiny else 2):
+                    for _ in range(4):
+                        worlds.step_all(acting, actions)
+                    wp.synchronize()
+                    rounds += 4
+                seconds[observe] = (time.perf_counter() - began_s) / rounds
+            # A chunk ends with one frame of each world, which is all that the second one does besides.
+            frame_s = max(seconds["image"] - seconds["state"], 1e-9)
+            per_s = num_worlds * 4 / seconds["state"]
+            say(
+                f"{num_worlds:7} {'yes' if deterministic else 'may not':>12} {per_s:12,.0f}"
+                f" {per_s * NUM_SUBSTEPS:14,.0f} {num_worlds / frame_s:12,.0f}   {first_s:.1f}"
+            )
+    for deterministic in (True, False):
+        digests = [_digest(num_worlds, deterministic) for num_worlds in (16, 16, 5)]
+        what = "deterministic" if deterministic else "deterministic: false"
+        say(f"{what}: again equal {digests[0] == digests[1]}, in a batch of 5 instead of 16 {digests[0] == digests[2]}")
+
+
+def _digest(num_worlds: int, deterministic: bool) -> str:
+    """Play world 0 to 4 for 20 actions; return a hash of what was seen."""
+    from hotseat.envs.families.mujoco_warp import make_worlds
+
+    worlds = make_worlds(["push-red"], 100, num_worlds, "both", deterministic=deterministic)
+    worlds.reset(list(range(num_worlds)), [0] * num_worlds, list(range(num_worlds)))
+    hashed = hashlib.sha256()
+    for chunk in range(5):
+        actions = np.random.default_rng(chunk).uniform(-1, 1, (5, 4, 2))
+        every = np.zeros((num_worlds, 4, 2))
+        every[:5] = actions
+        steps = worlds.step(list(range(num_worlds)), every)
+        for step in steps[:5]:
+            hashed.update(step.seen.state.tobytes() + step.seen.image.tobytes())  # type: ignore[union-attr]
+    return hashed.hexdigest()
+
+
+# --- offload ----------------------------------------------------------------------------------------------------------
+
+
+def used_bytes(env: ProcessEnv | None) -> int:
+    """Return the memory in use on the device, or that of the simulators' processes where there is no device."""
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in env.pids()) if env else 0
+
+
+def offload(arguments: argparse.Namespace) -> None:
+    num_worlds = 8 if arguments.tiny else 1024
+    settings = SimulatorSettings("mujoco_warp", ("push-red",), 40, {"observe": "image"})
+    slots = list(range(num_worlds))
+    used_bytes(None)  # this process has its context before anything is measured
+    before = used_bytes(None)
+    env = ProcessEnv(settings, num_worlds)
+    try:
+        env._is_on_device = True  # on a CPU too, to show that it works
+        _play(env, slots)
+        taken = used_bytes(env) - before
+        say(f"{'':10} {'MiB taken':>10} {'MiB left':>9} {'freed':>7} {'offload s':>10} {'steps again after s':>20}")
+        for turn in range(3):
+            began_s = time.perf_counter()
+            env.offload()
+            offload_s = time.perf_counter() - began_s
+            time.sleep(arguments.pause_s)  # a phase of the actor, in which the next process imports
+            left = used_bytes(env) - before
+            began_s = time.perf_counter()
+            env.onload()
+            _play(env, slots)
+            again_s = time.perf_counter() - began_s
+            say(
+                f"turn {turn:<5} {taken / 2**20:10.0f} {left / 2**20:9.0f} {1 - left / taken:7.1%} {offload_s:10.2f}"
+                f" {again_s:20.2f}"
+            )
+    finally:
+        env.close()
+
+
+def _play(env: ProcessEnv, slots: list[int]) -> None:
+    env.reset(slots, [0] * len(slots), slots)
+    env.step(slots, np.zeros((len(slots), 2, 2)))
+    env.forget(slots)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def config(arguments: argparse.Namespace, folder: Path, name: str, model: Path, **changes: str) -> dict[str, str]:
+    """Return the sections of a GRPO run."""
+    sizes = arguments.sizes
+    return {
+        "name": name,
+        "run_dir": f"{folder}/runs",
+        "cluster": f"{{runtime: {arguments.runtime}}}",
+        "actor": (
+            f"{{model: {model}, optimizer: {{learning_rate: {arguments.learning_rate}, schedule: constant,"
+            " warmup_ratio: 0.0}}"
+        ),
+        "data": "{max_length: 128}",
+        "env": (
+            f"{{path: mujoco_warp, tasks: [{', '.join(arguments.tasks)}], kwargs: {{observe: image, pixels:"
+            f" {arguments.pixels}}}, images: true, num_envs: {sizes['num_envs']}, chunk: {arguments.chunk}, bins:"
+            f" {arguments.bins}, max_steps: {arguments.max_steps}, reward: success, num_seeds: {sizes['num_seeds']},"
+            f" eval_seeds: {sizes['eval_seeds']}, step_timeout_s: 300}}"
+        ),
+        "rollout": (
+            f"{{batch_size: {sizes['prompts']}, samples_per_prompt: 8, num_slots: {sizes['num_envs']},"
+            " pipeline_stage_num: 2}"
+        ),
+        "algorithm": "{estimator: group_norm}",
+        "train": f"{{dtype: fp32, batch_size: {sizes['prompts'] * 8 // 2}}}",
+        "eval": "{every: 1000000}",
+        **changes,
+    }
+
+
+def start(sections: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    file = folder / f"{sections['name']}.yaml"
+    file.write_text("\n".join(f"{key}: {value}" for key, value in sections.items()))
+    log = (folder / f"{sections['name']}.log").open("wb")
+    return subprocess.Popen(
+        [sys.executable, "-m", "hotseat", "run", str(file)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        start_new_session=True,
+    )
+
+
+def finish(run: subprocess.Popen[bytes], limit_s: float, watch: Callable[[], bool] = lambda: False) -> bool:
+    """Wait for a run, and end it at the limit or when `watch` says so. Tell whether it ended well."""
+    while run.poll() is None:
+        if elapsed_s() > limit_s or watch():
+            os.killpg(run.pid, signal.SIGINT)
+            try:
+                run.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+            return False
+        time.sleep(0.2)
+    return run.returncode == 0
+
+
+def metrics_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    file = folder / "runs" / name / "metrics.jsonl"
+    if not file.exists():
+        return []
+    whole = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole]
+
+
+def tail(folder: Path, name: str) -> str:
+    return "\n".join((folder / f"{name}.log").read_text(errors="replace").splitlines()[-12:])
+
+
+def turns(arguments: argparse.Namespace, folder: Path) -> None:
+    model = folder / "turns-model"
+    write_policy(model, bins=arguments.bins, pixels=arguments.pixels, patch=8, width=arguments.width, layers=2)
+    say(
+        f"{'':14} {'stages':>6} {'s/step':>8} {'rollout':>8} {'update':>8} {'offload':>8} {'onload':>8}   GiB of phases"
+    )
+    steps = 3 if arguments.tiny else 5
+    for kind, is_offloaded in (("taking turns", "true"), ("all resident", "false")):
+        for stages in (1, 2):
+            name = f"turns-{is_offloaded}-{stages}"
+            sizes = arguments.sizes
+            plain = config(arguments, folder, name, model)
+            sections = config(
+                arguments,
+                folder,
+                name,
+                model,
+                actor=plain["actor"][:-1] + f", enable_offload: {is_offloaded}}}",
+                env=plain["env"][:-1]
+                .replace(f"num_seeds: {sizes['num_seeds']}", f"num_seeds: {sizes['prompts'] * steps}")
+                .replace(f"tasks: [{', '.join(arguments.tasks)}]", f"tasks: [{arguments.tasks[0]}]")
+                .replace(f"eval_seeds: {sizes['eval_seeds']}", "eval_seeds: 0")
+                + f", enable_offload: {is_offloaded}}}",
+                rollout=plain["rollout"][:-1].replace("pipeline_stage_num: 2", f"pipeline_stage_num: {stages}")
+                + f", enable_offload: {is_offloaded}}}",
+            )
+            sections.pop("eval")
+            if not finish(start(sections, folder), arguments.limit_s):
+                say(f"{kind:14} {stages:6} did not end:\n{tail(folder, name)}")
+                continue
+            warm = metrics_of(folder, name)[2:]
+
+            def mean(key: str, warm: list[dict[str, Any]] = warm) -> float:
+                return float(np.mean([each.get(key, 0.0) for each in warm]))
+
+            memory = {
+                phase: max((mean(f"memory/{phase}/{role}") for role in ("actor", "env", "rollout")), default=0.0)
+                for phase in ("rollout", "update")
+            }
+            say(
+                f"{kind:14} {stages:6} {mean('step_s'):8.2f} {mean('time/rollout'):8.2f} {mean('time/update'):8.2f}"
+                f" {mean('time/offload'):8.2f} {mean('time/onload'):8.2f}   rollout {memory['rollout']:.2f}, update"
+                f" {memory['update']:.2f}"
+            )
+
+
+def learn(arguments: argparse.Namespace, folder: Path) -> None:
+    began_s = elapsed_s()
+    write_policy(
+        folder / "model",
+        bins=arguments.bins,
+        pixels=arguments.pixels,
+        patch=8,
+        width=arguments.width,
+        layers=2,
+        seed=arguments.seed,
+    )
+    num_rows, share = write_script_rows(
+        folder / "script.jsonl",
+        arguments.tasks,
+        num_episodes=arguments.episodes,
+        chunk=arguments.chunk,
+        bins=arguments.bins,
+        pixels=arguments.pixels,
+        max_steps=arguments.max_steps,
+    )
+    say(f"{arguments.episodes} episodes of the script, {share:.0%} succeed: {num_rows} rows")
+    imitation = {
+        "task": "sft",
+        "name": "imitation",
+        "run_dir": f"{folder}/runs",
+        "cluster": f"{{runtime: {arguments.runtime}}}",
+        "actor": (
+            f"{{model: {folder}/model, optimizer: {{learning_rate: 1.0e-3, schedule: constant, warmup_ratio: 0.0}}}}"
+        ),
+        "data": (
+            f"{{path: {folder}/script.jsonl, output_key: output, image_key: images, max_images_per_prompt: 1,"
+            " max_length: 128}"
+        ),
+        "train": f"{{dtype: fp32, batch_size: 32, max_epochs: {arguments.sft_epochs}}}",
+    }
+    if not finish(start(imitation, folder), arguments.limit_s):
+        say(f"imitation did not end:\n{tail(folder, 'imitation')}")
+        return
+    say(f"imitated after {elapsed_s() - began_s:.0f} s")
+    sections = config(
+        arguments,
+        folder,
+        "learn",
+        folder / "runs" / "imitation" / "model",
+        eval=f"{{every: {arguments.eval_every}, temperature: 1.0, samples_per_prompt: 1}}",
+    )
+    learning_s = elapsed_s()
+    shown = 0
+
+    def watch() -> bool:
+        nonlocal shown
+        all_metrics = metrics_of(folder, "learn")
+        for each in all_metrics[shown:]:
+            success = each.get("eval/success")
+            trained = each.get("extra/success")
+            columns = [f"{elapsed_s() - learning_s:6.0f} s  step {each['step']:4}"]
+            if trained is not None:
+                columns.append(f"sampled {trained:6.1%}  {each['step_s']:.2f} s")
+            if success is not None:
+                columns.append(f"held out {success:6.1%}")
+            say("  ".join(columns))
+        shown = len(all_metrics)
+        reached = [each["eval/success"] for each in all_metrics if each.get("eval/success") is not None]
+        return bool(reached) and reached[-1] >= arguments.target
+
+    run = start(sections, folder)
+    is_done = finish(run, arguments.limit_s, watch)
+    watch()
+    if not metrics_of(folder, "learn"):
+        say(f"learning did not begin:\n{tail(folder, 'learn')}")
+        return
+    held_out = [e["eval/success"] for e in metrics_of(folder, "learn") if e.get("eval/success") is not None]
+    say(
+        f"from {held_out[0]:.1%} to {max(held_out):.1%} of held-out seeds in {elapsed_s() - learning_s:.0f} s of"
+        f" learning, {elapsed_s() - began_s:.0f} s with imitation{' (ended by itself)' if is_done else ''}"
+        if held_out
+        else f"nothing was evaluated:\n{tail(folder, 'learn')}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--limit-s", type=float, default=1500.0, help="of the whole call")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="between offloading and coming back")
+    parser.add_argument("--tasks", nargs="+", default=["reach-red", "reach-blue", "push-red", "push-blue"])
+    parser.add_argument("--episodes", type=int, default=400, help="of the script, to imitate")
+    parser.add_argument("--sft-epochs", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--eval-every", type=int, default=5)
+    parser.add_argument("--chunk", type=int, default=2)
+    parser.add_argument("--bins", type=int, default=7)
+    parser.add_argument("--pixels", type=int, default=64)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--max-steps", type=int, default=24)
+    parser.add_argument("--runtime", choices=("local", "ray"), default="local")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, help="tasks and seeds of a step, 8 episodes each")
+    parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
+    arguments = parser.parse_args()
+    prompts = arguments.prompts or (2 if arguments.tiny else 32)
+    arguments.sizes = {
+        "prompts": prompts,
+        "num_envs": 8 * prompts,
+        "num_seeds": 2 if arguments.tiny else 4096,
+        "eval_seeds": 2 if arguments.tiny else 64,
+    }
+    if arguments.tiny:
+        arguments.episodes, arguments.width, arguments.max_steps = min(arguments.episodes, 8), 32, 4
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mujoco-warp-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for part in arguments.parts:
+            if elapsed_s() > arguments.limit_s:
+                say(f"\n{part}: not begun, the limit of {arguments.limit_s:.0f} s is over")
+                continue
+            say(f"\n{part} (after {elapsed_s():.0f} s)")
+            if part in ("speed", "offload"):
+                {"speed": speed, "offload": offload}[part](arguments)
+            else:
+                {"turns": turns, "learn": learn}[part](arguments, folder)
+    finally:
+        if arguments.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
