@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+sys.path.remove(str(Path(__file__).parent))  # where this file would be the package of its name
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.lib.tabletop import write_policy, write_script_rows
@@ -373,11 +374,15 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--max-steps", type=int, default=24)
-    parser.add_argument("--runtime", choices=("local", "ray"), default="local")
+    parser.add_argument("--runtime", choices=("local", "ray"), help="ray on a CUDA device, else local, if not set")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, help="tasks and seeds of a step, 8 episodes each")
     parser.add_argument("--folder", type=Path, help="kept; a temporary one if not set")
     arguments = parser.parse_args()
+    if arguments.runtime is None:
+        import torch
+
+        arguments.runtime = "ray" if torch.cuda.is_available() else "local"
     prompts = arguments.prompts or (2 if arguments.tiny else 32)
     arguments.sizes = {
         "prompts": prompts,

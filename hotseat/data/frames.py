@@ -7,17 +7,23 @@ It disappears with the last of them: no folder has to be shared between machines
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hotseat.data.images import OF_TOKENS
 from hotseat.errors import UserError
-from hotseat.vision import pack_pixels
+from hotseat.vision import pack_pixels, pixels_of
 
+FILM = "data:image/webp;base64,"
+_FRAME_MS = 300  # of a film
 _KEPT = 8192  # prepared frames: worlds look alike again and again
 
 
@@ -68,3 +74,22 @@ def _image(frame: np.ndarray) -> Any:
     import PIL.Image
 
     return PIL.Image.fromarray(np.ascontiguousarray(frame))
+
+
+def film_of(images: Sequence[str]) -> str | None:
+    """Return prepared frames of one shape, in order, as an animated image in a data URI; None: they are not such.
+
+    Their colours are stretched over the film: what the processor did to pixels differs by model.
+    """
+    import PIL.Image
+
+    frames = [pixels_of(image)["pixel_values"] for image in images]
+    if not frames or any(frame.ndim != 4 or frame.shape != frames[0].shape for frame in frames):
+        return None
+    pixels = torch.cat(frames).float()  # [num_frames, 3, H, W]
+    low, high = pixels.min(), pixels.max()
+    scaled = ((pixels - low) / (high - low).clamp(min=1e-6) * 255).round().to(torch.uint8)
+    pictures = [PIL.Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()) for picture in scaled]
+    file = io.BytesIO()
+    pictures[0].save(file, "WEBP", save_all=True, append_images=pictures[1:], duration=_FRAME_MS, loop=0, lossless=True)
+    return FILM + base64.b64encode(file.getvalue()).decode("ascii")

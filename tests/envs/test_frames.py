@@ -58,3 +58,27 @@ def test_a_packed_frame_has_the_pixels_of_the_processor(preparer):
 def test_a_frame_that_no_policy_takes_is_refused(preparer):
     with pytest.raises(UserError, match="it must be uint8"):
         preparer.prepare(np.zeros((56, 56), dtype=np.uint8))
+
+
+def test_a_film_has_the_frames_of_an_episode_in_order(preparer):
+    """Frames of 0 and 255 alone keep their colours; frames that differ in shape are no film."""
+    import base64
+    import io
+
+    from PIL import Image
+
+    from hotseat.data.frames import FILM, film_of
+
+    size = babyai.REACH * babyai.TILE
+    frames = [np.zeros((size, size, 3), dtype=np.uint8) for _ in range(3)]
+    for at, frame in enumerate(frames):
+        frame[:, at * 8 : at * 8 + 8, at] = 255
+    film = film_of([preparer.prepare(frame).image for frame in frames])
+    assert film is not None
+    assert film.startswith(FILM)
+    with Image.open(io.BytesIO(base64.b64decode(film.removeprefix(FILM)))) as shown:
+        assert shown.n_frames == 3
+        for at, frame in enumerate(frames):
+            shown.seek(at)
+            assert np.array_equal(np.asarray(shown.convert("RGB")), frame)
+    assert film_of([]) is None

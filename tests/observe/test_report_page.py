@@ -1,5 +1,7 @@
 """The report in a browser: opened from disk, clicked through, and never talking to anyone."""
 
+import base64
+import io
 import json
 import shutil
 
@@ -66,6 +68,10 @@ def reports(tmp_path_factory):
     runs |= {"changed": [changed], "unchanged": [make_run(path / "unchanged", num_steps=20)]}
     runs |= {"agent": [make_run(path / "agent", num_steps=10, has_agent=True)]}
     runs |= {"images": [with_images(make_run(path / "images", num_steps=10))]}
+    film = make_run(path / "film", num_steps=4)
+    lines = [json.loads(line) for line in (film / "samples.jsonl").read_text().splitlines()]
+    write_lines(film / "samples.jsonl", [line | {"film": moving_square()} for line in lines])
+    runs |= {"film": [film]}
     return {name: write_report(run_dirs, path / f"{name}.html") for name, run_dirs in runs.items()}
 
 
@@ -78,6 +84,18 @@ def with_images(run):
     shown = [{**line, "images": images, "prompt_text": f"Which is wider? {'word ' * 200}"} for line in lines]
     write_lines(run / "samples.jsonl", shown)
     return run
+
+
+def moving_square() -> str:
+    """An animated image of 24 x 24 pixels in which a red square moves to the right."""
+    frames = []
+    for at in range(0, 16, 4):
+        frame = Image.new("RGB", (24, 24), (190, 180, 150))
+        frame.paste((200, 30, 20), (at, 8, at + 8, 16))
+        frames.append(frame)
+    file = io.BytesIO()
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], duration=200, loop=0, lossless=True)
+    return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 @pytest.fixture
@@ -272,6 +290,16 @@ def test_a_sample_shows_its_tokens_and_their_facts(open_report):
     tokens.nth(30).click()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.dataset.index") == "31"
+
+
+def test_an_episode_in_a_simulator_is_shown_as_a_film(open_report):
+    page = open_report("film")
+    page.locator("#samples").scroll_into_view_if_needed()
+    film = page.locator("#samples img.film")
+    film.scroll_into_view_if_needed()
+    assert film.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])") == [24, 24]
+    assert film.bounding_box()["height"] == 192
+    assert open_report("one").locator("#samples img.film").count() == 0
 
 
 def test_an_episode_of_an_agent_is_a_conversation_with_its_rewards_tools_branches_and_times(open_report):

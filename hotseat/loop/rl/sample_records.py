@@ -64,6 +64,7 @@ def written(
         "label": record.label,
         "prompt_text": record.prompt_text,
         **({"images": list(record.images)} if record.images else {}),
+        **({"film": record.film} if record.film is not None else {}),
         "extra": dict(record.extra),
         "waited_s": _rounded(record.waited_s),
         "took_s": _rounded(record.took_s),

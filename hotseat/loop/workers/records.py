@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotseat.data.frames import film_of
 from hotseat.loop.workers.losses import ADVANTAGES, PolicyObjective
 from hotseat.train.backend import Outputs
 from hotseat.types import MicroBatch, Prompt, SampleKey, ScoredEpisode
 from hotseat.vision import is_packed
 
+MAX_FRAMES = 200  # of a film
 NO_GRADIENT, SKIPPED = "no gradient", "skipped"
 
 
@@ -59,6 +61,7 @@ class SampleRecord:
     waited_s: float | None = None
     took_s: float | None = None
     images: tuple[str, ...] = ()  # of the prompt
+    film: str | None = None  # what the policy saw in a simulator, as an animated image
 
 
 @dataclass
@@ -91,6 +94,9 @@ def record_of(sample: ScoredEpisode, prompt: Prompt, tokenizer: Any) -> SampleRe
         ),
         turns=_turns_of(sample),
         images=tuple(image for image in prompt.images if not is_packed(image)),
+        film=film_of(
+            [image for segment in sample.episode.segments for image in segment.images if is_packed(image)][:MAX_FRAMES]
+        ),
         waited_s=None if sample.episode.facts is None else sample.episode.facts.waited_s,
         took_s=None if sample.episode.facts is None else sample.episode.facts.took_s,
     )

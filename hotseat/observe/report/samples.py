@@ -16,6 +16,8 @@ MAX_PROMPT_CHARACTERS = 6_000
 MAX_TURNS = 400
 MAX_IMAGES = 4  # of one prompt
 MAX_IMAGE_BYTES = 40_000
+MAX_FILM_CHARACTERS = 400_000
+_FILM = "data:image/webp;base64,"
 LOG_PROB_UNIT = 1e-4
 GAP_UNIT = 1e-5
 
@@ -95,6 +97,7 @@ def pack(record: dict[str, Any]) -> dict[str, Any]:
         "prompt_text": shortened(record.get("prompt_text") or "", MAX_PROMPT_CHARACTERS),
         "extra": record.get("extra") if isinstance(record.get("extra"), dict) else {},
         "images": _pack_images(record.get("images")),
+        "film": _pack_film(record.get("film")),
         "num_tokens": num_tokens,
         "turns": _pack_turns(record),
         "waited_s": finite(record.get("waited_s")),
@@ -154,6 +157,11 @@ def _pack_images(images: Any) -> list[str]:
         if len(small) <= MAX_IMAGE_BYTES:
             packed.append(f"data:image/png;base64,{base64.b64encode(small).decode()}")
     return packed
+
+
+def _pack_film(film: Any) -> str | None:
+    """Return the frames of an episode, if they are an animated image in a data URI that is not too large."""
+    return film if isinstance(film, str) and film.startswith(_FILM) and len(film) <= MAX_FILM_CHARACTERS else None
 
 
 def _pack_segments(segments: Sequence[dict[str, Any]], num_tokens: int) -> Iterator[dict[str, Any]]:

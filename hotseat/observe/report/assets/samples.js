@@ -207,6 +207,9 @@ function listItem(sample, onClick) {
 function sampleDetail(sample) {
   const tokens = tokensOf(sample);
   const detail = el('div', {}, sampleHead(sample));
+  if (sample.film) {
+    detail.append(el('img', { class: 'film', src: sample.film, alt: 'what the policy saw, a frame per decision' }));
+  }
   if (!tokens.length) {
     const nothing = absent('Nothing was recorded of its tokens.');
     detail.append(...[imagesOf(sample), promptOf(sample), nothing].filter(Boolean));
