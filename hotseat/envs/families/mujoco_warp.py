@@ -289,7 +289,7 @@ class Tabletop(Worlds):
         progress: float,
         deterministic: bool,
     ):
-        wp.config.quiet = True
+        wp.config.log_level = wp.LOG_WARNING
         wp.init()
         self._device = wp.get_device(device) if device is not None else wp.get_preferred_device()
         self.is_on_device = self._device.is_cuda
