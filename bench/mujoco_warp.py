@@ -310,7 +310,7 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
             f"{{path: {folder}/script.jsonl, output_key: output, image_key: images, max_images_per_prompt: 1,"
             " max_length: 128}"
         ),
-        "train": f"{{dtype: fp32, batch_size: 32, max_epochs: {arguments.sft_epochs}}}",
+        "train": f"{{dtype: fp32, batch_size: {min(32, num_rows)}, max_epochs: {arguments.sft_epochs}}}",
     }
     if not finish(start(imitation, folder), arguments.limit_s):
         say(f"imitation did not end:\n{tail(folder, 'imitation')}")
