@@ -264,7 +264,7 @@ def turns(arguments: argparse.Namespace, folder: Path) -> None:
             warm = metrics_of(folder, name)[2:]
 
             def mean(key: str, warm: list[dict[str, Any]] = warm) -> float:
-                return float(np.mean([each.get(key, 0.0) for each in warm]))
+                return float(np.mean([each.get(key, np.nan) for each in warm]))
 
             memory = {
                 phase: max((mean(f"memory/{phase}/{role}") for role in ("actor", "env", "rollout")), default=0.0)
