@@ -146,6 +146,7 @@ WITHOUT_A_FLAG = {
     "env.chunk",
     "env.enable_offload",
     "env.eval_seeds",
+    "env.images",
     "env.kwargs",
     "env.max_steps",
     "env.memory_gib",

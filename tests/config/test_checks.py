@@ -85,6 +85,7 @@ WITHOUT_EFFECT = {
     "data.chat_template": ("data: {chat_template: x}", "apply_chat_template is false"),
     "data.split": ("data: {split: train}", "data.path is not set"),
     "data.max_images_per_prompt": ("data: {max_images_per_prompt: 1}", "image_key"),
+    "train.freeze_visual_encoder": ("train: {freeze_visual_encoder: true}", "neither is env.images"),
     "eval.every": ("eval: {every: 5}", "nothing is evaluated"),
     "checkpoint.keep_last": ("checkpoint: {every_minutes: 0, keep_last: 2}", "no checkpoint is made"),
     "checkpoint.background": ("checkpoint: {every_minutes: 0, background: true}", "no checkpoint is made"),

@@ -76,7 +76,8 @@ def test_a_frozen_encoder_has_no_gradients_and_no_optimizer_state():
     assert kept < trained["visual encoder activations"].gib / 2
 
 
-def test_plan_names_them(tmp_path, capsys):
+def test_plan_names_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "images.yaml").write_text(
         "task: rl\nactor: {model: Qwen/Qwen2.5-VL-3B-Instruct}\nreward: {function: reward.py}\n"
         "data: {path: x.jsonl, max_length: 2048, image_key: images, max_images_per_prompt: 1}\n"
