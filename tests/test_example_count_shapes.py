@@ -52,6 +52,7 @@ def test_as_many_discs_are_drawn_as_are_asked_for():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_thirds_of_the_steps_learn_to_count_most_images(at_root):
     from hotseat.loop.run import start
 

@@ -61,6 +61,7 @@ def test_the_stages_hand_their_models_on():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_three_short_stages(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     prepare().main([str(FILES)])

@@ -168,6 +168,7 @@ def test_a_run_has_a_role_on_each_node_and_leaves_nothing(driver):
     wait_until_nothing_is_left(facts)
 
 
+@pytest.mark.long
 def test_a_killed_driver_leaves_the_cluster_as_it_was(environment, driver):
     facts = facts_of(driver)
     assert facts["nodes"] == [[0, 2], [1, 3]]

@@ -456,6 +456,7 @@ def _listening() -> list[dict]:
     return found
 
 
+@pytest.mark.long
 def test_openmp_threads_of_workers_wait_asleep_unless_the_user_says_otherwise(ray_cluster, monkeypatch):
     name = "OMP_WAIT_POLICY"
     monkeypatch.delenv(name, raising=False)

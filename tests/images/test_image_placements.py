@@ -49,6 +49,7 @@ def yaml_of(folder, name, **changes):
     "family",
     ["qwen2_5_vl", *(pytest.param(each, marks=pytest.mark.long) for each in image_cases.FAMILIES[1:])],
 )
+@pytest.mark.long
 def test_placement_changes_no_bit_of_a_run_with_images(family, tmp_path):
     make_task(tmp_path, family)
     start(loads(yaml_of(tmp_path, "in_process")))

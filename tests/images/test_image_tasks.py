@@ -116,6 +116,7 @@ def test_a_reward_model_tells_better_answers_by_the_picture_alone(task, reward_m
     assert same(after, weights(task, "part"))
 
 
+@pytest.mark.long
 def test_ppo_with_a_reward_model_a_critic_and_a_reference_that_see_resumes_to_the_same_bits(
     task, reward_model, monkeypatch
 ):

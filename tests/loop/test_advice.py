@@ -197,6 +197,7 @@ def test_without_devices_the_size_of_micro_batches_is_not_known(tmp_path, capsys
     assert "micro-batches:" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_where_nothing_fits_no_budget_is_called_the_largest_that_does(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(LARGE)
     assert main(["plan", str(tmp_path / "run.yaml"), "--inventory", "1x1x24G"]) == 2

@@ -166,6 +166,7 @@ def test_killed_while_it_is_written_the_one_before_is_whole(task, fault, newest,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_waits_for_the_one_under_way_and_saves_another(task):
     found = [Fault("save.during", "2", skip=1), Fault("update.before", "stop", skip=4)]
     with started(task, *IN_BACKGROUND, planned=found) as driver:

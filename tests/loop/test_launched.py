@@ -123,6 +123,7 @@ def test_an_error_of_the_first_rank_is_raised_on_all(task, point):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_runs_out_of_memory_writes_the_smaller_budget_for_all(task):
     """Whichever it is: the others only see it go. Started again, all of them use that budget."""
     chosen = "train={dtype: fp32, batch_size: 4, max_epochs: 4, chosen_tokens_per_device: 64}"
@@ -140,7 +141,7 @@ def test_a_rank_that_runs_out_of_memory_writes_the_smaller_budget_for_all(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_cannot_write_ends_all(task, rank):
     found = launch(task, "run", "checkpoint.every=2", faults={rank: Fault("save.during", "raise", skip=1)})
     assert all(code not in (0, -signal.SIGKILL) for code, *_ in found)

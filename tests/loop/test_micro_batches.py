@@ -423,6 +423,7 @@ def test_budgets_are_tried_out_before_the_first_step_and_not_again_when_resumed(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_supervised_training_is_made_again_too(tmp_path, faulty, capsys):
     task = make_task(tmp_path)
     train = "{dtype: fp32, batch_size: 4, max_epochs: 4, chosen_tokens_per_device: TOKENS}"

@@ -101,6 +101,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
+@pytest.mark.long
 def test_a_killed_command_resumes_without_loss_or_doubling(here):
     go = here / "go"
     (here / "reward.py").write_text(BLOCKING.format(go=str(go)))

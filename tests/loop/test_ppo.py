@@ -344,6 +344,7 @@ def run_on_ray(task, name: str, placement: str, *overrides: str, **changes: str)
         ),
     ],
 )
+@pytest.mark.long
 def test_critics_and_reward_models_of_any_number_of_ranks_give_the_same(task, placement, coef):
     """Weights reach the engine on a device of the actor through host memory, the other one by a broadcast."""
     make_value_model(task / "reward_model")

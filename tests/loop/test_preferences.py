@@ -416,6 +416,7 @@ MORE_WAYS = {
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ways", [WAYS, pytest.param(MORE_WAYS, marks=pytest.mark.long)], ids=["few", "all"])
+@pytest.mark.long
 def test_two_ranks_of_either_backend_train_as_one(task, ways):
     few = ("data.max_samples=64", "eval.max_samples=20", "train.micro_batch_size=8")
     run(task, "one", *few)

@@ -43,6 +43,7 @@ def test_ranks_of_a_launcher_agree_with_one_process(task):
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_ranks_that_share_layers_agree_with_one_process(tmp_path):
     task = make_task(tmp_path, num_key_value_heads=2)
     train = "{dtype: fp32, batch_size: 4, max_epochs: 4, backend: deepspeed, deepspeed: {tensor_parallel_size: 2}}"

@@ -51,6 +51,7 @@ def name_sources(task: Path, *sources: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_teachers_take_turns_and_each_prompt_learns_from_its_own(task):
     a, b = teacher(task, "a", 1), teacher(task, "b", 2)
     name_sources(task, "one", "one")

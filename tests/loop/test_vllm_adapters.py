@@ -24,6 +24,7 @@ def settings(task: Path, *overrides: str):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.long
 def test_a_run_pushes_adapters_alone_after_the_first_time(tmp_path):
     task = make_task(tmp_path, initializer_range=0.3, **SHAPE)
     overrides = ("actor.optimizer.learning_rate=0.03", "train.num_episodes=2", "rollout.lora_sync=adapter")

@@ -93,6 +93,7 @@ def test_a_server_that_cannot_be_reached_changes_nothing(plain):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.long
 def test_offline_a_run_is_kept_for_later(plain):
     """Scenario 40."""
     task, _ = plain

@@ -111,6 +111,7 @@ def test_it_compiles_what_else_can_be_asked_for(options: TrainOptions, has_flash
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_layer_may_have_more_variants_than_torch_compiles_by_default() -> None:
     """Torch would run the recomputation of a compiled forward without compiling it, and then refuse the result."""
     options = replace(OPTIONS, layout="shared", gradient_checkpointing=True)

@@ -47,6 +47,7 @@ def _nothing_compiled() -> Iterator[None]:
         pytest.param("packed", "value", False, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_whole_model_is_one_graph_for_all_sizes(layout: LayoutKind, head: Any, with_entropy: bool) -> None:
     model = tiny_model() if head == "policy" else tiny_value_model()
     wrapped, _ = prepare_model(model, head=head, layout=layout, gradient_checkpointing=False)

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 100)]
         pytest.param(zero_factory, 3, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_two_ranks_train_as_one_does(factory, stage: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(zero_factory.STAGE, str(stage))
     results = run_ranks(2, factory.__name__, tmp_path / "ranks", suite=image_scenarios.__name__)
