@@ -104,7 +104,9 @@ def what_is_left(driver: Driver, facts: dict, tree: dict[int, int], ports: set[s
     return {what: things for what, things in left.items() if things}
 
 
-@pytest.mark.parametrize("ending", ["KILL", "KILL forked", *(pytest.param(name, marks=pytest.mark.long) for name in ("TERM", "INT"))])
+@pytest.mark.parametrize(
+    "ending", ["KILL", "KILL forked", *(pytest.param(name, marks=pytest.mark.long) for name in ("TERM", "INT"))]
+)
 def test_nothing_is_left_after(driver, ending):
     facts = driver.facts()
     tree = tree_of(facts["pid"])

@@ -206,9 +206,7 @@ def test_a_checkpoint_of_one_backend_is_resumed_by_the_other(tmp_path: Path) -> 
     backend.close()
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=pytest.mark.long) for run in RUNS]
-)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=pytest.mark.long) for run in RUNS])
 def test_two_ranks_are_as_one_and_resume_exactly(
     run: str, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
