@@ -187,6 +187,8 @@ class Vision:
         self.image_token_id = int(getattr(model.config, "image_token_id", None) or model.config.image_token_index)
         self._positions_to_last = functools.lru_cache(maxsize=_CACHED)(self._compute_positions)
         self.has_axes = hasattr(self._base, "get_rope_index")  # positions in three dimensions
+        # Patches that become one token, along an edge; only models with such positions are asked.
+        self._merge_size = int(getattr(model.config.vision_config, "spatial_merge_size", 1))
 
     @classmethod
     def of(cls, model: Any) -> Vision | None:
@@ -221,9 +223,21 @@ class Vision:
         return torch.cat([head, rest.expand(3, -1)], dim=1)
 
     def _compute_positions(self, token_ids: tuple[int, ...], images: tuple[str, ...]) -> Tensor:
-        grids = torch.cat([pixels_of(image)["image_grid_thw"] for image in images])
-        tokens = torch.tensor([token_ids])
-        is_image = (tokens == self.image_token_id).to(torch.int32)
-        positions, _ = self._base.get_rope_index(tokens, is_image, image_grid_thw=grids)
-        found: Tensor = positions[:, 0]
-        return found
+        """Compute positions up to the last image.
+
+        `get_rope_index` gets each image by itself, with the text before it: it takes images that touch for one.
+        """
+        tokens = torch.tensor(token_ids)
+        places = (tokens == self.image_token_id).nonzero()[:, 0]
+        parts: list[Tensor] = []
+        begin = num_placeholders = next_position = 0
+        for image in images:
+            grid = pixels_of(image)["image_grid_thw"]  # [1, 3]
+            num_placeholders += int(grid.prod()) // self._merge_size**2
+            end = int(places[num_placeholders - 1]) + 1
+            piece = tokens[None, begin:end]
+            is_image = (piece == self.image_token_id).to(torch.int32)
+            positions, _ = self._base.get_rope_index(piece, is_image, image_grid_thw=grid)
+            parts.append(positions[:, 0] + next_position)
+            begin, next_position = end, int(parts[-1].max()) + 1
+        return torch.cat(parts, dim=1)

@@ -260,3 +260,16 @@ def test_a_model_of_text_takes_no_images(tmp_path):
         engine.close()
     with pytest.raises(RunError, match="must be on a file system that all machines of the run share"):
         pixels_of(str(tmp_path / "gone.safetensors"))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_that_touch_have_positions_of_their_own(family, tmp_path):
+    vision = Vision(tiny.make(family))
+    images = [tiny.write_pixels(tmp_path, 0, rows=4, columns=4), tiny.write_pixels(tmp_path, 1, rows=2, columns=4)]
+    # A letter, an image of 2 x 2 tokens, one of 1 x 2, a letter, the first image again, two letters.
+    tokens = torch.tensor([5, *[vision.image_token_id] * 6, 6, *[vision.image_token_id] * 4, 7, 8])
+    assert vision.positions(tokens, [*images, images[0]]).tolist() == [
+        [0, 1, 1, 1, 1, 3, 3, 5, 6, 6, 6, 6, 8, 9],
+        [0, 1, 1, 2, 2, 3, 3, 5, 6, 6, 7, 7, 8, 9],
+        [0, 1, 2, 1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9],
+    ]
