@@ -3,7 +3,9 @@
 import pytest
 
 from hotseat.cli.main import main
+from hotseat.config import loads
 from hotseat.errors import PlacementError
+from hotseat.loop.planning.plan import role_specs
 from hotseat.placement import GIB, EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, from_hf_config
 from hotseat.placement.shapes import KNOWN_SHAPES, known_shape
 
@@ -88,3 +90,14 @@ def test_plan_names_them(tmp_path, capsys, monkeypatch):
     assert f"{ENCODER:,} parameters x 4 B" in shown
     for name in ("visual encoder", "visual encoder activations", "pixels"):
         assert name in shown
+
+
+def test_environments_may_show_images_in_every_turn():
+    text = (
+        "task: rl\nactor: {model: Qwen/Qwen2.5-VL-3B-Instruct}\nreward: {function: reward.py}\n"
+        "data: {path: x.jsonl, max_length: 2048, image_key: images, max_images_per_prompt: 8}\n"
+        "rollout: {engine: transformers, max_new_tokens: 512}\n"
+    )
+    for agent, num_tokens in (("", 2048 - 512), ("agent: {path: agent.py}\n", 2048)):
+        specs = {spec.name: spec for spec in role_specs(loads(text + agent))}
+        assert specs["actor"].memory.image_share == num_tokens / 2048
