@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotseat.config import Config
+from hotseat.config.images import has_images
 from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.errors import UserError
 
@@ -45,7 +46,7 @@ def check_readers(config: Config, tokenizer: Any) -> None:
         for key, model in _models_beside(config).items():
             if key.startswith("reference.") and model != config.actor.model:
                 _check_reference(config, tokenizer, key, model)
-    if config.data.image_key is not None:
+    if has_images(config):
         _check_eyes(config, tokenizer)
 
 
