@@ -53,7 +53,7 @@ _LANGUAGE = ("language_model", "text_model")
 
 
 def sees_images(config: Any) -> bool:
-    """Tell whether models of this config see images, and transformers has them as nothing else."""
+    """Tell whether models of this config see images, and transformers has no class that loads them for text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = type(config)
@@ -205,9 +205,9 @@ class Vision:
         return {name: torch.cat([pixels[name] for pixels in each], dim=dim).to(device) for name in each[0]}
 
     def common_shape(self, images: Sequence[str]) -> tuple[int, ...] | None:
-        """Return the shape of images that several sequences of one forward may have; None: they are prepared otherwise.
+        """Return the shape of these images if several sequences with such images may share a forward, else None.
 
-        Such images have no positions of their own, and no tiles.
+        Images may differ in shape, have positions in three dimensions, or be cut into tiles: none of these share one.
         """
         shapes = {tuple(pixels_of(image)["pixel_values"].shape) for image in images}
         return None if self.has_axes or len(shapes) != 1 or len(next(iter(shapes))) != 4 else next(iter(shapes))

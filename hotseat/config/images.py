@@ -28,7 +28,8 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         )
     if config.task == "rl":
         if config.rollout.engine == "vllm" and data.image_key is None:
-            problems.append(("rollout.engine", f"vllm is {_OPEN} of simulators: set it to transformers"))
+            why = "vllm is not built for images of simulators yet: set it to transformers"
+            problems.append(("rollout.engine", why))
         if config.rollout.engine == "vllm" and config.rollout.lora_sync == "adapter":
             problems.append(("rollout.lora_sync", f"adapter is {_OPEN}: set it to merged"))
         if has_reward_model(config) and config.reward.retokenize:

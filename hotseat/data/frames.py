@@ -81,7 +81,7 @@ def _image(frame: np.ndarray) -> Any:
 
 
 def film_of(images: Sequence[str]) -> str | None:
-    """Return prepared frames of one shape, in order, as an animated image in a data URI; None: they are not such.
+    """Return prepared frames, in order, as an animated image in a data URI; None if shapes differ, or they are patches.
 
     Their colours are stretched over the film: what the processor did to pixels differs by model.
     """

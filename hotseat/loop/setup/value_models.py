@@ -33,9 +33,9 @@ def critic_aux_loss(config: Config) -> float:
 
 
 def check_readers(config: Config, tokenizer: Any) -> None:
-    """Raise unless critic, reward model and reference can read the policy's tokens. `tokenizer`: the actor's.
+    """Raise unless critic, reward model and reference can read the policy's tokens and take its pixels.
 
-    Nor may they take other pixels: images are prepared once for all models of a run.
+    `tokenizer`: the actor's. Images are prepared once for all models of a run.
     """
     if has_reward_model(config):
         reward_scale(config)
