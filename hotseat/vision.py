@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import json
 import shutil
 import zlib
@@ -228,16 +229,18 @@ class Vision:
         `get_rope_index` gets each image by itself, with the text before it: it takes images that touch for one.
         """
         tokens = torch.tensor(token_ids)
-        places = (tokens == self.image_token_id).nonzero()[:, 0]
+        is_image = (tokens == self.image_token_id).to(torch.int32)
+        grids = [pixels_of(image)["image_grid_thw"] for image in images]  # [1, 3] each
+        counts = [int(grid.prod()) // self._merge_size**2 for grid in grids]
+        places = is_image.nonzero()[:, 0]
+        assert sum(counts) == len(places), f"{len(places)} placeholders for images of {sum(counts)}"
         parts: list[Tensor] = []
-        begin = num_placeholders = next_position = 0
-        for image in images:
-            grid = pixels_of(image)["image_grid_thw"]  # [1, 3]
-            num_placeholders += int(grid.prod()) // self._merge_size**2
-            end = int(places[num_placeholders - 1]) + 1
-            piece = tokens[None, begin:end]
-            is_image = (piece == self.image_token_id).to(torch.int32)
-            positions, _ = self._base.get_rope_index(piece, is_image, image_grid_thw=grid)
+        begin = next_position = 0
+        for grid, last in zip(grids, itertools.accumulate(counts), strict=True):
+            end = int(places[last - 1]) + 1
+            positions, _ = self._base.get_rope_index(
+                tokens[None, begin:end], is_image[None, begin:end], image_grid_thw=grid
+            )
             parts.append(positions[:, 0] + next_position)
             begin, next_position = end, int(parts[-1].max()) + 1
         return torch.cat(parts, dim=1)
