@@ -60,6 +60,9 @@ def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
     assert terms(trained.working["train"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(scored.working["forward"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(sampled.working["generate"])["pixels"].gib == 250 * 4 * 1176 * 4 / GIB
+    for slots, num_tokens in ((8, 8 * 250), (64, 8192)):  # vLLM encodes those of a step, which has 8,192 tokens at most
+        by_vllm = estimate("rollout", EngineMemory(1000, slots, "vllm", image_share=0.25), SHAPE, ALONE)
+        assert terms(by_vllm.working["generate"])["pixels"].gib == num_tokens * 4 * 1176 * 4 / GIB
     # With recomputation an encoder keeps the input of each of 32 layers, and of one layer all.
     layer = 2 * (4 + 2) * 1280 + 4 * 2 * 1280 + 4 * 2 * 3420
     kept = terms(trained.working["train"])["visual encoder activations"].gib
