@@ -224,6 +224,7 @@ class ImageStore:
         text = f"{_FORMAT}{json.dumps(preparation(processor), sort_keys=True, default=str)}{tokens}"
         self._how = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self._known: dict[str, PreparedImage] = {}
+        self._token_ids: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for all images of a size
         self.num_bytes = 0  # of the files of all images that were asked for
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -311,7 +312,8 @@ class ImageStore:
             thumbnail.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> PreparedImage:
-        return PreparedImage(str(path), tokens_of(str(path)))
+        token_ids = tokens_of(str(path))
+        return PreparedImage(str(path), self._token_ids.setdefault(token_ids, token_ids))
 
     @property
     def num_images(self) -> int:

@@ -240,6 +240,9 @@ def test_the_largest_image_is_one_that_a_context_has_room_for(tmp_path):
     store = ImageStore(tmp_path, Processor(3, pixels_per_token=20), replace(LIMITS, max_pixels=1000 * 1000))
     for side in (40, 100, 200):  # 4, 25 and 100 tokens, and one before them
         store.prepare(Image.new("RGB", (side, side)), "image", tmp_path)
+    small, other = (store.prepare(Image.new("RGB", (40, 40), name), "image", tmp_path) for name in ("black", "red"))
+    assert small.path != other.path
+    assert small.token_ids is other.token_ids  # a run may have a million images of one size
     path = tmp_path / "largest.safetensors"
     for max_tokens, expected in ((3, 5), (50, 26), (26, 26), (101, 101), (50, 101)):  # a file is not made smaller
         store.write_largest(path, max_tokens)
