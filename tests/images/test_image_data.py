@@ -15,6 +15,8 @@ from PIL import Image
 from hotseat.data._problems import BadValue
 from hotseat.data.images import ImageLimits, PreparedImage, RowImages, images_of, prepare_rows, read_image
 from hotseat.data.rows import Row
+from hotseat.envs.simulator import ActionSpec
+from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import DataError
 from hotseat.observe.report.samples import pack
 
@@ -253,3 +255,16 @@ def test_the_largest_image_is_one_that_a_context_has_room_for(tmp_path):
     assert 1 + (604 * 604) // 400 <= len(tokens_of(str(path))) <= 962
     # The squares that were tried are not kept: one is, with its thumbnail.
     assert len(set(tmp_path.iterdir()) - before) == 2
+
+
+def test_no_number_is_written_with_a_placeholder_of_images():
+    def tokens(num_actions, placeholders):
+        numbers = NumberTokens.of_actions(ActionSpec.numbered(num_actions), 256, 100, placeholders)
+        return numbers.encode(np.arange(num_actions)), numbers
+
+    assert tokens(4, (3, 95))[0] == [99, 98, 97, 96]  # none of the last four
+    written, numbers = tokens(4, (98, 99))
+    assert written == [97, 96, 95, 94]
+    assert numbers.decode(written)[:, 0].tolist() == [0, 1, 2, 3]
+    assert not any(map(numbers.is_bin, (98, 99, 93)))
+    assert tokens(4, (98, 95))[0] == [94, 93, 92, 91]  # two ids between them are too few
