@@ -33,7 +33,11 @@ def texts(family):
     return [f"ab{place}count a?", f"{place}cc{place}: count b?", "only text"]
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+# Qwen3-VL is the second family with positions in three dimensions.
+FAMILIES = [pytest.param(each, marks=pytest.mark.long if each == "qwen3_vl" else ()) for each in tiny.FAMILIES]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def seeing(request, tmp_path_factory):
     """A tiny model of a family, and three prompts: with one image, with two, with none."""
     family = request.param
