@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import json
 import shutil
 import zlib
@@ -53,7 +54,7 @@ _LANGUAGE = ("language_model", "text_model")
 
 
 def sees_images(config: Any) -> bool:
-    """Tell whether models of this config see images, and transformers has them as nothing else."""
+    """Tell whether models of this config see images, and transformers has no class that loads them for text alone."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = type(config)
@@ -187,6 +188,8 @@ class Vision:
         self.image_token_id = int(getattr(model.config, "image_token_id", None) or model.config.image_token_index)
         self._positions_to_last = functools.lru_cache(maxsize=_CACHED)(self._compute_positions)
         self.has_axes = hasattr(self._base, "get_rope_index")  # positions in three dimensions
+        # Patches that become one token, along an edge; only models with such positions are asked.
+        self._merge_size = int(getattr(model.config.vision_config, "spatial_merge_size", 1))
 
     @classmethod
     def of(cls, model: Any) -> Vision | None:
@@ -203,9 +206,9 @@ class Vision:
         return {name: torch.cat([pixels[name] for pixels in each], dim=dim).to(device) for name in each[0]}
 
     def common_shape(self, images: Sequence[str]) -> tuple[int, ...] | None:
-        """Return the shape of images that several sequences of one forward may have; None: they are prepared otherwise.
+        """Return the shape of these images if several sequences with such images may share a forward, else None.
 
-        Such images have no positions of their own, and no tiles.
+        Images may differ in shape, have positions in three dimensions, or be cut into tiles: none of these share one.
         """
         shapes = {tuple(pixels_of(image)["pixel_values"].shape) for image in images}
         return None if self.has_axes or len(shapes) != 1 or len(next(iter(shapes))) != 4 else next(iter(shapes))
@@ -221,9 +224,23 @@ class Vision:
         return torch.cat([head, rest.expand(3, -1)], dim=1)
 
     def _compute_positions(self, token_ids: tuple[int, ...], images: tuple[str, ...]) -> Tensor:
-        grids = torch.cat([pixels_of(image)["image_grid_thw"] for image in images])
-        tokens = torch.tensor([token_ids])
+        """Compute positions up to the last image.
+
+        `get_rope_index` gets each image by itself, with the text before it: it takes images that touch for one.
+        """
+        tokens = torch.tensor(token_ids)
         is_image = (tokens == self.image_token_id).to(torch.int32)
-        positions, _ = self._base.get_rope_index(tokens, is_image, image_grid_thw=grids)
-        found: Tensor = positions[:, 0]
-        return found
+        grids = [pixels_of(image)["image_grid_thw"] for image in images]  # [1, 3] each
+        counts = [int(grid.prod()) // self._merge_size**2 for grid in grids]
+        places = is_image.nonzero()[:, 0]
+        assert sum(counts) == len(places), f"{len(places)} placeholders for images of {sum(counts)}"
+        parts: list[Tensor] = []
+        begin = next_position = 0
+        for grid, last in zip(grids, itertools.accumulate(counts), strict=True):
+            end = int(places[last - 1]) + 1
+            positions, _ = self._base.get_rope_index(
+                tokens[None, begin:end], is_image[None, begin:end], image_grid_thw=grid
+            )
+            parts.append(positions[:, 0] + next_position)
+            begin, next_position = end, int(parts[-1].max()) + 1
+        return torch.cat(parts, dim=1)

@@ -28,7 +28,8 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
         )
     if config.task == "rl":
         if config.rollout.engine == "vllm" and data.image_key is None:
-            problems.append(("rollout.engine", f"vllm is {_OPEN} of simulators: set it to transformers"))
+            why = "vllm is not built for images of simulators yet: set it to transformers"
+            problems.append(("rollout.engine", why))
         if config.rollout.engine == "vllm" and config.rollout.lora_sync == "adapter":
             problems.append(("rollout.lora_sync", f"adapter is {_OPEN}: set it to merged"))
         if has_reward_model(config) and config.reward.retokenize:
@@ -39,7 +40,7 @@ def image_conflicts(config: Config) -> list[tuple[str, str]]:
             ("agent.environment.family", config.agent.environment.family, "environments of libraries are"),
         ):
             if value is not None and data.image_key is not None:
-                problems.append((key, f"{what} {_OPEN}: answers have one turn with data.image_key"))
+                problems.append((key, f"{what} {_OPEN}: write an Environment, and set agent.path"))
     for key, is_set in (
         ("train.sequence_parallel_size", train.sequence_parallel_size > 1),
         ("train.deepspeed.tensor_parallel_size", train.tensor_parallel_size > 1),
@@ -59,8 +60,9 @@ def filler_image(config: Config) -> Path:
 
 def largest_image(config: Config) -> Path:
     """Return the file of the prepared image of the most tokens, of the run's data and model."""
-    told = f"{config.actor.model}\n{config.data.path}\n{config.eval.path}\n{config.data.max_images_per_prompt}"
-    digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+    data = config.data
+    facts = f"{config.actor.model}\n{data.path}\n{config.eval.path}\n{data.max_images_per_prompt}\n{data.max_length}"
+    digest = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
     return image_folder(config) / f"largest-{digest}.safetensors"
 
 

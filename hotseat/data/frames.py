@@ -8,6 +8,7 @@ It disappears with the last of them: no folder has to be shared between machines
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from hotseat.vision import pack_pixels, pixels_of
 
 FILM = "data:image/webp;base64,"
 _FRAME_MS = 300  # of a film
-_KEPT = 8192  # prepared frames: worlds look alike again and again
+_KEPT_BYTES = 256 << 20  # of prepared frames: worlds look alike again and again
 
 
 @dataclass(frozen=True)
@@ -40,26 +41,29 @@ class FramePreparer:
 
     def __init__(self, processor: Any):
         self._processor = processor
-        self._kept: OrderedDict[tuple[tuple[int, ...], bytes], Frame] = OrderedDict()
+        self._kept: OrderedDict[tuple[tuple[int, ...], bytes], Frame] = OrderedDict()  # by shape and digest
+        self._num_bytes = 0
         self._layouts: dict[tuple[int, ...], tuple[tuple[int, ...], frozenset[str]]] = {}  # by shape of a frame
 
     def prepare(self, frame: np.ndarray) -> Frame:
         """Return a frame of [H, W, 3] uint8, prepared."""
-        key = (frame.shape, frame.tobytes())
-        prepared = self._kept.pop(key, None)
-        if prepared is None:
-            token_ids, names = self._layouts.get(frame.shape) or self._layout(frame)
-            made = self._processor.image_processor(images=[_image(frame)], return_tensors="pt")
-            prepared = Frame(pack_pixels({name: made[name] for name in names}), token_ids)
+        if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
+            raise UserError(f"an image of a simulator is {frame.dtype} {frame.shape}: it must be uint8 [H, W, 3]")
+        key = (frame.shape, hashlib.blake2b(frame.tobytes(), digest_size=20).digest())
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        token_ids, names = self._layouts.get(frame.shape) or self._layout(frame)
+        made = self._processor.image_processor(images=[_image(frame)], return_tensors="pt")
+        prepared = Frame(pack_pixels({name: made[name] for name in names}), token_ids)
         self._kept[key] = prepared
-        if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+        self._num_bytes += len(prepared.image)
+        while self._num_bytes > _KEPT_BYTES:
+            self._num_bytes -= len(self._kept.popitem(last=False)[1].image)
         return prepared
 
     def _layout(self, frame: np.ndarray) -> tuple[tuple[int, ...], frozenset[str]]:
         """Return the tokens of frames of this shape, and the names of the tensors that the model takes of them."""
-        if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8:
-            raise UserError(f"an image of a simulator is {frame.dtype} {frame.shape}: it must be uint8 [H, W, 3]")
         text = self._processor.image_token
         try:
             made = self._processor(text=[text], images=[_image(frame)], return_tensors="pt", add_special_tokens=False)
@@ -77,7 +81,7 @@ def _image(frame: np.ndarray) -> Any:
 
 
 def film_of(images: Sequence[str]) -> str | None:
-    """Return prepared frames of one shape, in order, as an animated image in a data URI; None: they are not such.
+    """Return prepared frames, in order, as an animated image in a data URI; None if shapes differ, or they are patches.
 
     Their colours are stretched over the film: what the processor did to pixels differs by model.
     """

@@ -16,8 +16,8 @@ import binascii
 import hashlib
 import io
 import json
-import os
 import shutil
+import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from hotseat.vision import TOKENS, tokens_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _FORMAT = 2  # of the files; raised when what is written for the same image and processor changes
-_SMALL, _LARGE = 64, 4096  # sides of squares among which the largest is sought
+_SMALL, _LARGE, _STEP = 64, 4096, 16  # sides of squares among which the largest is sought, and how closely
 _THUMBNAIL = 112  # pixels of the longer edge
 # What a processor says about text, and about the class that it is part of.
 _OF_TEXT = ("chat_template", "processor_class")
@@ -224,6 +224,7 @@ class ImageStore:
         text = f"{_FORMAT}{json.dumps(preparation(processor), sort_keys=True, default=str)}{tokens}"
         self._how = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self._known: dict[str, PreparedImage] = {}
+        self._token_ids: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for all images of a size
         self.num_bytes = 0  # of the files of all images that were asked for
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -245,18 +246,20 @@ class ImageStore:
 
         self._write(path, PIL.Image.new("RGB", (64, 64), (128, 128, 128)), "filler")
 
-    def write_largest(self, path: Path, max_tokens: int | None) -> None:
+    def write_largest(self, path: Path, max_tokens: int, *, with_others: bool = False) -> None:
         """Write the prepared image of the most tokens to a file, unless that has one of as many.
 
-        max_tokens: choose among all images within the limits, those of so many tokens; None: among those of the run.
+        max_tokens: those of more fit into no context, and are left out, as their rows are. with_others: count a square
+        of about so many tokens, too, for images that are not prepared yet.
         """
-        found = list(self._known.values())
-        if max_tokens is not None:
-            found.append(self._largest_square(max_tokens))
-        largest = max(found, key=lambda image: len(image.token_ids))
+        known = sorted(self._known.values(), key=lambda image: len(image.token_ids))
+        largest = next((image for image in reversed(known) if len(image.token_ids) <= max_tokens), known[0])
+        if with_others:
+            square = self._largest_square(max_tokens)
+            largest = max(largest, square, key=lambda image: len(image.token_ids))
         if path.exists() and len(tokens_of(str(path))) >= len(largest.token_ids):
             return
-        whole = path.with_suffix(f".{os.getpid()}")
+        whole = _beside(path)
         shutil.copyfile(largest.path, whole)
         whole.replace(path)
 
@@ -264,23 +267,21 @@ class ImageStore:
         """Prepare a grey square of about as many tokens as it may have, found by halving."""
         import PIL.Image
 
-        def prepared(side: int) -> PreparedImage:
-            path = self.folder / f"grey-{self._how.hex()}-{side}.safetensors"
-            if not path.exists():
-                self._write(path, PIL.Image.new("RGB", (side, side), (128, 128, 128)), "a grey square")
-            return self._read(path)
+        def square(side: int) -> Any:
+            return PIL.Image.new("RGB", (side, side), (128, 128, 128))
 
         low, high = _SMALL, int(min(self.limits.max_pixels, _LARGE**2) ** 0.5)
-        best = prepared(low)
-        while high - low > low // 8:
+        while high - low > _STEP:
             side = (low + high) // 2
-            image = prepared(side)
-            low, high, best = (side, high, image) if len(image.token_ids) <= max_tokens else (low, side, best)
-        return best
+            token_ids, _ = self._process(square(side), "a grey square")
+            low, high = (side, high) if len(token_ids) <= max_tokens else (low, side)
+        path = self.folder / f"grey-{self._how.hex()}-{low}.safetensors"
+        if not path.exists():
+            self._write(path, square(low), "a grey square")
+        return self._read(path)
 
-    def _write(self, path: Path, image: Any, key: str) -> None:
-        from safetensors.torch import save
-
+    def _process(self, image: Any, key: str) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens that stand for an image, and its pixels by the names of the forward's arguments."""
         try:
             # Without a token for the beginning of text: what is made here stands in the middle of a prompt.
             made = self._processor(
@@ -288,9 +289,15 @@ class ImageStore:
             )
         except (ValueError, ZeroDivisionError) as error:
             raise BadValue(f"{key}: the model's processor does not take it: {error}") from None
-        token_ids = made["input_ids"][0].tolist()
         pixels = {name: tensor.contiguous() for name, tensor in made.items() if name not in OF_TOKENS}
-        whole, thumbnail = path.with_suffix(f".{os.getpid()}"), path.with_suffix(f".{os.getpid()}.png")
+        return made["input_ids"][0].tolist(), pixels
+
+    def _write(self, path: Path, image: Any, key: str) -> None:
+        from safetensors.torch import save
+
+        token_ids, pixels = self._process(image, key)
+        whole = _beside(path)
+        thumbnail = whole.with_name(f"{whole.name}.png")
         try:
             whole.write_bytes(save(pixels, {TOKENS: json.dumps(token_ids)}))
             small = image.copy()
@@ -305,11 +312,17 @@ class ImageStore:
             thumbnail.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> PreparedImage:
-        return PreparedImage(str(path), tokens_of(str(path)))
+        token_ids = tokens_of(str(path))
+        return PreparedImage(str(path), self._token_ids.setdefault(token_ids, token_ids))
 
     @property
     def num_images(self) -> int:
         return len(self._known)
+
+
+def _beside(path: Path) -> Path:
+    """Name a file to write before it replaces another. Processes of several machines may have the same id."""
+    return path.with_suffix(f".{uuid.uuid4().hex}")
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 Bin b is token `vocab_size - 1 - b` (the scheme of RT-2 and OpenVLA). A number within bounds is in one of `bins` bins of
 equal width, and stands for the middle of its bin; actions that are numbered have a bin each. Any other token counts as
 the nearest bin, as in OpenVLA: that is the last one, or the first for ids beyond the vocabulary, which models may have.
+
+The last ids of many models that see are placeholders of images. A bin must not be one of them: bins are then the ids
+before the first of these, and `vocab_size` is its id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +30,13 @@ class NumberTokens:
     is_numbered: bool = False
 
     @classmethod
-    def of_actions(cls, spec: ActionSpec, bins: int, vocab_size: int) -> NumberTokens:
+    def of_actions(
+        cls, spec: ActionSpec, bins: int, vocab_size: int, placeholders: Collection[int] = ()
+    ) -> NumberTokens:
+        """Make the tokens of vectors of this form. placeholders: tokens that stand for images."""
         bins = spec.num_values or bins
+        while among := [token_id for token_id in placeholders if vocab_size - bins <= token_id < vocab_size]:
+            vocab_size = min(among)
         if bins >= vocab_size:
             raise UserError(f"actions have {bins} bins, but the vocabulary has {vocab_size} tokens: set env.bins lower")
         return cls(np.array(spec.low), np.array(spec.high), bins, vocab_size, spec.num_values is not None)

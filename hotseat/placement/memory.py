@@ -699,8 +699,11 @@ def _engine(role: str, memory: EngineMemory, model: ModelShape, layout: Layout) 
         f"{_n(tokens)} tokens x {_n(width)} B + {memory.slots} slots x {_n(model.vocab_size)} x"
         f" {memory.weight_bytes + FP32} B{_per(tp, 'tensor parallel')}",
     )
-    # The images of one prompt are encoded at a time.
-    images = _seeing_forward(role, model, memory.image_share * memory.max_tokens, memory.weight_bytes)
+    # The transformers engine encodes the images of one prompt at a time, vLLM those of all prompts of a step.
+    image_tokens = memory.image_share * memory.max_tokens
+    if memory.engine == "vllm":
+        image_tokens = max(image_tokens, min(ENGINE_BATCH_TOKENS, memory.slots * image_tokens))
+    images = _seeing_forward(role, model, image_tokens, memory.weight_bytes)
     per_token = kv_bytes_per_token(model, memory.kv_bytes, tp)
     one = memory.max_tokens * per_token / GIB
     # The share covers weights, cache, buffers and workspace; context and graphs come on top.

@@ -176,6 +176,7 @@ class ImageInputs:
 
         processor = MULTIMODAL_REGISTRY.create_processor(model_config)
         self._item = functools.lru_cache(maxsize=_CACHED)(functools.partial(_item, processor))
+        self._tokens = functools.lru_cache(maxsize=_CACHED)(tokens_of)  # a file is opened once, not by every request
         self._image_token_id = _image_token_id(model_config.hf_config)
         self._max_images = options.max_images
         self._max_embeddings = num_embeddings(options.largest, self._image_token_id)
@@ -189,7 +190,7 @@ class ImageInputs:
 
         made = []
         for image, offset in zip(images, self.places(token_ids, images), strict=True):
-            tokens = tokens_of(image)
+            tokens = self._tokens(image)
             is_replaced = torch.tensor([token_id == self._image_token_id for token_id in tokens])
             made.append(
                 MultiModalFeatureSpec(
@@ -211,7 +212,7 @@ class ImageInputs:
             )
         offsets, start = [], 0
         for image in images:
-            tokens = tokens_of(image)
+            tokens = self._tokens(image)
             num_replaced = tokens.count(self._image_token_id)
             if num_replaced > self._max_embeddings:
                 raise UserError(

@@ -2,8 +2,10 @@
 
 import base64
 import io
+import math
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ from PIL import Image
 from hotseat.data._problems import BadValue
 from hotseat.data.images import ImageLimits, PreparedImage, RowImages, images_of, prepare_rows, read_image
 from hotseat.data.rows import Row
+from hotseat.envs.simulator import ActionSpec
+from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import DataError
 from hotseat.observe.report.samples import pack
 
@@ -169,33 +173,40 @@ def test_all_bad_rows_are_named_in_one_error():
     assert str(caught.value) == "1 problem in the data:\n  x.jsonl:2, x.jsonl:4: images: bad"
 
 
+class Processor:
+    """A processor of a model, as far as a store asks it."""
+
+    image_token = "<i>"
+
+    def __init__(self, size, image_token_id=9, pixels_per_token=None):
+        self.num_calls, self.size, self.image_processor, self.tokenizer = 0, size, self, self
+        self._pixels_per_token = pixels_per_token  # along an edge; None: two tokens for every image
+        self._vocabulary = {"<i>": image_token_id}
+
+    def get_vocab(self):
+        return self._vocabulary
+
+    def to_dict(self):
+        return {"size": self.size}
+
+    def convert_tokens_to_ids(self, token):
+        return 9
+
+    def __call__(self, text, images, return_tensors, add_special_tokens):
+        import torch
+
+        assert not add_special_tokens
+        self.num_calls += 1
+        if images[0].size[0] == 1:
+            raise ValueError("too narrow")
+        num_tokens = 2 if self._pixels_per_token is None else math.prod(images[0].size) // self._pixels_per_token**2
+        return {"input_ids": torch.tensor([[7, *[9] * num_tokens]]), "pixel_values": torch.ones(self.size, 2)}
+
+
 def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from hotseat.data.images import ImageStore
     from hotseat.vision import pixels_of, tokens_of
-
-    class Processor:
-        image_token = "<i>"
-
-        def __init__(self, size, image_token_id=9):
-            self.num_calls, self.size, self.image_processor, self.tokenizer = 0, size, self, self
-            self._vocabulary = {"<i>": image_token_id}
-
-        def get_vocab(self):
-            return self._vocabulary
-
-        def to_dict(self):
-            return {"size": self.size}
-
-        def convert_tokens_to_ids(self, token):
-            return 9
-
-        def __call__(self, text, images, return_tensors, add_special_tokens):
-            assert not add_special_tokens
-            self.num_calls += 1
-            if images[0].size[0] == 1:
-                raise ValueError("too narrow")
-            return {"input_ids": torch.tensor([[7, 9, 9]]), "pixel_values": torch.ones(self.size, 2)}
 
     processor = Processor(3)
     store = ImageStore(tmp_path, processor, LIMITS)
@@ -221,3 +232,39 @@ def test_a_store_prepares_an_image_once_and_for_one_processor(tmp_path):
     first, again = pack({"images": [one.path, "gone", one.path]})["images"]
     assert (first, pack({})["images"]) == (again, [])
     assert Image.open(io.BytesIO(base64.b64decode(first.partition(",")[2]))).size == (30, 20)
+
+
+def test_the_largest_image_is_one_that_a_context_has_room_for(tmp_path):
+    pytest.importorskip("torch")
+    from hotseat.data.images import ImageStore
+    from hotseat.vision import tokens_of
+
+    store = ImageStore(tmp_path, Processor(3, pixels_per_token=20), replace(LIMITS, max_pixels=1000 * 1000))
+    for side in (40, 100, 200):  # 4, 25 and 100 tokens, and one before them
+        store.prepare(Image.new("RGB", (side, side)), "image", tmp_path)
+    small, other = (store.prepare(Image.new("RGB", (40, 40), name), "image", tmp_path) for name in ("black", "red"))
+    assert small.path != other.path
+    assert small.token_ids is other.token_ids  # a run may have a million images of one size
+    path = tmp_path / "largest.safetensors"
+    for max_tokens, expected in ((3, 5), (50, 26), (26, 26), (101, 101), (50, 101)):  # a file is not made smaller
+        store.write_largest(path, max_tokens)
+        assert len(tokens_of(str(path))) == expected
+    before = set(tmp_path.iterdir())
+    # Squares of at most 620 pixels have 961 tokens or fewer; the search ends at most 16 pixels below that.
+    store.write_largest(path, 962, with_others=True)
+    assert 1 + (604 * 604) // 400 <= len(tokens_of(str(path))) <= 962
+    # The squares that were tried are not kept: one is, with its thumbnail.
+    assert len(set(tmp_path.iterdir()) - before) == 2
+
+
+def test_no_number_is_written_with_a_placeholder_of_images():
+    def tokens(num_actions, placeholders):
+        numbers = NumberTokens.of_actions(ActionSpec.numbered(num_actions), 256, 100, placeholders)
+        return numbers.encode(np.arange(num_actions)), numbers
+
+    assert tokens(4, (3, 95))[0] == [99, 98, 97, 96]  # none of the last four
+    written, numbers = tokens(4, (98, 99))
+    assert written == [97, 96, 95, 94]
+    assert numbers.decode(written)[:, 0].tolist() == [0, 1, 2, 3]
+    assert not any(map(numbers.is_bin, (98, 99, 93)))
+    assert tokens(4, (98, 95))[0] == [94, 93, 92, 91]  # two ids between them are too few

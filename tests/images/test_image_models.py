@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 IMAGES = ([tiny.drawn(0)], [tiny.drawn(1), tiny.drawn(2, 84, 28)], [])
 ANSWERS = ([5, 6, 7, 8, 9], [10, 11, 12], [13, 14])
+TOLERANCE = 1e-5  # of log-probs in fp32
 ASKED = tuple(enumerate(ANSWERS))  # the number of a prompt, and an answer to it
 
 
@@ -32,7 +33,11 @@ def texts(family):
     return [f"ab{place}count a?", f"{place}cc{place}: count b?", "only text"]
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+# Qwen3-VL is the second family with positions in three dimensions.
+FAMILIES = [pytest.param(each, marks=pytest.mark.long if each == "qwen3_vl" else ()) for each in tiny.FAMILIES]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def seeing(request, tmp_path_factory):
     """A tiny model of a family, and three prompts: with one image, with two, with none."""
     family = request.param
@@ -110,10 +115,10 @@ def test_every_layout_of_the_trainer_gives_what_transformers_gives(seeing):
             [take(batch, [0]), MicroBatch(**vars(take(batch, [0])) | {"images": (seeing.prompts[1].images[:1],)})]
         )
         mine, theirs = policy(model_input(other, "shared", vision=vision), 1.0)["log_probs"].chunk(2)
-    assert torch.allclose(padded[: len(expected)], expected, atol=2e-6)
-    assert torch.allclose(packed, padded, atol=2e-6)
-    assert torch.allclose(shared, padded, atol=2e-6)
-    assert torch.allclose(mine, expected[: len(mine)], atol=2e-6)
+    assert torch.allclose(padded[: len(expected)], expected, rtol=0, atol=TOLERANCE)
+    assert torch.allclose(packed, padded, rtol=0, atol=TOLERANCE)
+    assert torch.allclose(shared, padded, rtol=0, atol=TOLERANCE)
+    assert torch.allclose(mine, expected[: len(mine)], rtol=0, atol=TOLERANCE)
     assert (mine - theirs).abs().max() > 1e-3  # the answer depends on the pixels
     # Shared contexts stand there once, and so do their images.
     pixels = [model_input(batch, kind, vision=vision).pixels["pixel_values"].numel() for kind in ("packed", "shared")]
@@ -158,7 +163,7 @@ def test_the_engine_samples_and_scores_with_images(seeing):
         images = [prompt.images for prompt in prompts]
         scores = engine.score([[*p.token_ids, *a] for p, a in zip(prompts, ANSWERS, strict=True)], 1.0, images)
         for prompt, score, right in zip(prompts, scores, expected, strict=True):
-            assert torch.allclose(torch.tensor(score[len(prompt.token_ids) :]), right, atol=2e-6)
+            assert torch.allclose(torch.tensor(score[len(prompt.token_ids) :]), right, rtol=0, atol=TOLERANCE)
         requests = [
             Request(f"{at}/{seed}", prompt.token_ids, Sampling(12), 7 * seed + at, prompt.images)
             for at, prompt in enumerate(prompts)
@@ -260,3 +265,16 @@ def test_a_model_of_text_takes_no_images(tmp_path):
         engine.close()
     with pytest.raises(RunError, match="must be on a file system that all machines of the run share"):
         pixels_of(str(tmp_path / "gone.safetensors"))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_that_touch_have_positions_of_their_own(family, tmp_path):
+    vision = Vision(tiny.make(family))
+    images = [tiny.write_pixels(tmp_path, 0, rows=4, columns=4), tiny.write_pixels(tmp_path, 1, rows=2, columns=4)]
+    # A letter, an image of 2 x 2 tokens, one of 1 x 2, a letter, the first image again, two letters.
+    tokens = torch.tensor([5, *[vision.image_token_id] * 6, 6, *[vision.image_token_id] * 4, 7, 8])
+    assert vision.positions(tokens, [*images, images[0]]).tolist() == [
+        [0, 1, 1, 1, 1, 3, 3, 5, 6, 6, 6, 6, 8, 9],
+        [0, 1, 1, 2, 2, 3, 3, 5, 6, 6, 7, 7, 8, 9],
+        [0, 1, 2, 1, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9],
+    ]

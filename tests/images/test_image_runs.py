@@ -176,8 +176,9 @@ def test_a_chat_template_that_only_the_processor_has_is_used_and_exported(task, 
 REFUSED = {
     "data: {image_key: a}": "data.max_images_per_prompt: 0, and data.image_key names a column of images",
     "rollout: {engine: vllm, lora_sync: adapter}\ntrain: {lora: {rank: 2}}": "rollout.lora_sync: adapter is not built",
-    "agent: {command: [x]}": "agent.command: agents that are programs are not built for images yet",
+    "agent: {command: [x]}": "agent.command: agents that are programs are not built for images yet: write an",
     "agent: {environment: {family: gymnasium}}": "agent.environment.family: environments of libraries are not built",
+    "env: {path: x.py, images: true}\nrollout: {engine: vllm}": "rollout.engine: vllm is not built for images of",
     "env: {path: x.py}": "data.image_key: has no effect: env.path is set, and the simulator's tasks and seeds are",
     "train: {sequence_parallel_size: 2}": "train.sequence_parallel_size: not built for images yet: leave it unset",
     "train: {liger_kernel: true}": "train.liger_kernel: not built for images yet",
@@ -186,7 +187,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_is_not_built_for_images_is_refused_by_name(text):
-    given = text if "image_key" in text else f"{text}\ndata: {{image_key: a, max_images_per_prompt: 1}}"
+    given = text if "image" in text else f"{text}\ndata: {{image_key: a, max_images_per_prompt: 1}}"
     with pytest.raises(ConfigError) as caught:
         loads(given)
     assert REFUSED[text] in str(caught.value)

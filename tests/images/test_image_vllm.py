@@ -61,7 +61,7 @@ def seeing(request, tmp_path_factory):
         prepare_rows(rows, store, "images", "input", is_chat=False), tokenizer, image_key="images"
     )
     assert prompts[0].token_ids == prompts[1].token_ids
-    store.write_largest(folder / "largest.safetensors", None)
+    store.write_largest(folder / "largest.safetensors", 256)
     os.environ.update(log_to(folder / "vllm.log"))
     core = Core(
         CoreOptions(

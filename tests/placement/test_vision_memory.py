@@ -3,7 +3,9 @@
 import pytest
 
 from hotseat.cli.main import main
+from hotseat.config import loads
 from hotseat.errors import PlacementError
+from hotseat.loop.planning.plan import role_specs
 from hotseat.placement import GIB, EngineMemory, ForwardMemory, Layout, Part, TrainMemory, estimate, from_hf_config
 from hotseat.placement.shapes import KNOWN_SHAPES, known_shape
 
@@ -58,6 +60,9 @@ def test_weights_of_the_encoder_and_pixels_are_named_in_every_role():
     assert terms(trained.working["train"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(scored.working["forward"])["pixels"].gib == 500 * 4 * 1176 * 4 / GIB
     assert terms(sampled.working["generate"])["pixels"].gib == 250 * 4 * 1176 * 4 / GIB
+    for slots, num_tokens in ((8, 8 * 250), (64, 8192)):  # vLLM encodes those of a step, which has 8,192 tokens at most
+        by_vllm = estimate("rollout", EngineMemory(1000, slots, "vllm", image_share=0.25), SHAPE, ALONE)
+        assert terms(by_vllm.working["generate"])["pixels"].gib == num_tokens * 4 * 1176 * 4 / GIB
     # With recomputation an encoder keeps the input of each of 32 layers, and of one layer all.
     layer = 2 * (4 + 2) * 1280 + 4 * 2 * 1280 + 4 * 2 * 3420
     kept = terms(trained.working["train"])["visual encoder activations"].gib
@@ -88,3 +93,14 @@ def test_plan_names_them(tmp_path, capsys, monkeypatch):
     assert f"{ENCODER:,} parameters x 4 B" in shown
     for name in ("visual encoder", "visual encoder activations", "pixels"):
         assert name in shown
+
+
+def test_environments_may_show_images_in_every_turn():
+    text = (
+        "task: rl\nactor: {model: Qwen/Qwen2.5-VL-3B-Instruct}\nreward: {function: reward.py}\n"
+        "data: {path: x.jsonl, max_length: 2048, image_key: images, max_images_per_prompt: 8}\n"
+        "rollout: {engine: transformers, max_new_tokens: 512}\n"
+    )
+    for agent, num_tokens in (("", 2048 - 512), ("agent: {path: agent.py}\n", 2048)):
+        specs = {spec.name: spec for spec in role_specs(loads(text + agent))}
+        assert specs["actor"].memory.image_share == num_tokens / 2048

@@ -508,13 +508,16 @@ def _train_memory(config: Config, role: str) -> TrainMemory:
 
 
 def _image_share(config: Config) -> float:
-    """Return the largest share of a sequence's tokens that may stand for images; only prompts have some."""
+    """Return the largest share of a sequence's tokens that may stand for images.
+
+    In RL only prompts have some, unless an environment shows more.
+    """
     data = config.data
     if not has_images(config):
         return 0.0
     num_images = 1 if data.image_key is None else data.max_images_per_prompt  # a simulator shows one at a time
-    has_prompts = config.task == "rl" and data.image_key is not None
-    tokens = min(prompt_max_length(config), data.max_length) if has_prompts else data.max_length
+    only_prompts = config.task == "rl" and data.image_key is not None and config.agent.path is None
+    tokens = min(prompt_max_length(config), data.max_length) if only_prompts else data.max_length
     shape, _ = _shape(config, "actor")
     if shape is not None and shape.vision is not None:
         per_image = shape.vision.tokens_per_image or _tokens_per_image(config, shape.vision)

@@ -414,8 +414,10 @@ def _with_images(config: Config, tokenizer: Any, rows: list[Row], *input_keys: s
     prepared = prepare_rows(rows, store, data.image_key, *input_keys, is_chat=data.apply_chat_template)
     if not store.num_images:
         raise UserError(f"data.image_key {data.image_key!r}: no row has an image: correct it, or leave it unset")
-    # What an environment shows later may be larger than all images of the data, as long as a context has room for it.
-    store.write_largest(largest_image(config), None if config.agent.path is None else data.max_length)
+    if config.task == "rl" and config.rollout.engine == "vllm":
+        # What an environment shows later may be larger than all images of the data.
+        others = config.agent.path is not None
+        store.write_largest(largest_image(config), data.max_length, with_others=others)
     return prepared
 
 

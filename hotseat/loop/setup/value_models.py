@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hotseat.config import Config
+from hotseat.config.images import has_images
 from hotseat.config.roles import has_critic, has_reference, has_reward_model
 from hotseat.errors import UserError
 
@@ -32,9 +33,9 @@ def critic_aux_loss(config: Config) -> float:
 
 
 def check_readers(config: Config, tokenizer: Any) -> None:
-    """Raise unless critic, reward model and reference can read the policy's tokens. `tokenizer`: the actor's.
+    """Raise unless critic, reward model and reference can read the policy's tokens and take its pixels.
 
-    Nor may they take other pixels: images are prepared once for all models of a run.
+    `tokenizer`: the actor's. Images are prepared once for all models of a run.
     """
     if has_reward_model(config):
         reward_scale(config)
@@ -45,7 +46,7 @@ def check_readers(config: Config, tokenizer: Any) -> None:
         for key, model in _models_beside(config).items():
             if key.startswith("reference.") and model != config.actor.model:
                 _check_reference(config, tokenizer, key, model)
-    if config.data.image_key is not None:
+    if has_images(config):
         _check_eyes(config, tokenizer)
 
 

@@ -45,6 +45,7 @@ from hotseat.types import (
     Segment,
     TurnFacts,
 )
+from hotseat.vision import placeholder_ids
 
 EVAL_SEED = 1_000_000  # the first of the held-out seeds; those to learn from begin at 0
 SUCCESS = "success"
@@ -136,6 +137,13 @@ class Context:
     images: tuple[str, ...] = ()  # of the placeholders among the tokens
 
 
+def _placeholders(model: str, trust_remote_code: bool) -> tuple[int, ...]:
+    """Return the tokens that stand for pixels in a model."""
+    from transformers import AutoConfig
+
+    return placeholder_ids(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
+
+
 class Reader:
     """Turns observations into what the policy reads, and tokens into actions."""
 
@@ -143,23 +151,24 @@ class Reader:
         self._name = settings.simulator.path
         self._tokenizer = tokenizer
         self._max_length = max_length
-        self.actions = NumberTokens.of_actions(env.action, settings.bins, len(tokenizer))
+        self._frames = None
+        placeholders: tuple[int, ...] = ()
+        if settings.images_for is not None:
+            processor = load_processor(settings.images_for, tokenizer, settings.trust_remote_code)
+            self._frames = FramePreparer(processor)
+            placeholders = _placeholders(settings.images_for, settings.trust_remote_code)
+        self.actions = NumberTokens.of_actions(env.action, settings.bins, len(tokenizer), placeholders)
         self.num_sampled = settings.chunk * env.action.dim  # tokens of a chunk
         self._states = None
         if env.state_bounds is not None:
             low, high = env.state_bounds
             spec = ActionSpec(tuple(low.tolist()), tuple(high.tolist()))
-            self._states = NumberTokens.of_actions(spec, settings.bins, len(tokenizer))
+            self._states = NumberTokens.of_actions(spec, settings.bins, len(tokenizer), placeholders)
         if env.num_state_values is not None and env.num_state_values > settings.bins:
             raise UserError(
                 f"env.bins {settings.bins}: a number in the observations of {self._name} has {env.num_state_values}"
                 f" values, and some would look alike: set it to {env.num_state_values} or more"
             )
-
-        self._frames = None
-        if settings.images_for is not None:
-            processor = load_processor(settings.images_for, tokenizer, settings.trust_remote_code)
-            self._frames = FramePreparer(processor)
         self._tokens_of = lru_cache(maxsize=65536)(self._tokenize)  # worlds look alike again and again
 
     def _tokenize(self, words: str) -> tuple[int, ...]:
