@@ -18,7 +18,7 @@ from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
 from hotseat.loop.rl.pace_simulator import GroupCost
-from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout
+from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
 from hotseat.observe.report.curves import Table

@@ -4,7 +4,7 @@ The seconds of a rollout are read at the samples per engine, those of prepare an
 data-parallel rank, and the rest of a step is as long as it was. Where actor and rollout share devices, offload and
 onload are added. With staleness, the real pacer is driven with recorded groups, whose episodes take longer or shorter
 by the factor between the rollouts (`pace_simulator.py`). Rollouts in simulators are predicted from their turns
-(`simulator_pace.py`). Not modelled: that more ranks exchange gradients longer, and that a push to other devices takes
+(`simulator_turns.py`). Not modelled: that more ranks exchange gradients longer, and that a push to other devices takes
 another time.
 """
 
@@ -26,7 +26,7 @@ from hotseat.loop.planning.candidates import Candidate
 from hotseat.loop.planning.plan import engine_slots, num_data_parallel
 from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
-from hotseat.loop.rl.simulator_pace import TurnCosts, predicted_rollout, shape_of, turn_costs
+from hotseat.loop.rl.simulator_turns import TurnCosts, predicted_rollout, shape_of, turn_costs
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION, read_lines
 from hotseat.placement import Plan, shares_devices
