@@ -28,9 +28,7 @@ WALK = str(Path(__file__).parent / "walk_env.py")
 WALKS = str(Path(__file__).parent / "walks_env.py")
 
 
-def walk(
-    num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs
-):
+def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs):
     settings = SimulatorSettings(path, ("left", "right"), 12, kwargs)
     say = (lambda text: None) if said is None else said.append
     return cls(settings, num_envs, num_processes=num_processes, say=say)
