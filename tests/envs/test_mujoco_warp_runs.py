@@ -78,7 +78,7 @@ def test_a_hybrid_run_that_is_stopped_and_resumed_equals_a_colocated_one(task, r
         save(self, *args)
         raise Stop
 
-    parts = sections(task, "broken", "hybrid-2", 2) | {"checkpoint": "{every: 2}"}
+    parts = sections(task, "broken", "hybrid-2", 2) | {"checkpoint": "{every: 2, background: false}"}
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "save", stopping)
         with pytest.raises(Stop):

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import conformance
 
-from hotseat.envs._child import _step
+from hotseat.envs._child import _Batch, _step
 from hotseat.envs.env import Outcome
 from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, make_simulator, path_problem
 from hotseat.envs.processes import ProcessEnv, _Child
@@ -175,6 +175,22 @@ def test_an_exception_of_a_simulator_fails_its_episode(tmp_path, path):
     assert "task left, seed 5, at action 0: ValueError: the line is broken" in outcome.failures[0]
     assert env.num_replaced == 0
     env.close()
+
+
+def test_a_batch_that_returns_too_few_results_fails_its_episodes():
+    """Whoever waits for the others would wait in vain."""
+
+    class TooFew:
+        tasks, action, state_bounds, is_on_device = (), ActionSpec.numbered(2), None, False
+
+        def reset(self, where, tasks, seeds):
+            return [Seen("go")]
+
+    batch = _Batch(TooFew())
+    assert list(batch.answers("reset", [(0, 0, 1)])) == [("done", Seen("go"))]
+    for kind, problem in batch.answers("reset", [(0, 0, 1), (1, 0, 2)]):
+        assert kind == "failed"
+        assert problem.startswith("ValueError: reset returned 1 results for 2 worlds")
 
 
 HELPED = """
