@@ -82,25 +82,24 @@ class Profile:
 
     def rollout(self, size: int) -> Curve:
         """Return the seconds of a rollout by samples per engine, for engines of this tensor-parallel size."""
-        points = [
-            (each.samples_per_engine, each.phases["rollout"])
-            for each in self.measurements
-            if each.tensor_parallel_size == size
-        ]
-        if not points:
+        return Curve.through((each.samples_per_engine, each.phases["rollout"]) for each in self._of_size(size))
+
+    def turns(self, size: int) -> list[TurnCosts]:
+        """Return what turns in simulators took, with engines of this tensor-parallel size."""
+        found = [each.turns for each in self._of_size(size) if each.turns is not None]
+        if not found:
+            raise UserError(
+                "the profile was measured without simulators: measure this config by `hotseat profile CONFIG`"
+            )
+        return found
+
+    def _of_size(self, size: int) -> list[Measurement]:
+        found = [each for each in self.measurements if each.tensor_parallel_size == size]
+        if not found:
             known = ", ".join(map(str, self.tensor_parallel_sizes))
             raise UserError(
                 f"the profile has no engines of tensor parallel size {size}, it has {known}: measure them by"
                 f" `hotseat profile CONFIG --tensor-parallel {size}`"
-            )
-        return Curve.through(points)
-
-    def turns(self) -> list[TurnCosts]:
-        """Return what turns in simulators took. Raises if none was measured."""
-        found = [each.turns for each in self.measurements if each.turns is not None]
-        if not found:
-            raise UserError(
-                "the profile was measured without simulators: measure this config by `hotseat profile CONFIG`"
             )
         return found
 
@@ -205,7 +204,7 @@ def predict(config: Config, plan: Plan, profile: Profile) -> Prediction:
     size = config.rollout.tensor_parallel_size
     readings = {
         "rollout": (
-            predicted_rollout(profile.turns(), shape_of(config, plan))
+            predicted_rollout(profile.turns(size), shape_of(config, plan))
             if has_simulator(config)
             else profile.rollout(size).at(_per_engine(config, plan))
         ),
