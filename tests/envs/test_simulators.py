@@ -35,7 +35,7 @@ def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [WALK, WALKS])
+@pytest.mark.parametrize("path", [pytest.param(WALK, id="one"), pytest.param(WALKS, id="batch")])
 def test_a_file_of_a_user_conforms(path):
     conformance.check(lambda num_envs: walk(num_envs, num_processes=2, is_on_device=True, path=path))
 
@@ -76,7 +76,7 @@ def undisturbed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "path"), [(0, WALK), (3, WALK), (2, WALKS)])
+@pytest.mark.parametrize(("at", "path"), [(0, WALK), (3, WALK), (2, WALKS)], ids=["first", "last", "batch"])
 def test_a_killed_process_changes_nothing(undisturbed, at, path):
     said: list[str] = []
     env = walk(said=said, path=path)
@@ -147,7 +147,7 @@ def test_a_simulator_that_ends_or_hangs_in_a_step_is_named_and_replaced(undistur
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [WALK, WALKS])
+@pytest.mark.parametrize("path", [pytest.param(WALK, id="one"), pytest.param(WALKS, id="batch")])
 def test_a_simulator_that_fails_again_and_again_ends_its_episode_and_no_other(tmp_path, path):
     env = walk(trouble=("dies", 6, 4, 99), folder=str(tmp_path), path=path)
     env.reset([0, 1], [0, 1], [5, 6])
@@ -162,7 +162,7 @@ def test_a_simulator_that_fails_again_and_again_ends_its_episode_and_no_other(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [WALK, WALKS])
+@pytest.mark.parametrize("path", [pytest.param(WALK, id="one"), pytest.param(WALKS, id="batch")])
 def test_an_exception_of_a_simulator_fails_its_episode(tmp_path, path):
     empty = tmp_path / "empty.py"
     empty.write_text("")

@@ -51,5 +51,6 @@ def _key(config: Config) -> str:
     env = config.env
     per_device = [env.num_envs, env.num_processes, config.rollout.pipeline_stage_num]
     # Files of one name in two directories are two simulators.
-    path = str(Path(env.path).expanduser().absolute()) if str(env.path).endswith(".py") else env.path
+    path = str(env.path)
+    path = str(Path(path).expanduser().absolute()) if path.endswith(".py") else path
     return json.dumps([path, env.tasks, env.kwargs, *per_device], sort_keys=True, default=str)
