@@ -57,7 +57,7 @@ def speed(arguments: argparse.Namespace) -> None:
     from hotseat.envs.families.mujoco_warp import make_worlds
 
     sizes = (4, 8) if arguments.tiny else (64, 256, 1024, 4096)
-    say(f"{'worlds':>7} {'bits repeat':>12} {'actions/s':>12} {'world-steps/s':>14} {'frames/s':>12}   first call s")
+    say(f"{'worlds':>7} {'deterministic':>13} {'actions/s':>12} {'world-steps/s':>14} {'frames/s':>12}   first call s")
     for num_worlds in sizes:
         for deterministic in (True, False):
             began_s = time.perf_counter()
@@ -84,7 +84,7 @@ def speed(arguments: argparse.Namespace) -> None:
             frame_s = max(seconds["image"] - seconds["state"], 1e-9)
             per_s = num_worlds * 4 / seconds["state"]
             say(
-                f"{num_worlds:7} {'yes' if deterministic else 'may not':>12} {per_s:12,.0f}"
+                f"{num_worlds:7} {'yes' if deterministic else 'no':>13} {per_s:12,.0f}"
                 f" {per_s * NUM_SUBSTEPS:14,.0f} {num_worlds / frame_s:12,.0f}   {first_s:.1f}"
             )
     for deterministic in (True, False):
@@ -131,11 +131,11 @@ def offload(arguments: argparse.Namespace) -> None:
     before = used_bytes(None)
     env = ProcessEnv(settings, num_worlds)
     try:
-        env._is_on_device = True  # on a CPU too, to show that it works
         _play(env, slots)
         taken = used_bytes(env) - before
         say(f"{'':10} {'MiB taken':>10} {'MiB left':>9} {'freed':>7} {'offload s':>10} {'steps again after s':>20}")
         for turn in range(3):
+            env._is_on_device = True  # on a CPU too, to show that it works
             began_s = time.perf_counter()
             env.offload()
             offload_s = time.perf_counter() - began_s
@@ -350,8 +350,9 @@ def learn(arguments: argparse.Namespace, folder: Path) -> None:
         return
     held_out = [e["eval/success"] for e in metrics_of(folder, "learn") if e.get("eval/success") is not None]
     say(
-        f"from {held_out[0]:.1%} to {max(held_out):.1%} of held-out seeds in {elapsed_s() - learning_s:.0f} s of"
-        f" learning, {elapsed_s() - began_s:.0f} s with imitation{' (ended by itself)' if is_done else ''}"
+        f"from {held_out[0]:.1%} to {held_out[-1]:.1%} of held-out seeds, at best {max(held_out):.1%}, in"
+        f" {elapsed_s() - learning_s:.0f} s of learning, {elapsed_s() - began_s:.0f} s with imitation"
+        f"{' (ended by itself)' if is_done else ''}"
         if held_out
         else f"nothing was evaluated:\n{tail(folder, 'learn')}"
     )

@@ -17,20 +17,17 @@ import argparse
 import contextlib
 import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "embodied"))
-
-import policy
+from typing import Any
 
 from hotseat.cluster import Cluster
+from hotseat.envs.families import babyai
 from hotseat.envs.loading import SimulatorSettings
 from hotseat.loop.rl.hosts import RolloutHosts
-from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout, turn_costs
+from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout, turn_costs
 from hotseat.loop.workers.engines import EngineSettings, make_engine
 from hotseat.loop.workers.facts import GroupFacts, Job
 from hotseat.loop.workers.models import EngineWorker
@@ -100,6 +97,38 @@ def processor_s(pid: int) -> float:
     return total * TICK_S
 
 
+def write_policy(path: str, width: int) -> Any:
+    """Write a Llama with random weights that reads BabyAI's words; return its tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    mission = ["go", "to", "the", "red", "ball"]
+    actions = [f"<{name}>" for name in babyai.ACTIONS]
+    words = ["<pad>", "<end>", "<unknown>", *dict.fromkeys([*mission, *babyai.WORDS]), *actions]
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unknown>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
 class Host(RolloutHost):
     """A rollout host whose simulators are made anew for every measurement."""
 
@@ -127,9 +156,7 @@ class Bench:
     def __init__(self, cluster: Cluster, folder: Path, num_envs: int, width: int, cores: tuple[int, int]):
         self._num_envs, self._cores = num_envs, cores
         model = str(folder / "model")
-        self._tokenizer = policy.make_tokenizer()
-        policy.make_model(self._tokenizer, width, 0).save_pretrained(model)
-        self._tokenizer.save_pretrained(model)
+        self._tokenizer = write_policy(model, width)
         engine = EngineSettings(model, MAX_LENGTH, num_envs, (), "float32", num_threads=1)
         host = HostSettings(
             model,

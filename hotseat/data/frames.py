@@ -85,11 +85,11 @@ def film_of(images: Sequence[str]) -> str | None:
 
     Their colours are stretched over the film: what the processor did to pixels differs by model.
     """
-    import PIL.Image
-
     frames = [pixels_of(image)["pixel_values"] for image in images]
     if not frames or any(frame.ndim != 4 or frame.shape != frames[0].shape for frame in frames):
         return None
+    import PIL.Image  # only here: most runs have no images, and do not need the package
+
     pixels = torch.cat(frames).float()  # [num_frames, 3, H, W]
     low, high = pixels.min(), pixels.max()
     scaled = ((pixels - low) / (high - low).clamp(min=1e-6) * 255).round().to(torch.uint8)

@@ -106,6 +106,8 @@ class _Batch:
         where = [self._world_of.setdefault(slot, len(self._world_of)) for slot, *_ in items]
         try:
             results = self._call(name, where, [args for _, *args in items])
+            if len(results) != len(items):
+                raise ValueError(f"{name} returned {len(results)} results for {len(items)} worlds")
         except Exception as error:
             results = [error] * len(items)
         for result in results:

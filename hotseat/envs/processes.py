@@ -2,7 +2,8 @@
 
 A process that dies or does not answer in time is ended and replaced, and its episodes are played again from their seeds
 and actions. Each replayed answer must be the one that was given before, bit for bit. The same call of the same
-simulator may fail so `MAX_ATTEMPTS` times; after that its episode fails, and the others go on.
+simulator may fail so `MAX_ATTEMPTS` times; after that its episode fails, and the others go on. From the second time on,
+worlds of a batch are asked one by one, so that the one that ends its process is found.
 """
 
 from __future__ import annotations
@@ -155,7 +156,11 @@ class ProcessEnv(Env):
                 assert child is not None
                 child.begin()
             for index in range(len(self._children)):
-                self._replay(index, self._mine(index, self._episodes))
+                try:
+                    self._replay(index, self._mine(index, self._episodes))
+                except SimulatorError as error:
+                    self._say(f"{error}; another process replaces it")
+                    self._replace(index, "step", ())
             self._is_offloaded = False
         return Moved(0, 0, (time.monotonic() - started_s) * 1e3)
 
@@ -209,19 +214,23 @@ class ProcessEnv(Env):
         for index, slots in shares.items():
             waiting, attempts = list(slots), 0
             failed = None  # the slot that the attempts are of
+            asked = waiting[:]  # slots whose answers are on their way
+            is_one_by_one = False  # which world of a batch ends the process is not known otherwise
             while waiting:
-                problem = self._receive_all(index, name, waiting, answers)
-                if problem is None:
-                    continue
-                slot = waiting[0]
-                failed, attempts = slot, attempts + 1 if slot == failed else 1
-                self._say(f"{problem}; its process is replaced, and its episodes are played again")
-                if attempts >= MAX_ATTEMPTS:
-                    answers[slot] = SimulatorError(f"{problem}, {attempts} times in a row")
-                    self._episodes.pop(slot, None)
-                    waiting.pop(0)
-                self._replace(index, name, waiting)
-                self._send(index, name, waiting, items)
+                problem = self._receive_all(index, name, asked, answers)
+                waiting = [slot for slot in waiting if slot not in answers]
+                if problem is not None:
+                    slot = asked[0]
+                    failed, attempts = slot, attempts + 1 if slot == failed else 1
+                    self._say(f"{problem}; its process is replaced, and its episodes are played again")
+                    if attempts >= MAX_ATTEMPTS:
+                        answers[slot] = SimulatorError(f"{problem}, {attempts} times in a row")
+                        self._episodes.pop(slot, None)
+                        waiting.remove(slot)
+                    is_one_by_one = is_one_by_one or attempts > 1
+                    self._replace(index, name, waiting)
+                asked = waiting[:1] if is_one_by_one else waiting[:]
+                self._send(index, name, asked, items)
         return answers
 
     def _send(self, index: int, name: str, slots: Sequence[int], items: dict[int, tuple[Any, ...]]) -> None:

@@ -60,8 +60,9 @@ def test_a_frame_that_no_policy_takes_is_refused(preparer):
         preparer.prepare(np.zeros((56, 56), dtype=np.uint8))
 
 
+@pytest.mark.slow
 def test_a_film_has_the_frames_of_an_episode_in_order(preparer):
-    """Frames of 0 and 255 alone keep their colours; frames that differ in shape are no film."""
+    """Frames of 0 and 255 alone keep their colours."""
     import base64
     import io
 
@@ -81,4 +82,18 @@ def test_a_film_has_the_frames_of_an_episode_in_order(preparer):
         for at, frame in enumerate(frames):
             shown.seek(at)
             assert np.array_equal(np.asarray(shown.convert("RGB")), frame)
+
+
+def test_runs_without_frames_of_one_shape_have_no_film_and_need_no_package_for_it(monkeypatch):
+    import torch
+
+    from hotseat.data.frames import film_of
+    from hotseat.vision import pack_pixels
+
+    def packed(*shape: int) -> str:
+        return pack_pixels({"pixel_values": torch.zeros(shape)})
+
+    monkeypatch.setitem(sys.modules, "PIL", None)  # importing it fails
     assert film_of([]) is None
+    assert film_of([packed(1, 3, 8, 8), packed(1, 3, 8, 16)]) is None
+    assert film_of([packed(4, 12), packed(4, 12)]) is None  # patches, not a picture

@@ -1,4 +1,8 @@
-"""MuJoCo Warp on a CPU: batches of worlds conform, a script solves the tasks, and one world changes no other."""
+"""MuJoCo Warp on a CPU: batches of worlds conform, a script solves the tasks, and one world changes no other.
+
+Warp compiles its kernels for a minute or more where nobody has used them before: all tests but one small one that needs
+some of them are long.
+"""
 
 import sys
 from pathlib import Path
@@ -26,8 +30,10 @@ def settings(max_steps: int | None = 8, **kwargs) -> SimulatorSettings:
     )
 
 
+@pytest.mark.long
 def test_the_family_conforms():
-    conformance.check(lambda num_envs: ProcessEnv(settings(), num_envs))
+    # The camera of pictures for people has kernels of its own, which are compiled when it is first used.
+    conformance.check(lambda num_envs: ProcessEnv(settings(), num_envs, timeout_s=600.0))
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +43,7 @@ def worlds():
     return mujoco_warp.make_worlds(tuple(mujoco_warp.INSTRUCTIONS), None, 8, observe="both", pixels=32, device="cpu")
 
 
+@pytest.mark.long
 def test_the_script_solves_every_task(worlds):
     where = list(range(8))
     worlds.reset(where, [world % 4 for world in where], [100 + world for world in where])
@@ -49,6 +56,7 @@ def test_the_script_solves_every_task(worlds):
     assert all(step.success and step.rewards[-1] == 1.0 for step in ended.values())
 
 
+@pytest.mark.long
 def test_touching_the_other_puck_fails(worlds):
     worlds.reset([0, 1], [0, 1], [3, 3])
     for _ in range(40):
@@ -61,6 +69,7 @@ def test_touching_the_other_puck_fails(worlds):
     assert [sum(step.rewards) for step in both] == [1.0, 0.0]
 
 
+@pytest.mark.long
 def test_a_world_that_does_not_act_stays_where_it_is(worlds):
     before = worlds.reset([0, 1], [0, 0], [5, 6])
     worlds.step([0], np.full((1, 3, 2), 0.5))
@@ -69,6 +78,7 @@ def test_a_world_that_does_not_act_stays_where_it_is(worlds):
     assert _digest(after[0]) != _digest(before[0])
 
 
+@pytest.mark.long
 def test_a_world_that_diverges_is_named_and_begins_again(worlds):
     worlds.reset([0, 1], [0, 0], [5, 6])
     broken = worlds._data.qpos.numpy()
@@ -96,6 +106,7 @@ def test_progress_is_rewarded_by_the_metre():
     assert sum(step.rewards) == pytest.approx(2.0 * (left(before) - left(step.seen)), abs=1e-5)
 
 
+@pytest.mark.long
 def test_the_camera_sees_the_puck_where_it_is(worlds):
     """Red pixels have their middle at the red puck, by the camera's angle and height."""
     [seen] = worlds.reset([0], [0], [9])

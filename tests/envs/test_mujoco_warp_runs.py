@@ -11,7 +11,8 @@ from hotseat.cli.main import main
 from hotseat.envs.loading import import_problem
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(import_problem("mujoco_warp") is not None, reason="mujoco_warp is not installed"),
 ]
 PLACEMENTS = {
@@ -77,7 +78,7 @@ def test_a_hybrid_run_that_is_stopped_and_resumed_equals_a_colocated_one(task, r
         save(self, *args)
         raise Stop
 
-    parts = sections(task, "broken", "hybrid-2", 2) | {"checkpoint": "{every: 2}"}
+    parts = sections(task, "broken", "hybrid-2", 2) | {"checkpoint": "{every: 2, background: false}"}
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "save", stopping)
         with pytest.raises(Stop):
@@ -86,17 +87,13 @@ def test_a_hybrid_run_that_is_stopped_and_resumed_equals_a_colocated_one(task, r
     assert weights_of(task / "runs" / "broken") == weights_of(reference)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_placement_stages_and_ranks_change_no_bit(task, reference, placement, stages):
     assert weights_of(run(task, placement, stages)) == weights_of(reference)
 
 
-@pytest.mark.long
 @pytest.mark.ray
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("placement", "stages"), [("colocated", 1), ("disaggregated-2", 4), ("hybrid-2", 2)])
 def test_ray_changes_no_bit(task, reference, placement, stages):
     assert weights_of(run(task, placement, stages, runtime="ray")) == weights_of(reference)

@@ -36,7 +36,7 @@ def run(folder: Path, name: str, rollout: str, algorithm: str, **changes: str) -
         "actor": f"{{model: {folder}/model, optimizer: {{learning_rate: 1e-3, schedule: constant}}}}",
         "env": (
             f"{{path: babyai, tasks: [{TASK}, BabyAI-PickupLoc-v0], kwargs: {{view: pixels}}, images: true,"
-            " num_envs: 8, chunk: 2, max_steps: 4, reward: success, num_seeds: 4, eval_seeds: 1}"
+            " num_envs: 8, chunk: 2, max_steps: 4, reward: success, num_seeds: 4, eval_seeds: 0}"
         ),
         "data": "{max_length: 80}",
         "rollout": f"{{batch_size: 4, samples_per_prompt: 2, num_slots: 8, {rollout}}}",

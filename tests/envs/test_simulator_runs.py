@@ -125,7 +125,7 @@ def test_resumed_equals_uninterrupted(task, one_stage, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "save", stopping)
         with pytest.raises(Stop):
-            run(task, "broken", checkpoint="{every: 1}")
+            run(task, "broken", checkpoint="{every: 1, background: false}")
     assert main(["resume", str(task / "runs" / "broken"), "rollout.pipeline_stage_num=2"]) == 0
     assert weights_of(task / "runs" / "broken") == weights_of(one_stage)
 

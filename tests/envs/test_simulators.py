@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import conformance
 
-from hotseat.envs._child import _step
+from hotseat.envs._child import _Batch, _step
 from hotseat.envs.env import Outcome
 from hotseat.envs.loading import SimulatorSettings, family_names, import_problem, make_simulator, path_problem
 from hotseat.envs.processes import ProcessEnv, _Child
@@ -25,17 +25,19 @@ from hotseat.envs.tokens import NumberTokens
 from hotseat.errors import UserError
 
 WALK = str(Path(__file__).parent / "walk_env.py")
+WALKS = str(Path(__file__).parent / "walks_env.py")
 
 
-def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, **kwargs):
-    settings = SimulatorSettings(WALK, ("left", "right"), 12, kwargs)
+def walk(num_envs: int = 2, said: list[str] | None = None, num_processes: int = 1, cls=ProcessEnv, path=WALK, **kwargs):
+    settings = SimulatorSettings(path, ("left", "right"), 12, kwargs)
     say = (lambda text: None) if said is None else said.append
     return cls(settings, num_envs, num_processes=num_processes, say=say)
 
 
 @pytest.mark.slow
-def test_a_file_of_a_user_conforms():
-    conformance.check(lambda num_envs: walk(num_envs, num_processes=2, is_on_device=True))
+@pytest.mark.parametrize("path", [pytest.param(WALK, id="one"), pytest.param(WALKS, id="batch")])
+def test_a_file_of_a_user_conforms(path):
+    conformance.check(lambda num_envs: walk(num_envs, num_processes=2, is_on_device=True, path=path))
 
 
 @pytest.mark.slow
@@ -74,10 +76,10 @@ def undisturbed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_killed_process_changes_nothing(undisturbed, at):
+@pytest.mark.parametrize(("at", "path"), [(0, WALK), (3, WALK), (2, WALKS)], ids=["first", "last", "batch"])
+def test_a_killed_process_changes_nothing(undisturbed, at, path):
     said: list[str] = []
-    env = walk(said=said)
+    env = walk(said=said, path=path)
 
     def kill(chunk: int) -> None:
         if chunk == at:
@@ -86,6 +88,25 @@ def test_a_killed_process_changes_nothing(undisturbed, at):
     assert play(env, kill) == undisturbed
     assert env.num_replaced == 1
     assert f"task left, seed 5, at action {3 * at}: its process died by signal 9" in said[0]
+    env.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_while_simulators_are_offloaded_is_replaced(undisturbed):
+    said: list[str] = []
+    env = walk(said=said, is_on_device=True)
+
+    def offload(chunk: int) -> None:
+        if chunk == 2:
+            env.offload()
+            [standby] = env._standby
+            os.kill(standby.process.pid, signal.SIGKILL)
+            standby.process.wait()
+            env.onload()
+
+    assert play(env, offload) == undisturbed
+    assert said == [f"a process of simulator {WALK} died while it started; another process replaces it"]
+    assert env.num_replaced == 1
     env.close()
 
 
@@ -126,8 +147,9 @@ def test_a_simulator_that_ends_or_hangs_in_a_step_is_named_and_replaced(undistur
 
 
 @pytest.mark.slow
-def test_a_simulator_that_fails_again_and_again_ends_its_episode_and_no_other(tmp_path):
-    env = walk(trouble=("dies", 6, 4, 99), folder=str(tmp_path))
+@pytest.mark.parametrize("path", [pytest.param(WALK, id="one"), pytest.param(WALKS, id="batch")])
+def test_a_simulator_that_fails_again_and_again_ends_its_episode_and_no_other(tmp_path, path):
+    env = walk(trouble=("dies", 6, 4, 99), folder=str(tmp_path), path=path)
     env.reset([0, 1], [0, 1], [5, 6])
     for chunk in range(2):
         outcome = env.step([0, 1], np.stack([conformance.actions_of(env, seed, chunk) for seed in (5, 6)]))
@@ -140,18 +162,35 @@ def test_a_simulator_that_fails_again_and_again_ends_its_episode_and_no_other(tm
 
 
 @pytest.mark.slow
-def test_an_exception_of_a_simulator_fails_its_episode(tmp_path):
+@pytest.mark.parametrize("path", [pytest.param(WALK, id="one"), pytest.param(WALKS, id="batch")])
+def test_an_exception_of_a_simulator_fails_its_episode(tmp_path, path):
     empty = tmp_path / "empty.py"
     empty.write_text("")
     with pytest.raises(UserError, match=r"env.path: .*empty.py has no function make"):
         ProcessEnv(SimulatorSettings(str(empty)), 1)
-    env = walk(trouble=("raises", 5, 0, 99), folder=str(tmp_path))
+    env = walk(trouble=("raises", 5, 0, 99), folder=str(tmp_path), path=path)
     env.reset([0, 1], [0, 1], [5, 6])
     outcome = env.step([0, 1], np.zeros((2, 1, 2)))
     assert list(outcome.failures) == [0]
     assert "task left, seed 5, at action 0: ValueError: the line is broken" in outcome.failures[0]
     assert env.num_replaced == 0
     env.close()
+
+
+def test_a_batch_that_returns_too_few_results_fails_its_episodes():
+    """Whoever waits for the others would wait in vain."""
+
+    class TooFew:
+        tasks, action, state_bounds, is_on_device = (), ActionSpec.numbered(2), None, False
+
+        def reset(self, where, tasks, seeds):
+            return [Seen("go")]
+
+    batch = _Batch(TooFew())
+    assert list(batch.answers("reset", [(0, 0, 1)])) == [("done", Seen("go"))]
+    for kind, problem in batch.answers("reset", [(0, 0, 1), (1, 0, 2)]):
+        assert kind == "failed"
+        assert problem.startswith("ValueError: reset returned 1 results for 2 worlds")
 
 
 HELPED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,7 @@ from hotseat.loop.planning.candidates import Candidate, Refused, candidates
 from hotseat.loop.planning.plan import make_plan
 from hotseat.loop.rl.auto_placement import Measurement, Profile, measurement_of, predict, record_prediction
 from hotseat.loop.rl.pace_simulator import GroupCost
-from hotseat.loop.rl.simulator_pace import RolloutShape, TurnCosts, predicted_rollout
+from hotseat.loop.rl.simulator_turns import RolloutShape, TurnCosts, predicted_rollout
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION
 from hotseat.observe.report.curves import Table
@@ -289,7 +290,11 @@ def test_turns_are_read_from_a_run_with_one_stage(tmp_path):
     assert measured.turns == TurnCosts(16.0, 16.0, pytest.approx(0.4), 0.8, 10.0, pytest.approx(20 / 24))
     path = tmp_path / "profile.json"
     path.write_text(Profile((measured,), {}).to_json())
-    assert Profile.read(path).turns() == [measured.turns]
+    assert Profile.read(path).turns(1) == [measured.turns]
+    wide = replace(measured, tensor_parallel_size=2, turns=turns_of(8))
+    assert Profile((measured, wide), {}).turns(2) == [turns_of(8)]  # engines of another size have another pace
+    with pytest.raises(UserError, match="the profile has no engines of tensor parallel size 4, it has 1, 2"):
+        Profile((measured, wide), {}).turns(4)
     staged = loads(SIMULATED, ["rollout.pipeline_stage_num=2"])
     assert measurement_of(staged, make_plan(staged), tmp_path).turns is None
 

@@ -301,3 +301,6 @@ env: {path: gym, tasks: [CartPole-v1], enable_offload: true}
         if term.role == "env" and term.name == "simulator"
     ]
     assert (term.gib, term.formula) == (3.0, "measured by an earlier run")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not keep_gib(config, 3.0)  # there is no directory to keep it in

@@ -330,7 +330,7 @@ class Tabletop(Worlds):
         assert self._above is not None, "observe: state takes no pictures"
         return self._above.frames
 
-    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen | Exception]:
+    def reset(self, where: Sequence[int], tasks: Sequence[int], seeds: Sequence[int]) -> list[Seen]:
         is_new = np.zeros(self.num_worlds, dtype=np.int32)
         places = np.zeros((self.num_worlds, 8), dtype=np.float32)
         is_new[list(where)] = 1
@@ -358,7 +358,7 @@ class Tabletop(Worlds):
         results: list[WorldStep | Exception] = []
         for world, seen in zip(where, self._seen(where), strict=True):
             how = int(ends[world])
-            if isinstance(seen, Exception) or how == _BROKEN:
+            if how == _BROKEN:
                 results.append(FloatingPointError("the simulation diverged: a position is not finite"))
                 continue
             results.append(
@@ -395,7 +395,7 @@ class Tabletop(Worlds):
             mjw.fwd_kinematics(self._model, self._data)
             self._side.take(self._model, self._data)
             pictures = self._side.frames.numpy()
-        return [pictures[world] for world in where]
+        return [pictures[world].copy() for world in where]  # on a CPU `pictures` is the camera's own memory
 
     def expert(self, where: Sequence[int]) -> np.ndarray:
         """Return what a script does that knows all places: [n, 2]."""
@@ -444,7 +444,7 @@ class Tabletop(Worlds):
         disc = self._data.mocap_pos.numpy()[:, 0, :2]
         return np.concatenate([self._data.qpos.numpy(), disc], axis=1)
 
-    def _seen(self, where: Sequence[int]) -> list[Seen | Exception]:
+    def _seen(self, where: Sequence[int]) -> list[Seen]:
         state = self._state()
         pictures = self._above.frames.numpy() if self._above is not None else None
         return [

@@ -6,9 +6,9 @@ decides about it: the simulator, its arguments, and how many there are in how ma
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+from pathlib import Path
 
 from hotseat.caches import cache_folder
 from hotseat.config import Config
@@ -29,11 +29,13 @@ def keep_gib(config: Config, gib: float) -> bool:
     if gib < _SMALLEST_GIB or (known is not None and gib <= known * 1.02):
         return False
     folder = cache_folder(os.environ)
-    with contextlib.suppress(OSError):  # a user without a directory to write to sets env.memory_gib
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f"{_FILE}.{os.getpid()}"
         new.write_text(json.dumps({**_read(), _key(config): gib}, indent=1) + "\n")
         new.rename(folder / _FILE)
+    except OSError:  # a user without a directory to write to sets env.memory_gib
+        return False
     return True
 
 
@@ -48,4 +50,7 @@ def _read() -> dict[str, object]:
 def _key(config: Config) -> str:
     env = config.env
     per_device = [env.num_envs, env.num_processes, config.rollout.pipeline_stage_num]
-    return json.dumps([env.path, env.tasks, env.kwargs, *per_device], sort_keys=True)
+    # Files of one name in two directories are two simulators.
+    path = str(env.path)
+    path = str(Path(path).expanduser().absolute()) if path.endswith(".py") else path
+    return json.dumps([path, env.tasks, env.kwargs, *per_device], sort_keys=True, default=str)

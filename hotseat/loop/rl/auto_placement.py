@@ -4,7 +4,7 @@ The seconds of a rollout are read at the samples per engine, those of prepare an
 data-parallel rank, and the rest of a step is as long as it was. Where actor and rollout share devices, offload and
 onload are added. With staleness, the real pacer is driven with recorded groups, whose episodes take longer or shorter
 by the factor between the rollouts (`pace_simulator.py`). Rollouts in simulators are predicted from their turns
-(`simulator_pace.py`). Not modelled: that more ranks exchange gradients longer, and that a push to other devices takes
+(`simulator_turns.py`). Not modelled: that more ranks exchange gradients longer, and that a push to other devices takes
 another time.
 """
 
@@ -26,7 +26,7 @@ from hotseat.loop.planning.candidates import Candidate
 from hotseat.loop.planning.plan import engine_slots, num_data_parallel
 from hotseat.loop.rl.forecast import NUM_COUNTED, NUM_WARM_UP, pace_with
 from hotseat.loop.rl.pace_simulator import GroupCost, step_times
-from hotseat.loop.rl.simulator_pace import TurnCosts, predicted_rollout, shape_of, turn_costs
+from hotseat.loop.rl.simulator_turns import TurnCosts, predicted_rollout, shape_of, turn_costs
 from hotseat.loop.state.run_dir import ARRIVALS
 from hotseat.observe import METRICS, PREDICTION, read_lines
 from hotseat.placement import Plan, shares_devices
@@ -82,25 +82,24 @@ class Profile:
 
     def rollout(self, size: int) -> Curve:
         """Return the seconds of a rollout by samples per engine, for engines of this tensor-parallel size."""
-        points = [
-            (each.samples_per_engine, each.phases["rollout"])
-            for each in self.measurements
-            if each.tensor_parallel_size == size
-        ]
-        if not points:
+        return Curve.through((each.samples_per_engine, each.phases["rollout"]) for each in self._of_size(size))
+
+    def turns(self, size: int) -> list[TurnCosts]:
+        """Return what turns in simulators took, with engines of this tensor-parallel size."""
+        found = [each.turns for each in self._of_size(size) if each.turns is not None]
+        if not found:
+            raise UserError(
+                "the profile was measured without simulators: measure this config by `hotseat profile CONFIG`"
+            )
+        return found
+
+    def _of_size(self, size: int) -> list[Measurement]:
+        found = [each for each in self.measurements if each.tensor_parallel_size == size]
+        if not found:
             known = ", ".join(map(str, self.tensor_parallel_sizes))
             raise UserError(
                 f"the profile has no engines of tensor parallel size {size}, it has {known}: measure them by"
                 f" `hotseat profile CONFIG --tensor-parallel {size}`"
-            )
-        return Curve.through(points)
-
-    def turns(self) -> list[TurnCosts]:
-        """Return what turns in simulators took. Raises if none was measured."""
-        found = [each.turns for each in self.measurements if each.turns is not None]
-        if not found:
-            raise UserError(
-                "the profile was measured without simulators: measure this config by `hotseat profile CONFIG`"
             )
         return found
 
@@ -205,7 +204,7 @@ def predict(config: Config, plan: Plan, profile: Profile) -> Prediction:
     size = config.rollout.tensor_parallel_size
     readings = {
         "rollout": (
-            predicted_rollout(profile.turns(), shape_of(config, plan))
+            predicted_rollout(profile.turns(size), shape_of(config, plan))
             if has_simulator(config)
             else profile.rollout(size).at(_per_engine(config, plan))
         ),
