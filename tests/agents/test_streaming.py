@@ -15,7 +15,7 @@ import pytest
 from chat_templates import STOPS, tokenizer_of
 from gateway_cases import KEY, SAMPLING, WAIT_S, Outcome, learned
 
-from hotseat.agents import AgentHost, ProgramSettings
+from hotseat.agents import AgentHost, OpenRequests, ProgramSettings
 from hotseat.agents.black_box import PlayFunction
 from hotseat.agents.gateway.growing import certain
 from hotseat.types import Completion, Episode, Failed, Prompt, Request, ScoredEpisode, WhenSampled
@@ -67,7 +67,7 @@ class Engine:
 def play(function: Callable[..., Any], engine: Engine) -> Outcome:
     agent = PlayFunction(function, tokenizer_of("smollm2"), ProgramSettings(), max_length=600)
     with AgentHost(
-        agent, engine, run_seed=5, timeout_s=WAIT_S, abort=engine.aborted.extend, listen=engine.listen
+        agent, engine, run_seed=5, timeout_s=WAIT_S, requests=OpenRequests(engine.aborted.extend, engine.listen)
     ) as host:
         return host.submit(Prompt(3, "bad?", (1,), "7"), KEY, SAMPLING).result(WAIT_S)
 
