@@ -89,9 +89,9 @@ class GrowingAnswer:
 
 
 def certain(text: str, stops: Sequence[str]) -> str:
-    """Return how much of the text of an answer's first tokens stays, whatever follows.
+    """Return the part of the text of an answer's first tokens that stays whatever tokens follow.
 
-    Not its end, if that may be part of a character, or of a stop string, which is cut off.
+    Left out is its end, which may be part of a character, or of a stop string that will be cut off.
     """
     text = text.rstrip(_UNFINISHED)
     held = max((len(stop) for stop in stops), default=1) - 1
